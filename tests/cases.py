@@ -26,9 +26,11 @@ from ring_core import (
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
-Bias = Literal["full", "shared", "heads", "batch", "masked"]
+Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
 Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
+#: Runs of the table that leave cases to nightly builds: `again` is torch's with other strategies.
+Run = Literal["torch", "again", "jax", "jax-cuda"]
 
 #: Layouts and strategies of rings, by the word that names of cases have.
 RINGS: dict[str, tuple[LayoutName, RingStrategy]] = {
@@ -38,6 +40,15 @@ RINGS: dict[str, tuple[LayoutName, RingStrategy]] = {
 
 #: Inputs of this size have products below the smallest normal number, or are below it themselves.
 TINY = {"float64": 2.0**-1040, "float32": 2.0**-135, "bfloat16": 2.0**-129, "float16": 2.0**-18}
+
+#: What additive masks have for padding: a large number, beside which ``lse`` has no digits left,
+#: and the least of a dtype.
+VERY_NEGATIVE = {
+    "float64": (-1e300, float(np.finfo(np.float64).min)),
+    "float32": (-1e10, float(np.finfo(np.float32).min)),
+    "bfloat16": (-1e10, -(2 - 2.0**-7) * 2.0**127),
+    "float16": (-1e4, float(np.finfo(np.float16).min)),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Case:
     poison: Poison | None = None  # NaN in padding, or NaN or one -inf in one token
     strategy: RingStrategy = "ring"
     numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
+    nightly: frozenset[Run] = frozenset()  # the runs that have it in nightly builds alone
 
     @property
     def keys(self) -> int:
@@ -156,8 +168,8 @@ class Case:
 
     def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
         shape = (
-            1 if self.bias in ("shared", "heads") else self.batch,
-            1 if self.bias in ("shared", "batch") else self.heads[0],
+            1 if self.bias in ("shared", "heads", "very-negative") else self.batch,
+            1 if self.bias in ("shared", "batch", "very-negative") else self.heads[0],
             self.seq_len,
             self.keys,
         )
@@ -165,6 +177,11 @@ class Case:
         if self.bias == "masked":
             bias[rng.random(shape) < 0.3] = -np.inf
             bias[:, :, self.seq_len // 2] = -np.inf
+        if self.bias == "very-negative":
+            low, least = VERY_NEGATIVE[self.dtype]
+            bias[:, :, self.seq_len // 2, 1::2] = low  # part of a row
+            bias[:, :, -(self.seq_len // 4) :] = low  # whole rows, as padding on the right has
+            bias[..., : self.keys // 8] = least  # all that the first rows see, if causal
         return bias
 
     def _segments(self, rng: np.random.Generator) -> Arrays:
@@ -270,6 +287,51 @@ def masks(seq_len: int, cp_size: int) -> dict[str, Mask]:
 
 
 RING_SIZES = (1, 2, 3, 4, 8)
+EVERY_RING = tuple(RINGS)
+RINGS_ALONE = ("contiguous",)  # on one rank all rings are the same
+
+#: Rings in which a mask runs per change: in JAX on 3 ranks; in torch on 4 and on 8 ranks, while on
+#: fewer it runs in all. What no column names runs nightly.
+MASK_RINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "full": (("contiguous",), ("contiguous",), ("balanced",)),
+    "causal": (EVERY_RING, EVERY_RING, EVERY_RING),
+    "window-small": ((), ("contiguous",), ("balanced",)),
+    "window-shard": (("zigzag",), EVERY_RING, EVERY_RING),
+    "window-large": ((), ("striped",), ("zigzag",)),
+    "window-both": (("contiguous",), ("striped",), ("zigzag",)),
+    "window-right": ((), ("contiguous",), ("balanced",)),
+    "window-left": ((), ("contiguous",), ("balanced",)),
+    "window-self": (("striped",), ("striped",), ("zigzag",)),
+    "chunks": (("zigzag",), ("balanced",), ("contiguous",)),
+    "chunks-full": (("balanced",), ("striped",), ("zigzag",)),
+    "documents": (("contiguous",), EVERY_RING, EVERY_RING),
+    "documents-full": (("balanced",), ("contiguous",), ("balanced",)),
+    "documents-window": (("zigzag",), ("striped",), ("zigzag",)),
+    "documents-chunks": (("zigzag",), ("zigzag",), ("striped",)),
+    "predicate": (("balanced",), ("striped",), ("zigzag",)),
+    "predicate-documents": (("striped",), ("contiguous",), ("balanced",)),
+}
+#: What runs per change in JAX on other numbers of ranks: a program takes seconds to compile.
+OTHER_SIZES_IN_JAX = (
+    "causal-contiguous-cp1", "documents-contiguous-cp1", "causal-contiguous-cp2",
+    "causal-zigzag-cp8", "documents-contiguous-cp8",
+)  # fmt: skip
+
+
+def _mask_nightly(mask: str, ring: str, cp_size: int) -> frozenset[Run]:
+    """Return the runs that have a mask's case in nightly builds alone."""
+    in_jax, on_4, on_8 = MASK_RINGS[mask]
+    often = on_4 == EVERY_RING
+    again, on_gpus = (EVERY_RING if often else ()), (("zigzag",) if often else ())
+    per_change: dict[Run, dict[int, tuple[str, ...]]] = {
+        "torch": {1: RINGS_ALONE, 2: EVERY_RING, 3: EVERY_RING, 4: on_4, 8: on_8},
+        "again": {2: EVERY_RING, 3: on_4, 4: again, 8: again},
+        "jax": {3: in_jax},
+        "jax-cuda": {1: RINGS_ALONE, 2: on_gpus, 3: (*in_jax, *on_4), 4: on_gpus, 8: on_gpus},
+    }
+    if f"{mask}-{ring}-cp{cp_size}" in OTHER_SIZES_IN_JAX:
+        per_change["jax"] = per_change["jax-cuda"] = {cp_size: (ring,)}
+    return frozenset(run for run, rings in per_change.items() if ring not in rings.get(cp_size, ()))
 
 
 def _mask_cases() -> list[Case]:
@@ -280,8 +342,58 @@ def _mask_cases() -> list[Case]:
         for ring, (layout, strategy) in RINGS.items():
             for name, mask in masks(seq_len, cp_size).items():
                 case = Case(f"{name}-{ring}-cp{cp_size}", mask, layout, cp_size, seq_len)
-                cases.append(replace(case, strategy=strategy, lse_grad=cp_size == 3))
+                nightly = _mask_nightly(name, ring, cp_size)
+                cases.append(
+                    replace(case, strategy=strategy, lse_grad=cp_size == 3, nightly=nightly)
+                )
     return cases
+
+
+#: Rings in which an option runs per change in JAX; in torch it runs in all.
+OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
+    "float64": ("striped", "balanced"),
+    "bfloat16": (),  # `sinks-many` is of it
+    "float16": ("zigzag",),
+    "mha": (),
+    "gqa": ("striped",),
+    "mqa": (),
+    "v-dim": ("striped",),
+    "scale": ("contiguous",),
+    "scale-negative": (),
+    "scale-zero": (),
+    "softcap": ("striped",),
+    "sinks": ("balanced",),
+    "sinks-many": ("contiguous", "zigzag"),
+    "bias": (),  # with keys of another number than queries, with `everything`
+    "bias-shared": (),
+    "bias-masked": (),
+    "alibi": (),  # as bias
+    "alibi-batch": (),
+    "dropout": (),  # as bias
+    "segments": ("zigzag",),
+    "segments-padded": (),
+    "segments-pair": (),
+    "poison-padding": ("striped",),
+    "poison-q": (),
+    "poison-k": (),
+    "poison-v": ("zigzag",),
+    "spread": ("contiguous",),
+    "batch-0": ("contiguous",),
+    "bias-float64": (),
+    "everything": ("balanced",),
+    "bias-very-negative": ("zigzag", "balanced"),
+    "bias-very-negative-segments": (),
+    "bias-very-negative-float64": (),
+    "bias-very-negative-bfloat16": (),
+    "bias-very-negative-float16": (),
+    "bias-very-negative-sinks": (),
+}
+
+
+def _nightly_in_jax(ring: str, rings: tuple[str, ...]) -> frozenset[Run]:
+    """Return the runs of JAX for a ring that is not among the rings; on GPUs one ring runs."""
+    nightly: set[Run] = set() if ring in rings else {"jax"}
+    return frozenset(nightly | (set() if ring in (rings or RINGS_ALONE) else {"jax-cuda"}))
 
 
 def _option_cases() -> list[Case]:
@@ -294,8 +406,8 @@ def _option_cases() -> list[Case]:
         "mha": {"heads": (3, 3)},
         "gqa": {"heads": (6, 2), "batch": 2},
         "mqa": {"heads": (8, 1), "batch": 2},
-        "v-dim": {"dims": (8, 4)},
-        "scale": {"softmax_scale": 0.7},
+        "v-dim": {"dims": (8, 4), "heads": (2, 2)},
+        "scale": {"softmax_scale": 0.7, "heads": (2, 2)},
         "scale-negative": {"softmax_scale": -0.5},
         "scale-zero": {"softmax_scale": 0.0},
         "softcap": {"softcap": 1.5},
@@ -321,6 +433,12 @@ def _option_cases() -> list[Case]:
             "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1, "segments": "padded",
             "softmax_scale": 0.4, "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
         },
+        "bias-very-negative": {"bias": "very-negative", "heads": (4, 2), "lse_grad": True},
+        "bias-very-negative-segments": {"bias": "very-negative", "segments": "padded", "batch": 2},
+        "bias-very-negative-float64": {"bias": "very-negative", "dtype": "float64"},
+        "bias-very-negative-bfloat16": {"bias": "very-negative", "dtype": "bfloat16"},
+        "bias-very-negative-float16": {"bias": "very-negative", "dtype": "float16", "batch": 2},
+        "bias-very-negative-sinks": {"bias": "very-negative", "sinks": 0},
     }  # fmt: skip
     cases = []
     for n, (name, fields) in enumerate(options.items()):
@@ -328,7 +446,8 @@ def _option_cases() -> list[Case]:
             cp_size = (2, 4, 3)[n % 3]
             mask = window if n % 4 == 3 else causal
             case = Case(f"{name}-{ring}", mask, layout, cp_size, 8 * cp_size * 3, **fields)
-            cases.append(replace(case, strategy=strategy))
+            nightly = _nightly_in_jax(ring, OPTION_RINGS_IN_JAX[name])
+            cases.append(replace(case, strategy=strategy, nightly=nightly))
     return cases
 
 
@@ -359,7 +478,30 @@ def _length_cases() -> list[Case]:
             )
             for cp in (2, 3, 8)
         ]
-    return cases
+    return _with_nightly(
+        cases,
+        in_jax=(
+            "keys16-window-zigzag", "keys80-causal-striped", "shortest-contiguous-cp3",
+            "shortest-balanced-cp2",
+        ),
+        on_gpus=(
+            "keys16-causal-contiguous", "keys80-chunks-zigzag", "keys80-predicate-balanced",
+            "shortest-zigzag-cp8",
+        ),
+    )  # fmt: skip
+
+
+def _with_nightly(
+    cases: list[Case], in_jax: tuple[str, ...], on_gpus: tuple[str, ...]
+) -> list[Case]:
+    """Return the cases, of which these run per change in JAX, those also only on its GPUs."""
+    names = {case.name for case in cases}
+    assert {*in_jax, *on_gpus} <= names, {*in_jax, *on_gpus} - names
+    per_change: dict[Run, set[str]] = {"jax": {*in_jax}, "jax-cuda": {*in_jax, *on_gpus}}
+    return [
+        replace(case, nightly=frozenset(run for run, x in per_change.items() if case.name not in x))
+        for case in cases
+    ]
 
 
 def _number_cases() -> list[Case]:
@@ -385,10 +527,15 @@ def _number_cases() -> list[Case]:
         "nothing-sinks": {"mask": nothing, "sinks": 0, "lse_grad": True},
         "nothing-float16": {"mask": nothing, "dtype": "float16"},
     }
-    return [
+    cases = [
         Case(f"{name}-contiguous", **{"mask": causal, **fields}, cp_size=4)
         for name, fields in numbers.items()
     ]
+    return _with_nightly(
+        cases,
+        in_jax=("k-inf-full-contiguous", "nothing-float16-contiguous"),
+        on_gpus=("large-float16-contiguous", "softcap-large-contiguous", "k-inf-alone-contiguous"),
+    )
 
 
 #: Chunks assigned at random to so many ranks, neighbours to one rank among them.
@@ -428,9 +575,14 @@ def _chunk_cases() -> list[Case]:
             alibi=1,
         ),
     ]
-    return cases
+    return _with_nightly(
+        cases,
+        in_jax=("documents-window-chunks-cp3", "documents-random-cp3"),
+        on_gpus=("options-random-cp2",),
+    )
 
 
+#: Of each mask, option, layout, strategy, dtype and number of ranks at least two run per change.
 CASES = {
     case.name: case
     for case in (

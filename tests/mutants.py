@@ -286,6 +286,17 @@ def _lse_gradient_dropped() -> Patches:
     return patches
 
 
+def _bias_not_shifted() -> Patches:
+    """Beside numbers like -1e10 ``lse`` has no digits left."""
+    patches: Patches = [(simulator, "bias_shift", lambda *_: None)]
+    if autograd := _torch("autograd"):
+        right = autograd.bias_shift
+        patches.append((autograd, "bias_shift", lambda *args: right(*args).zero_()))
+    if autodiff := _jax("autodiff"):
+        patches.append((autodiff, "with_bias_shift", lambda _, inputs: inputs))
+    return patches
+
+
 def _help_not_returned() -> Patches:
     """``balanced``: what helpers computed is lost."""
     items = _ring.RingProgram.items
@@ -392,6 +403,7 @@ MUTANTS: dict[str, Callable[[], Patches]] = {
     "wrong-kv-head": _wrong_kv_head,
     "lse-gradient-dropped": _lse_gradient_dropped,
     "help-not-returned": _help_not_returned,
+    "bias-not-shifted": _bias_not_shifted,
 }
 
 #: What only keys that are gathered show.

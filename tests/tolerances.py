@@ -47,9 +47,10 @@ def plain(case: Case) -> Arrays:
     q, k, v, dout = (x[name].swapaxes(1, 2)[..., ::order] for name in ("q", "k", "v", "dout"))
     group = case.heads[0] // case.heads[1]
     k, v = (y[:, :, ::order].repeat(group, axis=1) for y in (k, v))
-    visible, keep, shift = (y[..., ::order] if y.shape else y for y in _masks(case, x, wide))
+    *masks, shift = _masks(case, x, wide)
+    visible, keep, added = (y[..., ::order] if y.shape else y for y in masks)
     scale = wide(case.softmax_scale if case.softmax_scale is not None else case.dims[0] ** -0.5)
-    s, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, shift)
+    s, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, added)
     sinks = (
         x["sinks"].reshape(case.heads[0], -1)
         if "sinks" in x
@@ -64,7 +65,7 @@ def plain(case: Case) -> Arrays:
     safe = np.where(np.isneginf(lse), 0, lse)[..., None]
     p = np.where(visible, np.exp(s - safe), 0).astype(wide)
     out = masked_matmul(_rounded(p * keep, case, wide), visible, v)
-    again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, shift)
+    again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, added)
     p = np.where(visible, np.exp(again - safe), 0).astype(wide)
     kept = _rounded(p * keep, case, wide)
     dp = (dout @ v.swapaxes(-1, -2)) * keep
@@ -82,7 +83,8 @@ def plain(case: Case) -> Arrays:
         "dk": dk.reshape(*fold, *dk.shape[2:]).sum(2).swapaxes(1, 2),
         "dv": dv.reshape(*fold, *dv.shape[2:]).sum(2).swapaxes(1, 2),
     }  # fmt: skip
-    results = {name: round_to(value, case.dtype) for name, value in results.items()} | {"lse": lse}
+    results = {name: round_to(value, case.dtype) for name, value in results.items()}
+    results["lse"] = lse + shift
     if "sinks" in x:
         rows = sink_rows(case, out.swapaxes(1, 2), lse, wide)
         results["dsinks"] = rows.sum((0, 2)).reshape(x["sinks"].shape)
@@ -105,22 +107,29 @@ def sink_rows(case: Case, out: Any, lse: Any, wide: Any) -> Any:
     return -(np.exp(sinks[None, :, None, :] - safe) * delta[..., None])
 
 
-def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
-    """``(visible, dropout factor, what is added to the logits)``, ``[B, H, T_q, T_kv]``."""
+def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any, Any]:
+    """``(visible, dropout factor, what is added to the logits)``, ``[B, H, T_q, T_kv]``.
+
+    The last is what was taken off the bias of each row, ``[B, H, T_q]``, or 0.
+    """
     q_pos, k_pos = np.arange(case.seq_len) + case.keys - case.seq_len, np.arange(case.keys)
     shape = (case.batch, case.heads[0], case.seq_len, case.keys)
     visible = np.broadcast_to(case.mask.dense(q_pos, k_pos), shape).copy()
-    shift = np.zeros((), wide)
+    added, shift = np.zeros((), wide), wide(0)
     if case.segments:
         visible &= (
             (x["q_ids"][:, :, None] == x["k_ids"][:, None]) & (x["q_ids"] >= 0)[:, :, None]
         )[:, None]
     if "bias" in x:
         visible &= ~np.isneginf(x["bias"])
-        shift = shift + x["bias"]
+        bias = x["bias"]
+        if "sinks" not in x:
+            shift = _row_shift(bias, visible)
+            bias = bias - shift[..., None]
+        added = added + bias
     if case.alibi is not None:
         slopes = np.atleast_2d(x["alibi_slopes"])[:, :, None, None]
-        shift = shift - slopes * np.abs(q_pos[:, None] - k_pos).astype(wide)
+        added = added - slopes * np.abs(q_pos[:, None] - k_pos).astype(wide)
     keep: Any = wide(1)
     if case.dropout_seed is not None:
         keep = philox.dropout_keep(
@@ -128,17 +137,28 @@ def _masks(case: Case, x: Arrays, wide: Any) -> tuple[Any, Any, Any]:
             heads=np.arange(case.heads[0]),
             queries=np.arange(case.seq_len), keys=k_pos,
         ).astype(wide) / wide(1 - case.dropout_p)  # fmt: skip
-    return visible, keep, shift
+    return visible, keep, added, shift
 
 
-def _scores(s: Any, case: Case, visible: Any, shift: Any) -> tuple[Any, Any]:
+def _row_shift(bias: Any, visible: Any) -> Any:
+    """Each row's largest finite bias that it sees, ``[B, H, T_q]``; 0 where there is none.
+
+    The scores of a row may be shifted by any number, and beside a bias of -1e10 in a whole row a
+    sum of exponentials and its logarithm would lose all their digits.
+    """
+    seen = visible & np.isfinite(bias)
+    top = np.where(seen, bias, -np.inf).max(axis=-1, initial=-np.inf)
+    return np.where(seen.any(axis=-1), top, 0).astype(bias.dtype)
+
+
+def _scores(s: Any, case: Case, visible: Any, added: Any) -> tuple[Any, Any]:
     """``(masked scores, slope of the soft cap)`` from scaled products."""
     slope = s.dtype.type(1)
     if case.softcap is not None:
         cap = s.dtype.type(case.softcap)
         squashed = np.tanh(s / cap)
         s, slope = cap * squashed, 1 - squashed**2
-    return np.where(visible, s + shift, -np.inf).astype(s.dtype), slope
+    return np.where(visible, s + added, -np.inf).astype(s.dtype), slope
 
 
 def _rounded(x: Any, case: Case, wide: Any) -> Any:

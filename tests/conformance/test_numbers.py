@@ -21,6 +21,7 @@ DENORMAL = [
 ]
 
 
+@pytest.mark.nightly("jax", "jax-cuda")
 @pytest.mark.parametrize("case", DENORMAL, ids=TINY)
 def test_denormal_inputs(case: Case, run: Any) -> None:
     """Logits are zero to rounding; values and gradients are as small as the smallest normal."""

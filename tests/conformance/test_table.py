@@ -13,7 +13,13 @@ from tolerances import assert_close
 from ring_core import reference
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.nightly(*case.nightly)] * bool(case.nightly))
+        for name, case in CASES.items()
+    ],
+)
 def test_case(case: Case, run: Any, backend: Any) -> None:
     """Forward, lse and every gradient are right."""
     if case.dtype not in backend.dtypes:

@@ -86,6 +86,13 @@ def test_terms_that_cancel_leave_their_rounding() -> None:
     assert some._replace(terms=np.full(2, 1e3)).worst("float32") is None
 
 
+def test_terms_with_rounded_weights_leave_theirs() -> None:
+    some = rows(got=lambda x: bumped(x, 0.06))
+    assert some.worst("bfloat16") is not None
+    assert some._replace(rounded=np.full((2, 3, 4), 3.0)).worst("bfloat16") is None
+    assert some._replace(rounded=np.full((2, 3, 4), np.nan)).worst("bfloat16") is not None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_the_smallest_numbers_may_be_lost(dtype: str) -> None:
     tiny = {"float64": 2.0**-1023, "float16": 2.0**-23}.get(dtype, 2.0**-127)

@@ -80,10 +80,10 @@ def rounding(case: Case) -> dict[str, float]:
     group = case.heads[0] // case.heads[1]
     q, k, v, dout = (x[name].swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
     k, v = (y.repeat(group, axis=1) for y in (k, v))
-    visible, keep, shift = _masks(case, x, np.float64)
+    visible, keep, added, shift = _masks(case, x, np.float64)
     scale = case.dims[0] ** -0.5 if case.softmax_scale is None else case.softmax_scale
-    scores, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, shift)
-    lse = case.expected["lse"]
+    scores, _ = _scores(scale * (q @ k.swapaxes(-1, -2)), case, visible, added)
+    lse = case.expected["lse"] - shift
     p = np.where(visible, np.exp(scores - np.where(np.isneginf(lse), 0, lse)[..., None]), 0)
     dp = np.abs(dout @ v.swapaxes(-1, -2)) * keep
     dlse = np.abs(x["dlse"]) if "dlse" in x else np.zeros(())
@@ -104,7 +104,7 @@ def rounding(case: Case) -> dict[str, float]:
         "dbias": np.nan_to_num(ds).sum(axis=_summed(case), keepdims=True),
         "dsinks": rows.sum(axis=(0, 2)),
     }  # fmt: skip
-    finite = np.abs(lse[np.isfinite(lse)])
+    finite = np.abs(case.expected["lse"][np.isfinite(lse)])
     unit = ULPS["float64" if case.dtype == "float64" else "float32"]
     cost = FEW * unit * max(1.0, float(finite.max(initial=0)))
     return {name: cost * float(term.max(initial=0)) for name, term in terms.items()}

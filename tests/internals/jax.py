@@ -3,6 +3,7 @@
 from ring_jax import (
     attention as attention,
     autodiff as autodiff,
+    bias_shift as bias_shift,
     collectives as collectives,
     kernels as kernels,
     rank_view as rank_view,

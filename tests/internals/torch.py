@@ -7,6 +7,7 @@ from ring_torch import (
     capture as capture,
     compiled as compiled,
     context as context,
+    gradients as gradients,
     kernels as kernels,
     prepare as prepare,
     strategies as strategies,
@@ -56,6 +57,7 @@ from ring_torch.kernels.api import (
     Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
+    rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.block_index import (
     Grid as Grid,
@@ -83,9 +85,11 @@ from ring_torch.records import (
     QueryBlock as QueryBlock,
     QueryGrads as QueryGrads,
     empty_state as empty_state,
+    has_unit_stride as has_unit_stride,
     runs_of as runs_of,
 )
 from ring_torch.strategies import (
+    bias_shift as bias_shift,
     gather as gather_strategy,
     ring as ring_strategy,
     sessions as sessions,

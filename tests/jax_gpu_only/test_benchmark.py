@@ -132,6 +132,15 @@ def test_pairs() -> None:
     assert scaling.teraflops(CAUSAL, 64) == flops / 1e12
 
 
+@pytest.mark.nightly(
+    unless=[
+        "xla-all-gather-2",
+        "xla-two-stage-4",
+        "xla-zigzag-2",
+        "auto-two-stage-2",
+        "auto-zigzag-4",
+    ]
+)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["all-gather", "two-stage", "zigzag"])
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
@@ -156,6 +165,7 @@ def test_layers(name: str, small: Any) -> None:
     assert sent[1] == 3 * sent[0] > 0
 
 
+@pytest.mark.nightly
 def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On host devices, with kernels of XLA in place of cuDNN's and ours."""
 

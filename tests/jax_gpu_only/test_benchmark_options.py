@@ -52,6 +52,7 @@ def test_what_is_wrong_is_not_timed(small: Any) -> None:
             assert small.passing({**wrong, "other": float("nan")}) == ["ring", "triton"]
 
 
+@pytest.mark.nightly
 def test_the_whole_run(small: Any, tmp_path: Path) -> None:
     path = tmp_path / "found" / "figures.json"
     given = ["--length", "64", "--settings", "192/128", "bias", "--json", str(path)]

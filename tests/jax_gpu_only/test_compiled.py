@@ -32,6 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(only=["90"])
 @pytest.mark.parametrize("arch", SHARED)
 def test_causal(arch: int) -> None:
     kernels = compiled([{"options": {"causal": True}}], arch)
@@ -43,12 +44,16 @@ def test_causal(arch: int) -> None:
         assert all(x["stack"] <= 32 for x in kernels), kernels  # bytes a thread keeps in memory
 
 
+@pytest.mark.nightly(unless=["fused", "odd", "predicate-bias"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options(name: str) -> None:
     kernels = compiled([CALLS[name]], 90)
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 
+@pytest.mark.nightly(
+    unless=["True-64-only", "True-64-last", "True-128-later", "False-64-later", "False-128-first"]
+)
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])  # the last tiles are shared where it is full

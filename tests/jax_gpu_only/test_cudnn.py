@@ -43,6 +43,14 @@ CASES = [
     Case("cudnn-bias-heads", CAUSAL, **HALF, bias="heads", batch=2),
     Case("cudnn-bias-shared", Mask(), **HALF, bias="shared", batch=2),
     Case("cudnn-bias-masked", CAUSAL, **HALF, bias="masked", batch=2),
+    Case("cudnn-bias-very-negative", CAUSAL, **HALF, bias="very-negative", batch=2),
+    Case("cudnn-bias-very-negative-cp2", CAUSAL, "zigzag", 2, **HALF, bias="very-negative"),
+    Case(
+        "cudnn-bias-very-negative-float16",
+        Mask(),
+        **{**HALF, "dtype": "float16"},
+        bias="very-negative",
+    ),
     Case("cudnn-bias-masked-float16", Mask(), **{**HALF, "dtype": "float16"}, bias="masked"),
     Case("cudnn-batch-0", CAUSAL, **HALF, batch=0),
     Case("cudnn-contiguous-cp3", CAUSAL, "contiguous", 3, **HALF),
@@ -61,6 +69,19 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn.stand_in(monkeypatch)
 
 
+@pytest.mark.nightly(
+    only=[
+        "cudnn-window-of-one",
+        "cudnn-wider-k",
+        "cudnn-odd-mixed",
+        "cudnn-bias-batch",
+        "cudnn-bias-heads",
+        "cudnn-bias-masked-float16",
+        "cudnn-zigzag-cp4",
+        "cudnn-full-cp4",
+        "cudnn-mixed-cp2",
+    ]
+)
 @pytest.mark.usefixtures("formula")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case: Case) -> None:

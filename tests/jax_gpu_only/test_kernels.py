@@ -55,6 +55,7 @@ _CASES = [
     Case("alibi", CAUSAL, alibi=2, batch=2, heads=(1, 1)),
     Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
     Case("bias", CAUSAL, bias="masked", batch=2, heads=(1, 1)),
+    Case("very-negative-bias", CAUSAL, bias="very-negative", batch=2, segments="padded"),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
     Case("spread", CAUSAL, spread=40.0),
     Case("poison-q", CAUSAL, poison="q"),
@@ -77,17 +78,38 @@ LEFT = [
 SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for case in _CASES]
 
 
+@pytest.mark.nightly(
+    only=[
+        "predicate-documents",
+        "keys",
+        "wider",
+        "wider-k",
+        "float16",
+        "no-scale",
+        "segments-pair",
+        "segments-chunks",
+        "segments-documents",
+        "dropout",
+        "bias-shared",
+        "poison-q",
+        "poison-padding",
+        "everything",
+    ]
+)
 @pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
 def test_several_blocks(case: Case) -> None:
     assert_close(case, alone(case, SMALL))
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-k", "everything"])
+@pytest.mark.parametrize(
+    "name", ["causal", "gqa", "segments", "poison-k", "everything", "very-negative-bias"]
+)
 def test_fused_backward(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
+@pytest.mark.nightly(unless=["window-both-sizes0", "segments-sizes1", "predicate-sizes0"])
 @pytest.mark.parametrize("sizes", [(64, 16), (16, 64)])
 @pytest.mark.parametrize("name", ["window-both", "segments", "predicate"])
 def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
@@ -95,6 +117,16 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
     assert_close(case, alone(case, replace(SMALL, block_q=sizes[0], block_k=sizes[1])))
 
 
+@pytest.mark.nightly(
+    only=[
+        "documents-chunks-striped-cp4",
+        "predicate-zigzag-cp2",
+        "predicate-balanced-cp4",
+        "documents-window-zigzag-cp4",
+        "everything-zigzag",
+        "keys64-predicate-contiguous",
+    ]
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -110,6 +142,7 @@ def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(CASES[name], JaxBackend().run(CASES[name], kernel="triton"))
 
 
+@pytest.mark.nightly(unless=["causal-zigzag-cp4"])
 @pytest.mark.parametrize(
     "name", ["causal-zigzag-cp4", "documents-window-contiguous-cp4", "bias-zigzag"]
 )
@@ -141,6 +174,9 @@ def test_vmap() -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.nightly(
+    unless=["left-causal-only", "left-window-last", "left-poison-v-later", "left-poison-k-first"]
+)
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("case", LEFT, ids=lambda case: case.name)
 def test_what_the_kernels_for_hopper_leave(

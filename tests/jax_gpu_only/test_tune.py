@@ -54,6 +54,7 @@ def test_a_winner_has_to_win_twice(again: float, kept: bool) -> None:
 KERNELS = [row for row in table.default() if row.itemsize == 2 and row.head_dim == 128]
 
 
+@pytest.mark.nightly(unless=["fwd, 2 bytes, head dims up to 128, per-score inputs"])
 @pytest.mark.parametrize("row", KERNELS, ids=tune.name_of)
 def test_calls_of_each_kernel_use_their_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []

@@ -68,6 +68,7 @@ def dense_gradients(*args: jax.Array, **options: Any) -> Any:
     return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
 
 
+@pytest.mark.nightly(only=["False-True"])
 @pytest.mark.parametrize(("check_vma", "compiled"), [(True, True), (False, True), (True, False)])
 def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
     function = ring(check_vma=check_vma)
@@ -97,6 +98,7 @@ def test_under_vmap_scan_and_remat() -> None:
             close(got[n], wanted)
 
 
+@pytest.mark.nightly(unless=["False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> None:
     """Sinks on every device of a mesh with data parallelism beside: one sum, whatever the mesh."""
@@ -113,6 +115,14 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
         close(mine, getattr(expected, name))
 
 
+@pytest.mark.nightly(
+    unless=[
+        "contiguous-AxisType.Auto",
+        "zigzag-AxisType.Explicit",
+        "striped-AxisType.Auto",
+        "chunks-AxisType.Explicit",
+    ]
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("layout", "strategy"),

@@ -80,6 +80,7 @@ def test_a_healthy_machine() -> None:
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
 
 
+@pytest.mark.nightly
 def test_two_host_devices_make_a_ring_where_nothing_else_is_asked_for() -> None:
     done = run("-m", "ring_jax", "doctor", "--json", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
@@ -97,6 +98,7 @@ def test_a_kernel_for_another_device(tmp_path: Path) -> None:
     assert "all is well" in done.stdout
 
 
+@pytest.mark.nightly
 def test_wrong_gradients_are_found() -> None:
     done = run("-c", OFF_BY_A_LITTLE, XLA_FLAGS="")
     assert done.returncode == 1, done.stderr
@@ -118,6 +120,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such instruction" in check.trace
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("two_devices")
 def test_a_result_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     right = XlaKernel.grads_into
@@ -149,6 +152,7 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n".join(f"{line}|" for line in cells) == own
 
 
+@pytest.mark.nightly
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--seq-len", "128", "--ranks", "2", "--heads", "2", "--kv-heads", "1")
     done = run("-m", "ring_jax", "bench", *sizes, "--head-dim", "8", "--seconds", "0", "--json")

@@ -42,6 +42,7 @@ def training() -> ModuleType:
     return module
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [

@@ -32,6 +32,11 @@ GATHERED = [case for case in SPLIT if _can_gather(case)]
 REFUSED = [case for case in SPLIT if case not in GATHERED]
 
 
+@pytest.mark.nightly(
+    unless=[
+        "window-both-zigzag-cp3", "documents-contiguous-cp3", "segments-zigzag", "bias-zigzag",
+    ]
+)  # fmt: skip
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
 def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")
@@ -58,6 +63,7 @@ def test_what_is_refused() -> None:
     assert any(case.mask.cu_seqlens for case in GATHERED)
 
 
+@pytest.mark.nightly(only=["window-off-by-one"])
 @pytest.mark.parametrize("mutant", [*JAX_GATHERED_MUTANTS, "window-off-by-one"])
 def test_suite_goes_red(mutant: str, backend: Any) -> None:
     case = CASES["window-both-zigzag-cp3"]

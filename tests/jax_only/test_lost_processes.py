@@ -46,6 +46,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.nightly(unless=["SIGKILL"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_other_process_ends_in_time(how: str, tmp_path: Path) -> None:
     program = tmp_path / "ring.py"

@@ -55,6 +55,9 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.nightly(
+    unless=["causal-contiguous", "full-striped", "window-zigzag", "right-contiguous"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_transfers_are_the_plans(name: str, layout: Any) -> None:
@@ -107,6 +110,7 @@ def test_helpers_alone_receive() -> None:
     assert sizes == {CP, 1, 2, 3, 4}
 
 
+@pytest.mark.nightly
 def test_memory_is_linear_in_the_length() -> None:
     """No scores of a whole shard: the temporaries grow with the length, not its square."""
     sizes = [

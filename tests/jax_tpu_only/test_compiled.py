@@ -34,6 +34,7 @@ def transfers(layout: Any, **mask: Any) -> tuple[list[int], list[int]]:
     return forward, sorted(forward + backward)
 
 
+@pytest.mark.nightly(unless=["v5e:2x2"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_forward(topology: str) -> None:
     """Every transfer starts before the kernel it hides behind and is waited for after it."""
@@ -43,6 +44,7 @@ def test_forward(topology: str) -> None:
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_forward_and_backward(topology: str) -> None:
     """The same for dK/dV."""
@@ -52,6 +54,7 @@ def test_forward_and_backward(topology: str) -> None:
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool | None) -> None:
@@ -73,6 +76,7 @@ def test_dead_steps_are_not_run() -> None:
     assert exposed(program) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ring", ["contiguous", "striped", "balanced"])
 def test_other_layouts_compile(ring: str) -> None:
     layout, strategy = RINGS[ring]

@@ -61,6 +61,7 @@ _CASES = [
     Case("dropout", CAUSAL, dropout_p=0.3, batch=2),
     Case("bias", CAUSAL, bias="masked", batch=2),
     Case("bias-shared", CAUSAL, bias="shared", batch=2),
+    Case("bias-very-negative", CAUSAL, bias="very-negative", segments="padded", batch=2),
     Case("poison-v", CAUSAL, poison="v"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(
@@ -100,6 +101,7 @@ def alone(case: Case, config: KernelConfig) -> dict[str, npt.NDArray[Any]]:
         return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
 
 
+@pytest.mark.nightly(unless=["causal", "bias-shared"])
 @pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
 def test_two_backward_kernels(case: Case) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=False)))
@@ -123,12 +125,14 @@ def test_vmap() -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.nightly(unless=["causal"])
 @pytest.mark.parametrize("name", ["causal", "gqa", "segments", "poison-v", "everything"])
 def test_fused_backward_kernel(name: str) -> None:
     (case,) = (case for case in SEVERAL_BLOCKS if case.name == name)
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
+@pytest.mark.nightly(unless=["TPU v6e"])
 @pytest.mark.parametrize("name", ["TPU v4", "TPU v6e", "TPU7x"])
 def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of blocks, with scores asked for ahead or not, K and V fetched together or apart."""
@@ -140,6 +144,7 @@ def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert_close(case, alone(case, config))
 
 
+@pytest.mark.nightly(unless=["heads1-100", "heads1-300"])
 @pytest.mark.parametrize("seq_len", [100, 200, 300])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int]) -> None:
@@ -246,6 +251,7 @@ def compile_for(
     jax.jit(both).lower(q, k, v, dout, more).compile()
 
 
+@pytest.mark.nightly(unless=["v5p:2x2x1-True", "v6e:2x2-False"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiles(topology: str, *, fused: bool) -> None:
@@ -270,6 +276,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_compile(name: str) -> None:
     compile_for("v5e:2x2", **OPTIONS[name])

@@ -46,6 +46,14 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
     assert_close(case, results)
 
 
+@pytest.mark.nightly(
+    only=[
+        "causal-balanced-cp3",
+        "keys64-predicate-contiguous",
+        "shortest-zigzag-cp2",
+        "everything-zigzag",
+    ]
+)
 @pytest.mark.parametrize("name", SELECTED)
 def test_selected_cases(
     name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
@@ -53,12 +61,14 @@ def test_selected_cases(
     check(CASES[name], monkeypatch, kernel)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)  # interpreted programs of eight devices take minutes
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SELECTED])
 def test_other_cases(name: str, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel) -> None:
     check(CASES[name], monkeypatch, kernel)
 
 
+@pytest.mark.nightly(unless=["causal-balanced-cp3"])
 @pytest.mark.parametrize("name", IN_ONE_PROGRAM)
 def test_in_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of all devices at once, and what moves between them, as a user runs them."""

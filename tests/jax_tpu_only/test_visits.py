@@ -56,6 +56,15 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 
+#: Two rings per change for each mask, in turn.
+PER_CHANGE = [
+    f"{name}-{ring}"
+    for n, name in enumerate(masks(LENGTH, CP))
+    for ring in (("contiguous", "striped"), ("zigzag", "balanced"))[n % 2]
+]
+
+
+@pytest.mark.nightly(unless=PER_CHANGE)
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", masks(LENGTH, CP))
 def test_live_blocks(name: str, ring: str) -> None:

@@ -35,7 +35,8 @@ _LOSS = (
     "By: *shard_batch* is of models whose batches can be split by hand, and by `hf.parallelize` as well; "
     "*hf.parallelize* of those that need its hooks.\n"
     "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
-    "labels. The others are to be computed from outputs that `ContextParallel.unshard` puts together.\n"
+    "labels. The others are to be computed on every rank from outputs that "
+    "`ContextParallel.unshard(x, grad='slice')` puts together.\n"
     "Padding: *none* is of models that take no mask."
 )
 

@@ -58,13 +58,26 @@ def _shard(rank: int, layout: Any) -> None:
     same([(moved.detach(), y)], [(x.detach(), grad)])
 
 
-def _unshard(rank: int, layout: Any) -> None:
+def _unshard_slice(rank: int, layout: Any) -> None:
     """To a tensor that all hold, and whose gradient all know."""
     cp = ContextParallel(layout=layout)
     (x,), (y,) = numbers(rank, (2, TOKENS // SIZE, 3)), numbers(SIZE, (2, TOKENS, 3))
-    moved = cp.unshard(x.requires_grad_())
+    moved = cp.unshard(x.requires_grad_(), grad="slice")
     (grad,) = torch.autograd.grad(moved, x, y)
     same([(moved.detach() / SIZE, y)], [(x.detach(), grad)])
+
+
+def _unshard_sum(rank: int, layout: Any) -> None:
+    """To a tensor that all hold, each with a gradient of its own; compiled, too."""
+    cp = ContextParallel(layout=layout)
+    shapes = ((2, TOKENS // SIZE, 3), (2, TOKENS, 3))
+    torch._dynamo.reset()
+    compiled = torch.compile(cp.unshard, backend="aot_eager")
+    for dim, run in ((1, cp.unshard), (0, cp.unshard), (-2, compiled)):
+        x, y = (z.transpose(dim, 1) for z in numbers(rank, *shapes))
+        moved = run(x.requires_grad_(), dim=dim, grad="sum")
+        (grad,) = torch.autograd.grad(moved, x, y)
+        same([(moved.detach(), y)], [(x.detach(), grad)])
 
 
 def _relayout(rank: int, layout: Any) -> None:
@@ -123,7 +136,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
 
 
-MOVEMENTS = (_shard, _unshard, _relayout, _ulysses)
+MOVEMENTS = (_shard, _unshard_slice, _unshard_sum, _relayout, _ulysses)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -40,6 +40,7 @@ def agrees(printed: str) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_demonstration_as_a_command() -> None:
     command = [sys.executable, str(DEMO), *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -107,6 +108,7 @@ def test_what_ends_the_search(demo: ModuleType) -> None:
     assert "--most" in example.obstacle([replace(run, tokens=2**20)], 1.0, limits)
 
 
+@pytest.mark.nightly
 def test_the_lines_that_start_jobs_on_several_hosts() -> None:
     page = Page.read(DEMO.parents[1] / "docs" / "launching.md")
     (line,) = (line for line in page.commands if "--nnodes" in line)

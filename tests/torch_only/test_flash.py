@@ -385,6 +385,7 @@ RING = [
 ]
 
 
+@pytest.mark.nightly(only=[f"{c.name}-{t}" for c, t in RING if "again" in c.nightly])
 @pytest.mark.parametrize(("case", "strategy"), RING, ids=[f"{c.name}-{t}" for c, t in RING])
 def test_in_the_ring(case: Case, strategy: str, backend: Any) -> None:
     parts = backend.pool(case.cp_size).run(_on_a_rank, replace(case), strategy)

@@ -15,6 +15,7 @@ from ring_core import gather_refusals
 GATHERED = [case for case in CASES.values() if case.cp_size > 1 and not gather_refusals(case.plan)]
 
 
+@pytest.mark.nightly(only=[case.name for case in GATHERED if "again" in case.nightly])
 @pytest.mark.parametrize("case", GATHERED, ids=[case.name for case in GATHERED])
 def test_case(case: Case, backend: Any, request: pytest.FixtureRequest) -> None:
     mutant = request.config.getoption("--mutant")

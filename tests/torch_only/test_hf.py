@@ -70,7 +70,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
             mine, part = run(model, cp.shard_batch(batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
-            same(cp.unshard(mine)[:, :LENGTH][real], logits[real], f"logits of {what}")
+            same(cp.unshard(mine.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
             same(part, loss, f"loss of {what}")
             got = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
             assert got.keys() == expected.keys()
@@ -78,6 +78,20 @@ def _matches(rank: int, name: str, kind: str) -> None:
                 same(got[weight], grad, f"gradient of {weight} of {what}")
 
 
+@pytest.mark.nightly(
+    unless=[
+        "Llama-plain",
+        "Llama-packed",
+        "Qwen3-left",
+        "Mistral-right",
+        "Mistral-flattened",
+        "Gemma2-plain",
+        "Gemma2-packed",
+        "Gemma3-left",
+        "GptOss-right",
+        "GptOss-flattened",
+    ]
+)
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Llama4"])
 def test_logits_loss_and_gradients_are_the_whole_models(

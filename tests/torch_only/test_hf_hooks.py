@@ -104,6 +104,17 @@ def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
     compare(model, whole(kind), f"of {name}, {kind}", layout=layout)
 
 
+@pytest.mark.nightly(
+    unless=[
+        "GPTJForCausalLM-plain-",
+        "XGLMForCausalLM-left-checkpointed",
+        "BartForCausalLM-right-checkpointed",
+        "BartForCausalLM-left-",
+        "Llama4ForCausalLM-plain-checkpointed",
+        "Llama4ForCausalLM-right-",
+        "Qwen3NextForCausalLM-plain-",
+    ]
+)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -136,6 +147,12 @@ def _pair(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
     compare(model, pair_batch(kind), f"of {name}, {kind}")
 
 
+@pytest.mark.nightly(
+    unless=[
+        "BartForConditionalGeneration-plain-",
+        "M2M100ForConditionalGeneration-padded-checkpointed",
+    ]
+)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 @pytest.mark.parametrize("name", PAIRS)
@@ -167,6 +184,14 @@ def _images(_: int, name: str, kind: str) -> None:
     assert moved, "images reach no weight"
 
 
+@pytest.mark.nightly(
+    unless=[
+        "Qwen2_5_VLForConditionalGeneration-plain",
+        "Qwen3VLForConditionalGeneration-left",
+        "LlavaForConditionalGeneration-plain",
+        "Qwen2_5_VLForConditionalGeneration-packed",
+    ]
+)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -241,6 +266,7 @@ def _compiled(_: int, name: str, kind: str) -> None:
             torch.testing.assert_close(mine, x, rtol=1e-7, atol=1e-8 * float(x.abs().max()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "kind"), [("LlamaForCausalLM", "llama"), ("GPTJForCausalLM", "gptj")]
 )

@@ -67,13 +67,10 @@ def check_steps(
 
 #: Accumulation, whether tokens are counted over all devices, label smoothing, data parallel ranks.
 MATRIX = list(product((1, 4), (True, False), (0.0, 0.1), (1, 2)))
-#: Those that run each time; the others with ``--all``.
-EACH_TIME = [(1, True, 0.1, 1)]
 
 
-@pytest.mark.parametrize(
-    "setting", MATRIX, ids=lambda x: ("" if x in EACH_TIME else "more-") + "-".join(map(str, x))
-)
+@pytest.mark.nightly(unless=["1-True-0.1-1"])
+@pytest.mark.parametrize("setting", MATRIX, ids=lambda x: "-".join(map(str, x)))
 def test_steps_are_those_of_one_device(pools: dict[int, LocalRanks], setting: Any) -> None:
     accumulation, averages, smoothing, dp_size = setting
     options = {
@@ -90,6 +87,7 @@ LOOPS = [(*x, 1) for x in product(("nothing", "ddp", "fsdp"), (1, 4))] + [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(map(str, x)))
 def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], loop: Any) -> None:
     exact, plain = (
@@ -105,15 +103,18 @@ def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
     check_steps(pools, "Llama", 1, {"masked_tail": True}, {"average_tokens_across_devices": False})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GptOss", "Mixtral", "DeepseekV3", "LoRA"])
 def test_families(pools: dict[int, LocalRanks], name: str) -> None:
     check_steps(pools, name, 1, {}, {"gradient_accumulation_steps": 4})
 
 
+@pytest.mark.nightly
 def test_under_autocast(pools: dict[int, LocalRanks]) -> None:
     check_steps(pools, "Llama", 1, {}, {"bf16": True})
 
 
+@pytest.mark.nightly(unless=["loss of whole logits-1"])
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("way", ["stream", "loss of whole logits"])
 def test_few_steps(pools: dict[int, LocalRanks], way: str, dp_size: int) -> None:
@@ -125,6 +126,7 @@ def test_few_steps(pools: dict[int, LocalRanks], way: str, dp_size: int) -> None
         close(found, expected, "losses and gradient norms")
 
 
+@pytest.mark.nightly(unless=["True"])
 @pytest.mark.parametrize("averages", [True, False])
 def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
     options = {"average_tokens_across_devices": averages, "max_steps": 5}
@@ -137,6 +139,7 @@ def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
         close(found, expected, "losses and gradient norms")
 
 
+@pytest.mark.nightly(unless=["1"])
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: int) -> None:
     """Two rings see pairs of batches, and so do two devices without a ring."""
@@ -198,6 +201,7 @@ def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> Non
     pools[2].run(_mistakes, str(tmp_path))
 
 
+@pytest.mark.nightly(unless=["sft"])
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo"])
 def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
     expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]

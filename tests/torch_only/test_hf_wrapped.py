@@ -73,6 +73,7 @@ def test_gradients_are_the_whole_models(kind: str, four: LocalRanks) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * scale)
 
 
+@pytest.mark.nightly
 def test_under_autocast(four: LocalRanks) -> None:
     """At most twice as far from float64 as the whole model is under autocast."""
     exact = torch.cat([x.flatten() for x in whole_model(Wide())])

@@ -157,7 +157,7 @@ def _layouts(_: int) -> None:
     views = {
         "contiguous": x,
         "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
-        "every other": torch.stack([x, x], dim=-1).flatten(-2)[..., ::2],
+        "every other": torch.stack([x, -x], dim=-1).flatten(-2)[..., ::2],
         "expanded": x[:, :, :1].expand(-1, -1, 2, -1),
     }
     for name, view in views.items():

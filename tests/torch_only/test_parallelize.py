@@ -71,7 +71,7 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
             found = reduced(model, cp, way["reduction"])
             what = f"{name} {kind} {layout} {way}"
             same(whole_loss, loss, f"loss of {what}")
-            mine = mine if way["logits"] == "gather" else cp.unshard(mine)[:, :LENGTH]
+            mine = mine if way["logits"] == "gather" else cp.unshard(mine.detach())[:, :LENGTH]
             assert mine.shape == logits.shape
             same(mine[real], logits[real], f"logits of {what}")
             assert found.keys() == expected.keys()
@@ -83,6 +83,7 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
     same(run(model, batch | WHOLE)[0], logits, "logits after remove()")
 
 
+@pytest.mark.nightly(unless=["Llama-plain", "Llama-packed", "Gemma3-right", "Gemma3-flattened"])
 @pytest.mark.parametrize("kind", ["plain", "right", "packed", "flattened"])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_logits_loss_and_gradients_are_one_devices(pair: LocalRanks, name: str, kind: str) -> None:

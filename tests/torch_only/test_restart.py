@@ -41,6 +41,7 @@ def losses(printed: str) -> list[str]:
     return [row[1] for row in rows if len(row) == 2 and row[0].isdigit()]
 
 
+@pytest.mark.nightly
 def test_a_run_restarted_by_torchrun_has_the_losses_of_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

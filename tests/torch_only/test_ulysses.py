@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ring_torch.local import LocalRankError
 SEVERAL = [case for case in CASES.values() if case.cp_size > 1 and case.strategy == "ring"]
 
 
+@pytest.mark.nightly(only=[case.name for case in SEVERAL if "again" in case.nightly])
 @pytest.mark.parametrize("case", SEVERAL, ids=[case.name for case in SEVERAL])
 def test_case(case: Case, backend: Any) -> None:
     divides = not any(heads % case.cp_size for heads in case.heads)
@@ -27,6 +29,12 @@ def test_case(case: Case, backend: Any) -> None:
     for heads in case.heads:
         if heads % case.cp_size:
             assert f"{heads} heads, which {case.cp_size} ranks do not divide" in str(refused.value)
+
+
+@pytest.mark.parametrize("sinks", [0, 3], ids=["one a head", "several a head"])
+def test_sinks_go_with_their_heads(sinks: int, backend: Any) -> None:
+    case = replace(CASES["causal-zigzag-cp2"], heads=(8, 4), sinks=sinks, lse_grad=True)
+    assert_close(case, backend.run(case, strategy="ulysses"))
 
 
 def compiled_and_not(rank: int, grad: bool) -> list[float]:

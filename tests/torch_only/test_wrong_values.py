@@ -97,6 +97,7 @@ DIM: Values = {
     "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
     "list": [1], "huge": 2**70,
 }  # fmt: skip
+GRAD: Values = {"word": "mean", "flag": True, "number": 1, "list": ["sum"], "class": Tensor}
 SHARD: Values = {
     "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": Tensor,
     "numpy": zeros(2).numpy(),
@@ -133,9 +134,9 @@ SUBJECTS: dict[str, Subject] = {
     ),
     **{
         f"ring_torch.ContextParallel.{call.__name__}": Subject(
-            call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM}
+            call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM, **more}
         )
-        for call in (cp.shard, cp.unshard)
+        for call, more in ((cp.shard, {}), (cp.unshard, {"grad": GRAD}))
     },
     "ring_torch.ContextParallel.shard_batch": Subject(
         cp.shard_batch, {"batch": batch, "model": nn.Linear(1, 1)},

@@ -109,6 +109,12 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
         pool.close()
 
 
+@pytest.mark.nightly(
+    unless=[
+        "causal-zigzag-cp2", "window-both-zigzag-cp3", "mqa-zigzag", "v-dim-zigzag",
+        "keys80-causal-zigzag", "causal-random-cp4",
+    ]
+)  # fmt: skip
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     if case.cp_size not in pools:
@@ -190,6 +196,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     return right
 
 
+@pytest.mark.nightly
 def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     """What a slow rank has not read yet is not written over.
 

@@ -10,6 +10,7 @@ SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 BACKWARD = ["bwd_dq", "bwd_dkv"]
 
 
+@pytest.mark.nightly(unless=["90"])
 @pytest.mark.parametrize("arch", SHARED)
 def test_causal(arch: int) -> None:
     kernels = compiled(["causal"], arch)
@@ -20,6 +21,7 @@ def test_causal(arch: int) -> None:
         assert all(x["stack"] <= 256 for x in kernels), kernels  # bytes: addresses, no tile
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["fused", "wide", "odd", "predicate", "segments", "dropout"])
 def test_options(name: str) -> None:
     kernels = compiled([name], 90)
@@ -27,6 +29,7 @@ def test_options(name: str) -> None:
     assert len(kernels) == (2 if name == "fused" else 3)
 
 
+@pytest.mark.nightly
 def test_bias() -> None:
     kernels = compiled(["bias"], 90)
     assert [x["kernel"] for x in kernels] == ["fwd", *BACKWARD, "bwd_dbias"]

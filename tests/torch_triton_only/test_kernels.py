@@ -35,6 +35,7 @@ ALONE = [
     Case("segments-documents", Mask(cu_seqlens=(0, 50, 150)), seq_len=150, segments="pair"),
     Case("dropout", CAUSAL, seq_len=80, dropout_p=0.3, batch=2),
     Case("bias-shared", CAUSAL, seq_len=80, bias="shared", batch=2),
+    Case("very-negative-bias", CAUSAL, seq_len=80, bias="very-negative", batch=2),
     Case("poison-k", CAUSAL, seq_len=80, poison="k"),
     Case("v-inf", CAUSAL, seq_len=80, poison="v-inf"),
     Case(
@@ -50,6 +51,7 @@ RING = [
     ("predicate-zigzag-cp2", "ring"), ("predicate-balanced-cp4", "ring"),
     ("bias-masked-balanced", "ring"), ("alibi-batch-striped", "ring"), ("mqa-zigzag", "gather"),
     ("causal-balanced-cp4", "ring"), ("options-random-cp2", "ring"), ("batch-0-contiguous", "ring"),
+    ("bias-very-negative-segments-balanced", "ring"), ("bias-very-negative-zigzag", "gather"),
     ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"),
 ]  # fmt: skip
 
@@ -80,17 +82,20 @@ def _on_a_rank(rank: int, case: Case, config: KernelConfig, strategy: str) -> Ar
         return run_rank(rank, case, (kernel, case.moved(strategy), "auto"), None, cuda=False)
 
 
+@pytest.mark.nightly(unless=["predicate-documents", "keys", "dropout", "everything"])
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
 def test_several_blocks(case: Case, pools: dict[int, LocalRanks]) -> None:
     assert_close(case, run(pools, case, SMALL))
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa", "poison-k", "everything"])
+@pytest.mark.nightly(unless=["causal", "everything", "very-negative-bias"])
+@pytest.mark.parametrize("name", ["causal", "gqa", "poison-k", "everything", "very-negative-bias"])
 def test_fused_backward(name: str, pools: dict[int, LocalRanks]) -> None:
     (case,) = (case for case in ALONE if case.name == name)
     assert_close(case, run(pools, case, replace(SMALL, fused_backward=True)))
 
 
+@pytest.mark.nightly(unless=["window-sizes0"])
 @pytest.mark.parametrize("sizes", [(64, 16), (16, 256)])
 @pytest.mark.parametrize("name", ["window", "predicate", "segments-documents"])
 def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, LocalRanks]) -> None:
@@ -98,6 +103,17 @@ def test_oblong_blocks(name: str, sizes: tuple[int, int], pools: dict[int, Local
     assert_close(case, run(pools, case, KernelConfig("triton", *sizes)))
 
 
+@pytest.mark.nightly(
+    only=[
+        "everything-contiguous-gather",
+        "documents-window-zigzag-cp4-gather",
+        "bias-masked-balanced-ring",
+        "alibi-batch-striped-ring",
+        "mqa-zigzag-gather",
+        "options-random-cp2-ring",
+        "keys64-predicate-contiguous-ring",
+    ]
+)
 @pytest.mark.parametrize(("name", "strategy"), RING, ids=[f"{n}-{t}" for n, t in RING])
 def test_in_the_ring(name: str, strategy: str, pools: dict[int, LocalRanks]) -> None:
     assert_close(CASES[name], run(pools, CASES[name], KernelConfig("triton"), strategy))

@@ -105,6 +105,14 @@ def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any
     return attend
 
 
+@pytest.mark.nightly(
+    unless=[
+        "shared-documents-zigzag-ring",
+        "by sequence-bias-contiguous-balanced",
+        "by head-causal-contiguous-balanced",
+        "each-ids-striped-gather",
+    ]
+)
 @pytest.mark.parametrize(
     ("shape", "name", "layout", "strategy"),
     [

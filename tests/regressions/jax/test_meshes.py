@@ -118,6 +118,26 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
     return call
 
 
+@pytest.mark.nightly(
+    unless=[
+        "auto-cp-class-set_mesh-split",
+        "auto-dp-cp-function-no set_mesh-whole",
+        "auto-dp-cp-tp-class-no set_mesh-whole",
+        "auto-dp-cp-tp-function-set_mesh-whole",
+        "auto-dp-cp-tp-function-no set_mesh-split",
+        "auto-pod-cp-class-set_mesh-whole",
+        "auto-pod-cp-class-no set_mesh-split",
+        "auto-pod-cp-function-set_mesh-split",
+        "explicit-cp-function-no set_mesh-whole",
+        "explicit-dp-cp-class-no set_mesh-whole",
+        "explicit-dp-cp-function-set_mesh-whole",
+        "explicit-dp-cp-function-no set_mesh-split",
+        "explicit-dp-cp-tp-class-set_mesh-whole",
+        "explicit-dp-cp-tp-class-no set_mesh-split",
+        "explicit-dp-cp-tp-function-set_mesh-split",
+        "explicit-pod-cp-class-set_mesh-split",
+    ]
+)
 @pytest.mark.parametrize("given", ["split", "whole"])
 @pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("of", ["class", "function"])

@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(unless=["full"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_the_error_says_is_exact(name: str) -> None:
     mesh = jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2])

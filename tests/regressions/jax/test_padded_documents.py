@@ -42,6 +42,16 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
     return (shown & same)[:, None]
 
 
+@pytest.mark.nightly(
+    unless=[
+        "causal-packed-keys longer",
+        "window-rows-equal",
+        "causal window-packed-equal",
+        "causal window-rows-queries longer",
+        "none-packed-queries longer",
+        "none-rows-keys longer",
+    ]
+)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("documents", [PACKED, ROWS], ids=["packed", "rows"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

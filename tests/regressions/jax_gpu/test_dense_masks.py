@@ -29,6 +29,7 @@ def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     return qkv, jnp.asarray(mask)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "layout", "options"),
     [
@@ -56,6 +57,7 @@ def test_a_dense_mask_is_exact(
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly(unless=["shape1"])
 @pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
 def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
     """In the forward, for dQ and for dK and dV; no gradient of a bias is computed."""

@@ -33,6 +33,7 @@ def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     return qkv, jnp.asarray(mask)
 
 
+@pytest.mark.nightly(unless=["shape2-True-True"])
 @pytest.mark.parametrize(
     ("shape", "fused", "poisoned"),
     [((T, T), True, False), ((2, 1, T, T), False, False), ((1, HEADS, T, T), True, True)],
@@ -57,6 +58,7 @@ def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned:
         np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly(unless=["shape0"])
 @pytest.mark.parametrize("shape", [(2, 1, T, T), (1, HEADS, T, T)])
 def test_hidden_blocks_are_not_visited(shape: tuple[int, ...]) -> None:
     """In the forward, for dQ and for dK and dV."""

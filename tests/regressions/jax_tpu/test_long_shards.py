@@ -86,11 +86,13 @@ def test_pieces(few_words: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(pieces[name], whole, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_pieces_in_the_ring(few_words: pytest.MonkeyPatch) -> None:
     case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(200, 0)), "zigzag", 2, 768)
     assert_close(case, run(case, few_words, fused=False))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", EVERY_MASK, ids=lambda case: case.name)
 def test_pieces_of_every_mask(case: Case, few_words: pytest.MonkeyPatch, *, fused: bool) -> None:
@@ -156,6 +158,15 @@ def lowered(name: str, topology: str, *, backward: bool) -> tuple[Any, str]:
     return jax.jit(both if backward else attend).lower(*arrays), said[0]
 
 
+@pytest.mark.nightly(
+    unless=[
+        "causal-v5e:2x2",
+        "window-tpu7x:2x2x1",
+        "large-batch-v5e:2x2",
+        "larger-batch-tpu7x:2x2x1",
+        "gather-v5e:2x2",
+    ]
+)
 @pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", LONG)
 def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
@@ -165,6 +176,7 @@ def test_long_shards_run_in_pallas(name: str, topology: str) -> None:
     assert program.as_text().count("tpu_custom_call") == 2 * (2 if name == "gather" else 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("topology", ["v5e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", ["causal", "window"])
 @pytest.mark.parametrize("backward", [False, True])
@@ -176,6 +188,7 @@ def test_long_shards_compile(name: str, topology: str, *, backward: bool) -> Non
     assert not [line for line in program.splitlines() if " copy(" in line and f"= {wide}" in line]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backward", [False, True])
 def test_transfers_beside_pieces(few_words: pytest.MonkeyPatch, *, backward: bool) -> None:
     """Keys travel while a loop of launches runs, as beside a single one."""

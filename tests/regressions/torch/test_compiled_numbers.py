@@ -83,6 +83,11 @@ def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+#: One strategy per change for each, in turn.
+PER_CHANGE = [f"{name}-{('auto', 'gather')[n % 2]}" for n, name in enumerate(VARIED)]
+
+
+@pytest.mark.nightly(unless=PER_CHANGE)
 @pytest.mark.parametrize("strategy", ["auto", "gather"])
 @pytest.mark.parametrize("name", VARIED)
 def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:

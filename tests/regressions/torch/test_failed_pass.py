@@ -79,6 +79,16 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     return words
 
 
+@pytest.mark.nightly(
+    unless=[
+        "forward-short-ring",
+        "forward-long-gather",
+        "backward-short-gather",
+        "backward-long-ring",
+        "agreement-short-ring",
+        "agreement-long-gather",
+    ]
+)
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("where", ["forward", "backward", "agreement"])

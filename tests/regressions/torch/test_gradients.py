@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
 import torch
-from internals.torch import context
+from internals.torch import gradients
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
@@ -109,18 +109,25 @@ def test_gradients_share_no_memory(strategy: str, dtype: torch.dtype, pool: Loca
     assert pool.run(_storages, strategy, dtype) == [True] * 2
 
 
-def _summed(rank: int) -> float:
-    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    model.weight.grad = torch.full((1, 1), [1.0, 2**-9, 2**-9][rank], dtype=torch.bfloat16)
+#: Each rank's gradient. The first two make a tie, which rounds down to 1; the last breaks it, but
+#: in its dtype is lost beside either of them.
+HALVES = {torch.bfloat16: (1.0, 2**-8, 2**-17), torch.float16: (1.0, 2**-11, 2**-23)}
+
+
+def _summed(rank: int, dtype: torch.dtype) -> float:
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model.weight.grad = torch.full((1, 1), HALVES[dtype][rank], dtype=dtype)
     ContextParallel().reduce_gradients(model)
     return float(model.weight.grad)
 
 
-def test_half_precision_gradients_are_summed_in_float32() -> None:
-    """In bfloat16 each of the small ones is lost beside 1; together they round to 1 + 2**-7."""
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """In their own dtype they are 1 in whatever order, and in float32 the next larger number."""
+    gradients = torch.tensor(HALVES[dtype], dtype=dtype)
+    assert all(a + b + c == 1 for a, b, c in permutations(gradients))
     with LocalRanks(3) as ranks:
-        sums = {float(torch.tensor(1 + 2**-8, dtype=torch.bfloat16))}
-        assert set(ranks.run(_summed)) == sums
+        assert set(ranks.run(_summed, dtype)) == {1 + torch.finfo(dtype).eps}
 
 
 def test_buckets_look_at_each_gradient_once() -> None:
@@ -133,6 +140,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
             return 4
 
     count = 2000
-    buckets: Any = list(context._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]
+    buckets: Any = list(gradients._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]
     assert [len(bucket) for bucket in buckets] == [count]
     assert Counted.looked <= 3 * count

@@ -69,6 +69,7 @@ def _compared(_: int, shape: tuple[int, ...], layout: Any, options: dict[str, An
         torch.testing.assert_close(leaf.grad, cp.shard(x.grad), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly(unless=["shape0-zigzag-options0", "shape2-contiguous-options2"])
 @pytest.mark.parametrize(
     ("shape", "layout", "options"),
     [
@@ -107,6 +108,7 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
     return sum(found), live
 
 
+@pytest.mark.nightly(only=["striped"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_hidden_blocks_are_on_no_list(layout: Any, pool: LocalRanks) -> None:
     for visited, live in pool.run(_visited, layout):

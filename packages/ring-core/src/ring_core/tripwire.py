@@ -25,6 +25,10 @@ SAMPLES = 4
 # last place of the row's largest result, and where terms cancel so many of the terms themselves.
 _ULP = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _FEW, _PER_TERM = 4, 16
+# Weights that are rounded before they are multiplied make a sum wrong by numbers of random signs.
+# Where a sum has few entries, those of the plain implementation may cancel by chance, and twice its
+# error is no bound. So many units of the root of their squares are: seven standard deviations.
+_PER_ROUNDING = 2
 # What is smaller may be rounded to zero: numbers below the smallest normal one, of float16 below
 # some of the smallest there are.
 _LEAST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bfloat16": 2.0**-126}
@@ -99,6 +103,7 @@ class SampledRows(NamedTuple):
     exact: Floats
     plain: Floats  # by a plain implementation in the call's dtype
     terms: Floats  # the size of the terms that add up to it, ``[rows]``
+    rounded: Floats | float = 0.0  # root of the sum of squares of the terms with rounded weights
 
     def worst(self, dtype: str) -> Worst | None:
         """Where the result is farthest beyond its limit; ``None`` where it is within.
@@ -112,6 +117,7 @@ class SampledRows(NamedTuple):
         plain = np.abs(np.where(known, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
         few = _FEW * ulp * np.abs(exact).max(axis=2, keepdims=True)
         limit = 2 * plain + few + _PER_TERM * term_ulp * self.terms[:, None, None] + _LEAST[dtype]
+        limit = limit + _PER_ROUNDING * ulp * np.nan_to_num(self.rounded, posinf=0.0)
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(self.got - exact), nan=np.inf)
         beyond = np.where(known & (error > limit), error - limit, 0)

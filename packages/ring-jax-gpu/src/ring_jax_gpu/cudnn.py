@@ -36,6 +36,7 @@ _HOPPER, _AMPERE = 90, 80
 _MULTIPLE = 8  # of head dims
 _MIXED = HeadDims(192, 128)  # the only ones that its backward takes unequal
 _MIXED_FROM = 91000  # of cuDNN
+_FAR = 256.0  # of a shift
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # -inf in a bias; it may subtract two
 
 
@@ -79,8 +80,8 @@ class CudnnKernel:
     With a window to the left such a square may have one, without a bias. Head dims get zeros up to
     a multiple of 8, and where V's is another than that of Q and K up to the larger of the two, but
     for 192 and 128. A bias has to have the dtype of Q, K and V, and what is below -2**41 in it
-    (float16: -2**15) counts as this; rows of which it hides all are left out. The backward adds to
-    dQ in an order that differs from run to run.
+    (float16: -2**15), less a row's shift, counts as this; rows of which it hides all are left out.
+    The backward adds to dQ in an order that differs from run to run.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -179,6 +180,7 @@ def _attend(
     dims = HeadDims.of(static, columns)
     given, pattern = _given(static, rows, columns, tile)
     out, lse = fmha.attend(pattern, *given)
+    lse = lse - _not_taken_off(rows, tile)
     hidden = _hidden(tile, rows.bias)
     if hidden is not None:
         lse, out = jnp.where(hidden, -jnp.inf, lse), jnp.where(hidden[..., None], 0, out)
@@ -203,6 +205,7 @@ def _differentiate(
     dims = HeadDims.of(static, columns)
     given, pattern = _given(static, rows, columns, tile)
     lse, out, dout = map(tile.queries, (upstream.lse, not_none(upstream.out), upstream.dout))
+    lse = lse + _not_taken_off(rows, tile)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen: probabilities are 0
     v_dim = given[2].shape[3]
     dq, dk, dv, dbias = fmha.differentiate(
@@ -225,11 +228,35 @@ def _given(
     qk_dim, v_dim = _call_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:
+        if (taken := _taken_off(rows, tile)) is not None:
+            bias = (bias.astype(static.wide) - taken[..., None]).astype(bias.dtype)
         bias = jnp.maximum(bias, jnp.asarray(_LEAST[static.dtype], bias.dtype))
     pattern = fmha.Pattern(
         static.scale, tile.causal, tile.window, bias is not None and static.bias_grad
     )
     return (wide(tile.queries(rows.q), qk_dim), wide(k, qk_dim), wide(v, v_dim), bias), pattern
+
+
+def _taken_off(rows: QueryBlock, tile: Tile) -> Array | None:
+    """Return what is taken off the bias of a tile's rows, ``[B or 1, H or 1, n]``.
+
+    That is the rows' shift where it is far from 0. What is left then keeps its digits in half
+    precision: a number within twice the shift differs from it by one that the dtype holds, and
+    others weigh nothing. Beside a smaller shift float32 holds ``lse``, and half precision would
+    round what is left.
+    """
+    if rows.bias_shift is None:
+        return None
+    shift = tile.queries(rows.bias_shift)
+    return jnp.where(jnp.abs(shift) < _FAR, 0, shift)
+
+
+def _not_taken_off(rows: QueryBlock, tile: Tile) -> Array | float:
+    """Return the rest of the rows' shift, by which ``lse`` here is larger than that of the call."""
+    if rows.bias_shift is None:
+        return 0.0
+    shift = tile.queries(rows.bias_shift)
+    return jnp.where(jnp.abs(shift) < _FAR, shift, 0)
 
 
 def _call_dims(dims: HeadDims) -> HeadDims:

@@ -214,13 +214,17 @@ class Call:
     def _numbers(self) -> dict[str, int]:
         rows, (batch, heads, q_len, _) = self.rows, self.rows.q.shape
         kv_heads, k_len = self.columns.kv.shape[1:3]
-        of_bias = (1, 1) if rows.bias is None else rows.bias.shape[:2]
+        of_bias, of_shift = (
+            (1, 1) if x is None else x.shape[:2] for x in (rows.bias, rows.bias_shift)
+        )
         per_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         return {
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
             "slopes_batch": heads if per_batch else 0,
             "bias_batch": of_bias[1] * q_len * k_len if of_bias[0] > 1 else 0,
             "bias_head": q_len * k_len if of_bias[1] > 1 else 0, "bias_row": k_len,
+            "bias_shift_batch": of_shift[1] * q_len if of_shift[0] > 1 else 0,
+            "bias_shift_head": q_len if of_shift[1] > 1 else 0,
         }  # fmt: skip
 
     @property
@@ -263,7 +267,9 @@ class Call:
     def _options(self) -> Arrays:
         """The arrays of options, and the numbers of tokens that these need."""
         rows, columns = self.rows, self.columns
-        options = {"q_ids": rows.ids, "k_ids": columns.ids, "bias": rows.bias}
+        options = {
+            "q_ids": rows.ids, "k_ids": columns.ids, "bias": rows.bias, "bias_shift": rows.bias_shift,
+        }  # fmt: skip
         if rows.slopes is not None:
             options |= {"slopes": rows.slopes.astype(jnp.float32), "q_at": rows.positions}
         if rows.seed is not None:

@@ -49,6 +49,7 @@ class Operands(NamedTuple):
     rows: TokenOperands
     columns: TokenOperands
     bias: Any  # [B or 1, H or 1, T, S], or None
+    bias_shift: Any  # float32 [B or 1, H or 1, 1, T], or None
 
 
 class GridPoint(NamedTuple):
@@ -134,6 +135,7 @@ class Launch:
                 None, columns.cells, columns.ids, blocks.k_len, _NO_COLUMN,
             ),
             None if rows.bias is None else pad(pad(rows.bias, 2, blocks.q_len), 3, blocks.k_len),
+            None if rows.bias_shift is None else pad(rows.bias_shift, 2, blocks.q_len)[:, :, None],
         )  # fmt: skip
         return cls(generation, consts, shape, blocks, kinds, scalars, operands)
 
@@ -172,6 +174,7 @@ class Launch:
                 operands.rows,
                 operands.columns,
                 operands.bias,
+                operands.bias_shift,
                 *grid.place(scalars, *ids),
                 dropout_scratch,
             )
@@ -234,11 +237,15 @@ class Launch:
             (None, None, self.blocks.q, width), lambda at: (at.batch, at.head, at.visit.q_block, 0)
         )
 
-    def query_numbers(self, grid: Grid) -> pl.BlockSpec:
-        """The block of ``[B, H, 1, T]``."""
+    def query_numbers(self, grid: Grid, shape: tuple[int, ...] | None = None) -> pl.BlockSpec:
+        """The block of ``[B, H, 1, T]``, or of an array whose ``shape`` may have 1 for B or H."""
+        many_batch, many_heads = (True, True) if shape is None else (n > 1 for n in shape[:2])
         return grid.spec(
-            (None, None, 1, self.blocks.q), lambda at: (at.batch, at.head, 0, at.visit.q_block)
-        )
+            (None, None, 1, self.blocks.q),
+            lambda at: (
+                at.batch if many_batch else 0, at.head if many_heads else 0, 0, at.visit.q_block
+            ),
+        )  # fmt: skip
 
     def key_rows(self, grid: Grid) -> pl.BlockSpec:
         """The block of ``[B, K, S, D + Dv]``."""
@@ -289,6 +296,7 @@ class Launch:
                 lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns
             ),
             None if x.bias is None else self.bias_block(grid),
+            None if x.bias_shift is None else self.query_numbers(grid, x.bias_shift.shape),
         )
 
 

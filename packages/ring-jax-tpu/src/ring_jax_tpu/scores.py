@@ -86,6 +86,7 @@ class Tile:
     rows: TokenOperands
     columns: TokenOperands
     bias: Ref | None  # [q, k]
+    bias_shift: Ref | None  # [1, q]
     batch: Any
     head: Any
     visit: Visit
@@ -109,6 +110,7 @@ class Tile:
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
             shown = bias > -jnp.inf
+            bias = bias if self.bias_shift is None else bias - self.bias_shift[...]
             x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:
             place = self.batch * self.consts.slopes_stride + self.head
@@ -135,6 +137,7 @@ class Tile:
                 rows=_views(self.rows, q_at),
                 columns=_views(self.columns, k_at),
                 bias=None if self.bias is None else self.bias.at[q_at, k_at],
+                bias_shift=None if self.bias_shift is None else self.bias_shift.at[:, q_at],
                 visit=self.visit._replace(
                     q_block=self.visit.q_block * q_parts + i,
                     k_block=self.visit.k_block * k_parts + j,

@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ring_core import UnsupportedError
 from ring_jax import tripwire
+from ring_jax.bias_shift import unshifted, with_bias_shift
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -36,7 +37,7 @@ class Saved(NamedTuple):
 
     inputs: Inputs
     out: Array  # [B, T, H, Dv]
-    lse: Array  # [B, H, T]
+    lse: Array  # [B, H, T], of scores less the inputs' shift of the bias
     last: KVPayload | None  # the K/V that arrived last, or all that were gathered
 
 
@@ -64,10 +65,16 @@ def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
+    inputs = with_bias_shift(static, inputs)
+    if inputs.bias_shift is not None:
+        shift = checkpoint_name(inputs.bias_shift, RESIDUALS[1])  # without it lse means nothing
+        inputs = inputs._replace(bias_shift=shift)
     strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
-        tripwire.check_traffic(static, x, "forward", partial(strategy.forward, static), x)
+        tripwire.check_traffic(
+            static, x, "forward", lambda x: strategy.forward(static, with_bias_shift(static, x)), x
+        )
         at, (q,) = tripwire.start(turn, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
@@ -78,7 +85,7 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         tripwire.check_forward(turn, static, inputs, out, lse)
         tripwire.check_rate(turn, static, inputs, "forward", at, out, lse)
     last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
-    return (out, lse), Saved(inputs, out, lse, last)
+    return (out, unshifted(lse, inputs.bias_shift)), Saved(inputs, out, lse, last)
 
 
 def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:

@@ -335,7 +335,7 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     by_batch = x.slopes is not None and x.slopes.ndim == 2
     every = (
         q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
-        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask),
+        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask), None,
     )  # fmt: skip
     return Inputs._make(
         None if array is None else spec for array, spec in zip(x, every, strict=True)

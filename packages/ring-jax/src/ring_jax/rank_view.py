@@ -172,7 +172,7 @@ class RankView:
         positions = indices + self.static.plan.q_offset
         return QueryBlock(
             queries.q, positions, indices, self._cells(part, positions), queries.ids, queries.bias,
-            self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
+            queries.bias_shift, self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
         )  # fmt: skip
 
     def columns(self, part: StepTable, positions: Array, keys: KVPayload) -> KeyBlock:

@@ -88,6 +88,7 @@ class Inputs(NamedTuple):
     seed: Array | None  # uint32[2], low word first
     offsets: Array | None  # int32[2], what to add to the local batch and head for dropout
     mask: Array | None = None  # bool, like the bias; inside a call the bias says it
+    bias_shift: Array | None = None  # wide [B or 1, H or 1, T], computed inside a call
 
 
 class Queries(NamedTuple):
@@ -96,6 +97,7 @@ class Queries(NamedTuple):
     q: Array  # [B, H, T, D]
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
+    bias_shift: Array | None  # wide [B or 1, H or 1, T]
     upstream: BackwardInputs | None = None  # of a backward
 
 
@@ -107,7 +109,12 @@ class KVPayload(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A rank's queries and all that belongs to them."""
+    """A rank's queries and all that belongs to them.
+
+    With a ``bias_shift`` kernels add ``bias - bias_shift`` to the scores, in the dtype of
+    accumulators, and ``-inf`` hides as ever: ``lse`` is then that of shifted scores. It is the
+    largest finite bias of a row, so that an accumulator holds ``lse`` however negative biases are.
+    """
 
     q: Array  # [B, H, T, D]
     positions: Array  # int32 [T], where each query stands among the keys
@@ -115,6 +122,7 @@ class QueryBlock(NamedTuple):
     cells: Array | None  # int32 [T], the document or chunk it lies in
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S]
+    bias_shift: Array | None  # wide [B or 1, H or 1, T]; B where segment ids differ between rows
     slopes: Array | None  # [B or 1, H]
     seed: Array | None  # uint32 [2]
     offsets: Array | None  # int32 [2]

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
+from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import RingAttention
 from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled import attend_in_graph
 from ring_torch.prepare import check_call
+from ring_torch.records import GIVEN
 
 
 @overload
@@ -32,6 +34,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., layout: LayoutSpec = ...,
     return_lse: bool, **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@refuse_foreign_options
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -190,7 +193,7 @@ def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
     return (
         x._replace(bias=torch.where(shown, zero, hidden)),
-        options._replace(mask=None, bias_masks=True),
+        options._replace(mask=None, bias_masks=True, bias_adds=bias is not None),
     )
 
 
@@ -213,7 +216,7 @@ def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tup
         )
     ring = ranks_of(group)
     call, inputs = check_call(ring, ring.next_call(), layout, x, options)
-    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs)
+    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs[:GIVEN])
     return results
 
 

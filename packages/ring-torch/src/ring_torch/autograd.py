@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ring_core import WrongResultError
 from ring_torch import tripwire
-from ring_torch.call import Call, Saved, attend
+from ring_torch.call import Call, Saved, Shapes, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.optional import has_triton
-from ring_torch.records import BackwardInputs, Inputs, folded
+from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
+from ring_torch.strategies.bias_shift import bias_shift
 
 _DELTA_ROWS = 4096
 _NO_WATCH: AbstractContextManager[None] = nullcontext()
@@ -37,7 +38,7 @@ class RingAttention(torch.autograd.Function):
         out, lse, saved = forward_pass(call, inputs)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, *saved)
+        ctx.save_for_backward(*inputs[:GIVEN], out, lse, *saved)
         return out, lse
 
     @staticmethod
@@ -45,26 +46,51 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the strategy's backward."""
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
-        count = len(Inputs._fields)
-        inputs, (out, lse, *saved) = Inputs(*tensors[:count]), tensors[count:]
+        inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
         return None, *backward_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
-    """``out`` in the inputs' dtype and ``lse``, sinks included, and what to save."""
+    """``out`` in the inputs' dtype and ``lse``, sinks included, and what to save.
+
+    Where the rows of a bias are shifted, that begins with the shift and ``lse`` of shifted scores.
+    """
     check_graph(call.ring, call.forward_signature, call.device)
+    # What is saved for the backward stays the caller's own: copies live as long as a pass.
+    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+        inputs = with_unit_strides(inputs)
     with (
         on_device(call.device),
         _without_autocast(inputs.q.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
         with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
+            if call.params.shifts_bias:
+                inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
-        out = out.to(call.dtype)
+        # Libraries allocate what they return with the strides of what they are given.
+        out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
         wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
     if wrong is not None:
         raise WrongResultError(wrong)
+    if inputs.bias_shift is not None:
+        saved = (inputs.bias_shift, lse, *saved)
+        lse = lse + inputs.bias_shift
     return out, lse, saved
+
+
+def saved_shapes(call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    """Return the shapes and dtypes of what a compiled forward saves.
+
+    ``plan_known`` is whether the plan is that of the call; otherwise any plan saves as much.
+    """
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=plan_known)
+    if inputs.bias is None or not call.params.shifts_bias:
+        return shapes
+    batch, length, heads, _ = inputs.q.shape
+    shared = inputs.bias.shape[0] if inputs.k_ids is None else batch
+    shift = shared, inputs.bias.shape[1], length
+    return [(shift, call.acc_dtype), ((batch, heads, length), call.acc_dtype), *shapes]
 
 
 def backward_pass(
@@ -76,9 +102,14 @@ def backward_pass(
 ) -> tuple[Tensor | None, ...]:
     """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
     (out, lse), (dout, dlse) = results, grads
+    if call.params.shifts_bias:
+        shift, lse, *rest = saved
+        inputs, saved = inputs._replace(bias_shift=shift), tuple(rest)
     if dlse is not None:
         call = call.with_lse_grad()
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+    if False in [x is None or x.stride(-1) == 1 for x in inputs]:
+        inputs = with_unit_strides(inputs)
     check_graph(call.ring, call.backward_signature, call.device)
     with (
         on_device(call.device),

@@ -77,6 +77,7 @@ class Call(NamedTuple):
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
+    check_every: int = 0  # every which call the tripwire checked when this one was made
     checked: int = 0  # the number by which the tripwire checks it, or 0
     prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
 
@@ -108,7 +109,9 @@ class Call(NamedTuple):
     def rows(self, inputs: Inputs) -> QueryBlock:
         """This rank's queries."""
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        rows = QueryBlock(inputs.q, None, None, inputs.q_ids, inputs.bias, slopes)
+        rows = QueryBlock(
+            inputs.q, None, None, inputs.q_ids, inputs.bias, slopes, bias_shift=inputs.bias_shift
+        )
         if not self.needs_index:
             return rows
         indices, position, _ = self.positions(self.ring.rank)
@@ -182,6 +185,7 @@ class Options(NamedTuple):
     strategy: str | StrategyConfig = "auto"
     transport: str = "auto"
     bias_masks: bool = False  # the bias says a mask that was a tensor
+    bias_adds: bool = True  # it adds to scores as well
     drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
     check: int = 0  # every which call the tripwire checks
 

@@ -1,4 +1,4 @@
-"""The ring in the graphs of ``torch.compile``: two operations, which the compiler cannot look into.
+"""The ring in the graphs of ``torch.compile``: operations that the compiler cannot look into.
 
 What is static about a call goes into them as text; tensors, and numbers that may change from call
 to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
@@ -26,12 +26,13 @@ from ring_core import (
     checks,
 )
 from ring_core.base.config import strategy_config
-from ring_torch.autograd import backward_pass, forward_pass
+from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.prepare import check_call
-from ring_torch.records import Inputs
+from ring_torch.records import GIVEN, Inputs
+from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 from ring_torch.strategies.choose import peer_refusals
 
 _OTHER_GROUP = (
@@ -41,7 +42,7 @@ _OTHER_GROUP = (
 _LOW = (1 << 32) - 1
 
 #: What of :class:`Options` is static, and written as it is.
-PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks")
+PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks", "bias_adds")
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -110,17 +111,7 @@ class _Static(NamedTuple):
         Raises:
             ValueError: It is gone, or has other ranks.
         """
-        group: Any = None
-        try:
-            if self.group is not None:  # there is no public way from a name
-                name = distributed_c10d.GroupName(self.group)
-                group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined] # noqa: SLF001
-            ring = ranks_of(group)
-        except RuntimeError as error:
-            raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-        if (ring.rank, ring.size) != self.ranks:
-            raise ValueError(_OTHER_GROUP)
-        return ring
+        return _ring_named(self.group, self.ranks)
 
     def options(self, numbers: Numbers) -> Options:
         window = (numbers.left, numbers.right)
@@ -137,6 +128,25 @@ class _Static(NamedTuple):
         )  # fmt: skip
 
 
+def _ring_named(name: str | None, ranks: tuple[int, int]) -> Ranks:
+    """Return the ring of the group of this name.
+
+    Raises:
+        ValueError: It is gone, or has other ranks.
+    """
+    group: Any = None
+    try:
+        if name is not None:  # there is no public way from a name
+            typed = distributed_c10d.GroupName(name)
+            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
+        ring = ranks_of(group)
+    except RuntimeError as error:
+        raise ValueError(f"{_OTHER_GROUP}: {error}") from error
+    if (ring.rank, ring.size) != ranks:
+        raise ValueError(_OTHER_GROUP)
+    return ring
+
+
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
     facts: dict[str, Any] = json.loads(text)
@@ -151,19 +161,37 @@ def _read(text: str) -> _Static:
     )  # fmt: skip
 
 
-def _call(text: str, inputs: Inputs, numbers: Numbers, number: int) -> tuple[Call, Inputs]:
+class _Identity(NamedTuple):
+    """Numbers that a forward leaves to its backward: which call it is, and how it is checked."""
+
+    number: int
+    every: int  # as ring_torch.check said when the forward ran
+    checked: int
+
+    @classmethod
+    def of(cls, call: Call) -> _Identity:
+        return cls(call.number, call.check_every, call.checked)
+
+
+def _call(
+    text: str, inputs: Inputs, numbers: Numbers, number: int, check: tuple[int, int] | None = None
+) -> tuple[Call, Inputs]:
     """The call of an operation; segment ids have been told apart before.
+
+    ``check`` is that of the forward, in its backward.
 
     How keys travel may not depend on numbers that the compiler does not know, for what the forward
     leaves to the backward does: ``auto`` decides as if there were none.
     """
     static = _read(text)
-    q, k, v, q_ids, k_ids, sinks, bias, slopes = inputs
+    q, k, v, q_ids, k_ids, sinks, bias, slopes, _ = inputs
     ids = None if q_ids is None or k_ids is None else (q_ids, k_ids)
     x = Operands(q, k, v, ids, sinks, bias, slopes)
 
     def checked(options: Options) -> tuple[Call, Inputs]:
-        return check_call(static.ring, number, static.layout, x, options, grad=static.grad)
+        return check_call(
+            static.ring, number, static.layout, x, options, grad=static.grad, check=check
+        )
 
     options = static.options(numbers)
     named = (strategy_config(options.strategy).name, options.transport)
@@ -198,6 +226,7 @@ def attend_in_graph(
     causal, numbers = _numbers(options)
     plain = (
         causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
+        options.bias_adds,
     )  # fmt: skip
     text = static_text(group, layout, options.kernel, options.strategy, plain, grad)
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
@@ -252,8 +281,10 @@ def attention(
         _read(text).ring.next_call(),
     )  # fmt: skip
     out, lse, saved = forward_pass(call, inputs)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
     rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    if call.needs_grad:
+        rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
     # Operations return as many tensors each time, which share no memory.
     return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *rest]
 
@@ -278,8 +309,11 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = call.strategy.saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
-    return out, lse, [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    if call.needs_grad:
+        saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
+    return out, lse, saved
 
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
@@ -292,12 +326,14 @@ def attention_backward(
     seed_low: int | None, seed_high: int,
 ) -> list[Tensor]:  # fmt: skip
     """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    *saved, numbers_of_forward = saved
+    forward = _Identity(*numbers_of_forward.tolist())
     call, inputs = _call(
         text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
         Numbers(
             left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
         ),
-        _read(text).ring.next_call(),
+        forward.number, (forward.every, forward.checked),
     )  # fmt: skip
     grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [as_own(grad) for grad in grads if grad is not None]
@@ -314,22 +350,21 @@ def _attention_backward_like(
     return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
 
 
-_TENSORS = len(Inputs._fields)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    ctx.text, numbers = inputs[_TENSORS], Numbers(*inputs[_TENSORS + 1 :])
+    ctx.text, numbers = inputs[GIVEN], Numbers(*inputs[GIVEN + 1 :])
     ctx.numbers = numbers._replace(documents=None)
     out, lse, saved = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], numbers.documents, out, lse, *saved)
+    ctx.save_for_backward(*inputs[:GIVEN], numbers.documents, out, lse, *saved)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors  # read once: checkpointing asks for it
-    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:_TENSORS]), tensors[_TENSORS:]
+    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
     numbers = ctx.numbers._replace(documents=documents)
-    found = iter(attention_backward(dout, dlse, *inputs, out, lse, saved, ctx.text, *numbers))
+    found = iter(
+        attention_backward(dout, dlse, *inputs[:GIVEN], out, lse, saved, ctx.text, *numbers)
+    )
     dq, dk, dv = next(found), next(found), next(found)
     dsinks = None if inputs.sinks is None else next(found)
     dbias = None if inputs.bias is None else next(found)
@@ -338,3 +373,79 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+def unshard_in_graph(
+    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
+) -> Tensor:
+    """Join the slices of all ranks, by an operation in the graph that is being traced."""
+    check_dim(x, dim)
+    text = _unshard_text(group, layout, dim % x.ndim, grad, check_grad(x, grad))
+    whole: Tensor = unshard(x, text)
+    return whole
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _unshard_text(
+    group: Any, layout: LayoutSpec, dim: int, grad: UnshardGrad | None, needs_grad: bool
+) -> str:
+    """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
+    ring = ranks_of(group)
+    return json.dumps({
+        "group": None if ring.group is None else ring.group.group_name,
+        "ranks": [ring.rank, ring.size],
+        "layout": layout.chunks if isinstance(layout, ChunkLayout) else layout,
+        "dim": dim,
+        "grad": grad,
+        "needs_grad": needs_grad,
+    })  # fmt: skip
+
+
+def _unsharding(text: str) -> Unsharding:
+    facts: dict[str, Any] = json.loads(text)
+    ring, layout = _ring_named(facts["group"], tuple(facts["ranks"])), facts["layout"]
+    if isinstance(layout, list):
+        layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
+    return Unsharding(
+        ring, layout, facts["dim"], facts["grad"], facts["needs_grad"], ring.next_call()
+    )
+
+
+@torch.library.custom_op("ring_torch::unshard", mutates_args=())
+def unshard(x: Tensor, text: str) -> Tensor:
+    """Join the slices of all ranks."""
+    return _unsharding(text).join(x)
+
+
+@unshard.register_fake
+def _unshard_like(x: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(x.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
+def unshard_backward(grad: Tensor, text: str) -> Tensor:
+    """Return the gradient of this rank's slice from that of the whole tensor."""
+    return _unsharding(text).grad_of_slice(grad)
+
+
+@unshard_backward.register_fake
+def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(grad.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
+    return grad.new_empty(shape)
+
+
+def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.text = inputs[1]
+
+
+def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return unshard_backward(grad, ctx.text), None
+
+
+unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)

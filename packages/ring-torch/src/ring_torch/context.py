@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
-from ring_core.base.arguments import with_options_of
+from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
-from ring_torch.comm.ranks import Group, Ranks, collective
+from ring_torch.comm.ranks import Group
+from ring_torch.compiled import unshard_in_graph
+from ring_torch.gradients import reduce_gradients
 from ring_torch.models.batch import shard_batch
 from ring_torch.models.check import ModelReport, check_model
 from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
-from ring_torch.sharding import Sharding, check_group
+from ring_torch.sharding import Sharding, UnshardGrad, check_group
 from ring_torch.strategies.choose import describe_strategy
-
-_BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
 
 
 class ContextParallel:
@@ -45,7 +43,7 @@ class ContextParallel:
         cp = ContextParallel(group)
         q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))
         out = cp.attention(q, k, v, causal=True)
-        full = cp.unshard(out, dim=1)
+        full = cp.unshard(out.detach(), dim=1)
     """
 
     def __init__(self, group: Group = None, layout: LayoutSpec = "zigzag") -> None:
@@ -89,16 +87,36 @@ class ContextParallel:
         """
         return self._sharding.shard(x, dim=dim)
 
-    def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """The whole tensor, on every rank, from every rank's slice.
+    def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
+        """Return the whole tensor, on every rank, from every rank's slice.
 
-        Its gradient is taken to be the same on every rank, as when each computes the same loss from
-        it: each rank keeps its own slice of it.
+        All ranks call it, and where ``grad`` is ``"sum"`` all of them run its backward.
+
+        Args:
+            x: This rank's slice; slices of all ranks have one shape.
+            dim: Dimension of the sequence.
+            grad: What becomes of the gradient of the whole tensor; required where ``x`` requires
+                one and gradients are enabled. ``"sum"``: the gradients of all ranks are added up,
+                and each gets its slice of the sum. It is right wherever the loss of a step is the
+                sum of the ranks' losses. ``"slice"``: each rank keeps its slice of its own
+                gradient, and nothing is sent. It is right only for a loss that every rank computes
+                whole, with no parameter between ``unshard`` and the loss; with one, ``"sum"`` and
+                the loss divided by ``cp_size``.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that is no rank's slice.
+            ValueError: ``x`` has no such dimension, or one that is no rank's slice; ``grad`` is
+                neither, or missing.
+            RankMismatchError: The ranks' slices, or their arguments, are unlike.
+
+        Example::
+
+            hidden = cp.unshard(x, grad="sum")  # [B, T, dim]
+            x = cp.shard(hidden.roll(-1, dims=1))  # a layer that looks at neighbours
         """
-        return self._sharding.unshard(x, dim=dim)
+        if torch.compiler.is_compiling():
+            check_group(self._sharding)
+            return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
+        return self._sharding.unshard(x, dim=dim, grad=grad)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
@@ -158,15 +176,21 @@ class ContextParallel:
         """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
 
         After the backward of each rank's part of the loss they are those of the whole loss. A
-        gradient that no rank has stays ``None``.
+        gradient that no rank has stays ``None``. Call it once a step, after the last backward: a
+        later backward that adds to a summed gradient raises a ``ValueError``, until ``zero_grad``
+        or a new gradient in its place. Shards of tensor parallelism, whose mesh holds no other rank
+        of this group, are summed shard by shard.
 
         Raises:
-            ValueError: The model was told that gradients are reduced by their mean.
-            UnsupportedError: A parameter is a ``DTensor``, or its gradient sparse.
+            ValueError: A gradient is summed over these ranks already, or the model was told that
+                gradients are reduced by their mean.
+            UnsupportedError: FSDP shards a parameter over ranks of the group, or a gradient is
+                sparse.
+            RankMismatchError: The ranks' parameters are unlike.
         """
         if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
             hooks.check_reduction()
-        _reduce_gradients(self._sharding.ring, model)
+        reduce_gradients(self._sharding.ring, model)
 
     @overload
     def attention(
@@ -195,6 +219,7 @@ class ContextParallel:
             return_lse=return_lse, **options,
         )  # fmt: skip
 
+    @refuse_foreign_options
     @with_options_of(ring_attention)
     def explain(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
@@ -216,56 +241,3 @@ class ContextParallel:
             f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
             f"{viz.describe(call.program, pictures=False)}"
         )
-
-
-def _reduce_gradients(ring: Ranks, model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    for weight in weights:
-        if isinstance(weight, DTensor) or (weight.grad is not None and weight.grad.is_sparse):
-            kind = "a DTensor" if isinstance(weight, DTensor) else "sparse in its gradient"
-            raise UnsupportedError(
-                f"reduce_gradients sums dense gradients of parameters that every rank holds whole, "
-                f"and one of shape {tuple(weight.shape)} is {kind}; FSDP and DDP reduce gradients "
-                f"themselves, as a mean: multiply the loss by their number of ranks"
-            )
-    if ring.size == 1 or not weights:
-        return
-    used = torch.tensor(
-        [weight.grad is not None for weight in weights],
-        dtype=torch.int32,
-        device=weights[0].device,
-    )
-    with collective(ring, "reduce_gradients"):
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
-    gradients = []
-    for weight, is_used in zip(weights, used.tolist(), strict=True):
-        if is_used:  # on some rank; this one's part may be nothing
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            gradients.append(weight.grad)
-    for bucket in _each_bucket(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        with collective(ring, "reduce_gradients"):
-            dist.all_reduce(flat, group=ring.group)
-        sizes = [gradient.numel() for gradient in bucket]
-        for gradient, part in zip(bucket, flat.split(sizes), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def _each_bucket(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype and device, up to a size."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (
-            (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
-            or size + gradient.nbytes > _BUCKET
-        ):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket

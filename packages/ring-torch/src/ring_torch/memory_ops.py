@@ -20,6 +20,7 @@ _AT_ONCE = 4  # parts that one kernel adds
 
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators of these shapes."""
+    _assert_unit_strides(acc, acc_lse, out, lse)
     batch, rows, heads, dim = acc.shape
     if acc.numel() > 0:
         _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
@@ -34,6 +35,7 @@ def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
 
     And for each that is ``inf``.
     """
+    _assert_unit_strides(lse)
     batch, heads, rows = lse.shape
     if lse.numel() > 0:
         _mark[(triton.cdiv(rows, _MARK_ROWS), heads, batch)](
@@ -43,6 +45,7 @@ def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
 
 def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     """``rowsum(x * y)`` of ``[B, n, H, D]`` in float32, ``[B, H, n]``."""
+    _assert_unit_strides(x, y)
     batch, rows, heads, dim = x.shape
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
@@ -58,6 +61,7 @@ def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> T
 
     ``dout`` and ``out [B, n, H, D]``, ``lse [B, H, n]`` with the sinks ``[H]`` in it, float32.
     """
+    _assert_unit_strides(dout, out, lse, sinks)
     batch, rows, heads, dim = out.shape
     parts = triton.cdiv(rows, _MORE_ROWS)
     sums = torch.zeros(batch, heads, parts, dtype=torch.float32, device=out.device)
@@ -75,6 +79,7 @@ def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
 
     The heads of a token have to lie together in each.
     """
+    _assert_unit_strides(k, v)
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
     if both.numel() > 0:
@@ -96,6 +101,11 @@ def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
             total, *given, total.stride(0), *(x.stride(0) for x in given), size,
             PARTS=len(some), NUMBERS=_NUMBERS, num_warps=4,
         )  # fmt: skip
+
+
+def _assert_unit_strides(*tensors: Tensor) -> None:
+    """The kernels read and write the last dimension as if it were contiguous."""
+    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

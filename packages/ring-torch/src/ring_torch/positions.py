@@ -6,7 +6,9 @@ A copy from the host would wait, in each call, for what the GPU is doing.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,36 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
 def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
     """Of the keys that a rank gathers, int64."""
     return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
+
+
+class Spans(NamedTuple):
+    """Where the keys that queries see begin and end by the mask, predicates left out.
+
+    A band, chunks and documents show each query keys that follow one another. ``None`` is the first
+    key of the sequence, or its end, for all.
+    """
+
+    start: Tensor | None  # int32 [n]
+    stop: Tensor | None  # int32 [n]
+
+
+@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
+def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
+    """Return the spans of keys that a rank's queries see."""
+    mask, length, at = plan.mask, plan.kv_seq_len, plan.q_positions(rank)
+    left, right = mask.band
+    start = np.zeros_like(at) if left is None else at - left
+    stop = np.full_like(at, length) if right is None else at + right + 1
+    cuts = mask.boundaries(int(at.min()), max(length, int(at.max()) + 1))
+    if cuts is not None:
+        cell = np.searchsorted(cuts, at, side="right")
+        start = np.maximum(start, np.append(0, cuts)[cell])
+        stop = np.minimum(stop, np.append(cuts, length)[cell])
+    start, stop = start.clip(0, length), stop.clip(0, length)
+    return Spans(*(
+        torch.as_tensor(side.astype(np.int32), device=device) if needed else None
+        for side, needed in ((start, start.any()), (stop, (stop < length).any()))
+    ))  # fmt: skip
 
 
 @lru_cache(maxsize=256)

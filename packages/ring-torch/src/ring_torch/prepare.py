@@ -28,10 +28,10 @@ from ring_core.choose.rates import default as rates_in_use
 from ring_core.choose.refusals import require_heads
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
-from ring_torch.records import Inputs, KernelParams, acc_dtype
+from ring_torch.records import GIVEN, Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
 from ring_torch.tripwire import checked_every, number_checked
@@ -47,11 +47,13 @@ def check_call(
     options: Options,
     *,
     grad: bool | None = None,
+    check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
 
     ``number`` is the call's, from :meth:`Ranks.next_call`. ``grad`` says whether there will be a
-    backward; ``None`` asks the tensors.
+    backward; ``None`` asks the tensors. ``check`` is ``(check_every, checked)`` of the call of
+    which this is the backward; ``None`` asks :func:`ring_torch.check`.
 
     Raises:
         ValueError: An argument is malformed.
@@ -76,11 +78,14 @@ def check_call(
         bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
     else:
         bias_grad = grad and bias is not None
-    every = checked_every()
+    every = checked_every() if check is None else check[0]
     seed, options = options.dropout_seed, _as_key(options, every)
     facts = (
         *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
-        *(None if x is None else _fact(x, name) for x, name in zip(inputs[3:], names, strict=True)),
+        *(
+            None if x is None else _fact(x, name)
+            for x, name in zip(inputs[3:GIVEN], names, strict=True)
+        ),
     )
     given = (ring, layout, facts, options, tuple(map(type, options)), (grad, bias_grad), number > 0)
     try:
@@ -97,7 +102,8 @@ def check_call(
         _check_capture(call)
     if call.params.dropout_p > 0 and seed is not None:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
-    return call._replace(number=number, checked=every and number_checked(every, number)), inputs
+    checked = (every and number_checked(every, number)) if check is None else check[1]
+    return call._replace(number=number, checked=checked), inputs
 
 
 def _as_key(options: Options, every: int) -> Options:
@@ -167,6 +173,7 @@ def _prepare(
 ) -> Call:
     """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
     sizes, tensors = _check_tensors(facts)
+    warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
     named = strategy_config(options.strategy)
@@ -209,7 +216,7 @@ def _prepare(
     return Call(
         ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"),
+        CallSignature.of(fields, "backward"), check_every=options.check,
     )  # fmt: skip
 
 
@@ -291,6 +298,7 @@ def _params(
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_masks,
+        shifts_bias=request.bias and options.bias_adds and not sinks,
         needs_lse=grads[0] or sinks or not options.drops_lse,
     )  # fmt: skip
 
@@ -307,7 +315,7 @@ def _fields(
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "rates": rates_in_use().digest, "check": options.check,
+        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest, "check": options.check,
         **{
             name: None if x is None else [*x.shape, x.dtype]
             for name, x in tensors._asdict().items() if not name.endswith("_ids")

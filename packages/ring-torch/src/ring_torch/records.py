@@ -35,6 +35,7 @@ class KernelParams:
     deterministic: bool = False
     bias_grad: bool = False  # the bias wants its gradient
     bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
+    shifts_bias: bool = False  # each row of the bias is shifted (QueryBlock.bias_shift)
     sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
     needs_lse: bool = True  # otherwise a kernel that is given a place may leave its lse as it is
 
@@ -72,6 +73,7 @@ class QueryBlock(NamedTuple):
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
     runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, n] taken off the bias, wide
 
     def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
@@ -83,6 +85,7 @@ class QueryBlock(NamedTuple):
             None if self.bias is None else self.bias[:, :, part],
             self.slopes,
             _runs_in(self.runs, part),
+            None if self.bias_shift is None else self.bias_shift[:, :, part],
         )
 
 
@@ -196,7 +199,7 @@ def _part(x: Tensor | None, part: slice) -> Tensor | None:
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, as given (local shards)."""
+    """The tensors of a call, as given (local shards); the last is what is taken off the bias."""
 
     q: Tensor
     k: Tensor
@@ -206,6 +209,24 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     bias: Tensor | None
     slopes: Tensor | None
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], wide
+
+
+#: How many fields of :class:`Inputs` are given.
+GIVEN = len(Inputs._fields) - 1
+
+
+def has_unit_stride(x: Tensor) -> bool:
+    """Return True if the last dimension is contiguous: kernels take that for granted."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
+def with_unit_strides(inputs: Inputs) -> Inputs:
+    """Copy the tensors whose last dimension is not contiguous: kernels would read other numbers."""
+    return Inputs._make(
+        x if x is None or x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+        for x in inputs
+    )
 
 
 class Grads(NamedTuple):

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec, divisor_of
-from ring_core.layouts.layout import check_layout
-from ring_torch.comm.ranks import Group, Ranks, collective, ranks_of
+from ring_core import Layout, LayoutSpec, checks, divisor_of
+from ring_core.layouts.layout import Run, check_layout
+from ring_torch.capture import on_device
+from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
+from ring_torch.comm.ranks import (
+    Group,
+    Ranks,
+    check_device,
+    others,
+    peer_errors,
+    ranks_of,
+    warn_if_alone,
+)
+from ring_torch.comm.store import CallSignature
+
+UnshardGrad = Literal["sum", "slice"]
+UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 
 
 class Sharding:
@@ -42,6 +59,7 @@ class Sharding:
         ring = ranks_of(self.group)
         if self._bound is None:
             divisor_of(self.layout_name, ring.size)
+            warn_if_alone()
             self._bound = ring
         if ring != self._bound:
             raise ValueError(
@@ -57,30 +75,18 @@ class Sharding:
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """This rank's slice, contiguous, of a whole tensor that every rank holds."""
-        _check_dim(x, dim)
-        rows = x.transpose(0, dim)
-        pieces = [
-            rows[run.global_start : run.global_start + run.length * run.stride : run.stride]
-            for run in self.layout(x.shape[dim]).runs(self.ring.rank)
-        ]
-        return torch.cat([piece.transpose(0, dim) for piece in pieces], dim=dim).contiguous()
+        check_dim(x, dim)
+        return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
 
-    def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+    def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
         """The whole tensor, on every rank, from every rank's slice; differentiable."""
-        _check_dim(x, dim)
-        dim %= x.ndim
+        ring = self.ring
+        number = ring.next_call()
+        check_dim(x, dim)
+        needs_grad = check_grad(x, grad)
         whole: Tensor = _Unshard.apply(
-            x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring
+            x, Unsharding(ring, self.layout_name, dim % x.ndim, grad, needs_grad, number)
         )
-        return whole
-
-    def gather(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """The whole tensor, on every rank, for ranks that use it each for their own results.
-
-        Its gradient is the sum of all ranks' gradients; that of :meth:`unshard` is this rank's own.
-        """
-        dim %= x.ndim
-        whole: Tensor = _Gather.apply(x, dim, self.layout(x.shape[dim] * self.ring.size), self.ring)
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -98,50 +104,109 @@ def check_group(sharding: Sharding) -> None:
     sharding.ring  # noqa: B018 - the property checks
 
 
-class _Unshard(torch.autograd.Function):
-    """Gather every rank's slice; the gradient's own slice comes back."""
+@dataclass(frozen=True)
+class Unsharding:
+    """One call of ``unshard``: the slices of all ranks joined, and the way back of gradients.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        ctx.dim, ctx.layout, ctx.rank = dim, layout, ring.rank
-        x = x.contiguous()
-        parts = [x]
-        if ring.size > 1:
-            parts = [torch.empty_like(x) for _ in range(ring.size)]
-            with collective(ring, "unshard"):
-                dist.all_gather(parts, x, group=ring.group)
-        whole = x.new_empty([*x.shape[:dim], layout.seq_len, *x.shape[dim + 1 :]])
+    Attributes:
+        ring: The ranks.
+        layout: Which of them holds which tokens.
+        dim: Dimension of the sequence, from 0.
+        grad: What becomes of the gradient of the whole tensor.
+        needs_grad: Whether there will be a backward.
+        number: The call's number, from :meth:`Ranks.next_call`.
+    """
+
+    ring: Ranks
+    layout: LayoutSpec
+    dim: int
+    grad: UnshardGrad | None
+    needs_grad: bool
+    number: int
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return the whole tensor from this rank's slice ``x``.
+
+        Raises:
+            ValueError: ``x`` is no rank's slice.
+            RankMismatchError: The slices of the ranks are unlike.
+        """
+        signature = self._signature("unshard", x)
+        self._agree(signature, x.device)
+        # All ranks refuse a length here, as all have it; what comes next are the slices themselves.
+        layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
+        parts = [x.contiguous()]
+        if self.ring.size > 1:
+            (own,), parts = parts, [torch.empty_like(parts[0]) for _ in range(self.ring.size)]
+            with self._guard(signature, x.device), peer_errors(others(self.ring)):
+                dist.all_gather(
+                    [_as_bytes(part) for part in parts], _as_bytes(own), group=self.ring.group
+                )
+        whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
+        rows = whole.transpose(0, self.dim)
         for rank, part in enumerate(parts):
-            whole.index_copy_(dim, _index(layout, rank, x.device), part)
+            runs = layout.runs(rank)
+            pieces = part.transpose(0, self.dim).split([run.length for run in runs])
+            for run, piece in zip(runs, pieces, strict=True):
+                rows[_slice(run)].copy_(piece)
         return whole
 
+    def grad_of_slice(self, grad: Tensor) -> Tensor:
+        """Return the gradient of this rank's slice from that of the whole tensor."""
+        size = self.ring.size
+        layout = Layout(self.layout, grad.shape[self.dim], size)
+        if self.grad != "sum" or size == 1:
+            return _slice_of(grad, self.dim, layout, self.ring.rank)
+        signature = self._signature("unshard backward", grad)
+        self._agree(signature, grad.device)
+        slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
+        slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
+        total = torch.empty_like(slices[0])
+        with self._guard(signature, grad.device), peer_errors(others(self.ring)):
+            dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ring.group)
+        return total.to(grad.dtype)
+
+    def _signature(self, name: str, x: Tensor) -> CallSignature:
+        return CallSignature.of(
+            {
+                "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."),
+                "dim": self.dim, "layout": str(self.layout),
+                "sums_gradients": self.needs_grad and self.grad == "sum",
+            }, name,
+        )  # fmt: skip
+
+    def _agree(self, signature: CallSignature, device: torch.device) -> None:
+        if self.ring.size == 1:
+            return
+        check_device(self.ring, device)
+        check_graph(self.ring, signature, device)
+        with self._guard(signature, device):
+            agree(self.ring, self.number, 0, signature, device)
+
+    @contextmanager
+    def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
+        with on_device(device), with_peer_errors(self.ring, self.number, signature):
+            yield
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unsharding: Unsharding) -> Tensor:
+        ctx.unsharding = unsharding
+        return unsharding.join(x)
+
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        own = grad.index_select(ctx.dim, _index(ctx.layout, ctx.rank, grad.device))
-        return own, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.unsharding.grad_of_slice(grad), None
 
 
-class _Gather(_Unshard):
-    """Gather every rank's slice; gradients of all ranks are added up."""
+def check_dim(x: object, dim: object) -> None:
+    """Check that ``dim`` is a dimension of the tensor ``x``.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, ring: Ranks) -> Tensor:
-        ctx.ring = ring
-        return _Unshard.forward(ctx, x, dim, layout, ring)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        total = grad.contiguous().clone()
-        if ctx.ring.size > 1:
-            with collective(ctx.ring, "gather"):
-                dist.all_reduce(total, group=ctx.ring.group)
-        own = total.index_select(ctx.dim, _index(ctx.layout, ctx.rank, total.device))
-        return own, None, None, None
-
-
-def _check_dim(x: object, dim: object) -> None:
+    Raises:
+        ValueError: It is not.
+    """
     if not isinstance(x, Tensor):
         raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
@@ -150,5 +215,40 @@ def _check_dim(x: object, dim: object) -> None:
         )
 
 
-def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(layout.positions(rank), device=device)
+def check_grad(x: Tensor, grad: object) -> bool:
+    """Check ``grad`` of ``unshard``, and return whether there will be a backward.
+
+    Raises:
+        ValueError: It is neither word, or there will be a backward and neither was said.
+    """
+    if grad is not None:
+        checks.check_choice("grad", grad, UNSHARD_GRADS)
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if needs_grad and grad is None:
+        raise ValueError(
+            "unshard: x requires a gradient, so say what becomes of it.\n"
+            "grad='sum': the ranks' gradients are added up. Right wherever the loss of a step is the "
+            "sum of the ranks' losses: inside a model, as in shard(f(unshard(x, grad='sum')))\n"
+            "grad='slice': each rank keeps its slice of its own gradient. Right only for a loss that "
+            "every rank computes whole, with no parameter behind unshard; with one, grad='sum' and "
+            "the loss divided by cp_size\n"
+            "Where no gradient is wanted, unshard(x.detach())"
+        )
+    return needs_grad
+
+
+def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    """Return a rank's slice of a whole tensor, contiguous."""
+    rows = x.transpose(0, dim)
+    pieces = [rows[_slice(run)].transpose(0, dim) for run in layout.runs(rank)]
+    return torch.cat(pieces, dim=dim).contiguous()
+
+
+def _slice(run: Run) -> slice:
+    """Return the rows of the whole tensor that a run of tokens takes."""
+    return slice(run.global_start, run.global_start + run.length * run.stride, run.stride)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes: gloo knows few dtypes."""
+    return x.view(-1).view(torch.uint8)

@@ -30,6 +30,14 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def describe_value(value: object) -> str:
+    """Return a wrong argument as a message shows it: arrays by type and shape, the rest by repr."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return repr(value)
+    return f"a {type(value).__name__} of shape {list(shape)}"
+
+
 def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -> int:
     """A whole number in ``[low, high)``, as Python's.
 
@@ -37,7 +45,9 @@ def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -
         ValueError: It is not.
     """
     if not is_integer(value) or value < low:
-        raise ValueError(f"{name} must be at least {low}, and an integer, got {value!r}")
+        raise ValueError(
+            f"{name} must be at least {low}, and an integer, got {describe_value(value)}"
+        )
     if value >= high:
         raise ValueError(f"{name} must be an integer below {high}, got {value!r}")
     return int(value)

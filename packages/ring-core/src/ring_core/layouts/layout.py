@@ -16,6 +16,7 @@ from ring_core.base.arguments import (
     check_choice,
     check_index,
     check_size,
+    describe_value,
     is_integer,
 )
 
@@ -114,12 +115,16 @@ class Layout:
                 f"{self.cp_size}; balance chunks for cp_size={self.cp_size}"
             )
         if not is_integer(self.seq_len) or self.seq_len >= SIZE_LIMIT:
-            raise ValueError(f"sequence length must be an integer < 2**40, got {self.seq_len!r}")
+            raise ValueError(
+                f"sequence length must be an integer < 2**40, got {describe_value(self.seq_len)}; "
+                f"it is the number of tokens of the whole sequence, as x.shape[1] before sharding"
+            )
         if self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
             how = (
                 f" with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, {padded}), by which "
-                f"no token sees them"
+                f"no token sees them; in cross attention instead segment_ids=(queries', keys'), "
+                f"negative for padding"
             )
             raise ValueError(
                 f"sequence length {self.seq_len} is not a positive multiple of {self.divisor}, as "

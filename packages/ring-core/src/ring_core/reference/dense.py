@@ -85,6 +85,33 @@ def check_inputs(
     )
 
 
+def visible_pairs(given: Inputs, mask: Mask) -> Bools:
+    """Return who sees whom by the mask and the segment ids, ``[B, H, T_q, T_kv]``."""
+    sizes, q_ids, k_ids = given.sizes, given.q_ids, given.k_ids
+    q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
+    shape = (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
+    visible = np.broadcast_to(mask.dense(q_pos, k_pos), shape).copy()
+    if q_ids is not None and k_ids is not None:
+        same = q_ids[:, :, None] == k_ids[:, None, :]
+        visible &= (same & (q_ids >= 0)[:, :, None])[:, None]
+    return visible
+
+
+def bias_shift(given: Inputs, visible: Bools) -> Floats | None:
+    """Return what is taken off each row of the bias, ``[B, H, T_q]``: its largest finite number.
+
+    Only visible columns count; a row without any has 0. Softmax does not change by it, and sums of
+    exponentials can be held beside numbers such as -1e10, which additive masks have for padding.
+    The shift has no gradient; ``lse`` gets it back in the end. Sinks compete with the scores as
+    they are, so with sinks there is no shift.
+    """
+    if given.bias is None or given.sinks is not None:
+        return None
+    numbers = np.where(visible & np.isfinite(given.bias), given.bias, -np.inf)
+    top: Floats = numbers.max(axis=-1, initial=-np.inf)
+    return np.where(np.isneginf(top), 0, top).astype(given.bias.dtype)
+
+
 def _optional(x: Floats | None) -> checks.Tensor | None:
     return None if x is None else checks.Tensor(x.shape, "float64", _DEVICE)
 
@@ -225,12 +252,8 @@ def _dense(
     )
 
     q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
-    visible = np.broadcast_to(
-        mask.dense(q_pos, k_pos), (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
-    ).copy()
-    if given.q_ids is not None and given.k_ids is not None:
-        same = given.q_ids[:, :, None] == given.k_ids[:, None, :]
-        visible &= (same & (given.q_ids >= 0)[:, :, None])[:, None]
+    visible = visible_pairs(given, mask)
+    shift = bias_shift(given, visible)
 
     with np.errstate(invalid="ignore", over="ignore"):
         x = scale * (q_by_head @ k_by_head.swapaxes(-1, -2))
@@ -239,12 +262,13 @@ def _dense(
             squashed = np.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed**2
         if given.bias is not None:
-            x = x + given.bias
+            x = x + (given.bias if shift is None else given.bias - shift[..., None])
             visible &= ~np.isneginf(given.bias)
         if given.slopes is not None:
             x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
     sink_rows = np.empty((sizes.q_heads, 0)) if given.sinks is None else given.sinks
     lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
+    lse = lse if shift is None else lse + shift
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:

@@ -51,13 +51,13 @@ class QueryRows(NamedTuple):
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
+    bias_shift: Floats | None  # [B, H, n], taken off the bias
     slopes: Floats | None  # [B or 1, H]
 
     def take(self, part: slice) -> QueryRows:
         """The same for a slice of the rows."""
-        return QueryRows(
-            self.side.take(part), None if self.bias is None else self.bias[:, :, part], self.slopes
-        )
+        bias, shift = (None if x is None else x[:, :, part] for x in (self.bias, self.bias_shift))
+        return QueryRows(self.side.take(part), bias, shift, self.slopes)
 
 
 def round_to(x: Floats, precision: Precision) -> Floats:
@@ -130,7 +130,8 @@ def _logits(
         x, slope = params.softcap * squashed, 1 - squashed**2
     if rows.bias is not None:
         bias = rows.bias[..., columns.indices]
-        x, visible = x + bias, visible & ~np.isneginf(bias)
+        visible = visible & ~np.isneginf(bias)
+        x = x + (bias if rows.bias_shift is None else bias - rows.bias_shift[..., None])
     if rows.slopes is not None:
         distance = np.abs(rows.side.position[:, None] - columns.position)
         x = x - rows.slopes[:, :, None, None] * distance.astype(q.dtype)

@@ -19,7 +19,13 @@ from ring_core.base.merge import finalize, merge
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
-from ring_core.reference.dense import Inputs, SegmentIds, check_inputs
+from ring_core.reference.dense import (
+    Inputs,
+    SegmentIds,
+    bias_shift,
+    check_inputs,
+    visible_pairs,
+)
 from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
 
@@ -184,7 +190,7 @@ def _results(
     out = item_kernel.round_to(
         _gather(plan.positions, [rank.out for rank in ranks], axis=1), precision
     )
-    lse = _gather(plan.positions, [rank.lse for rank in ranks], axis=2)
+    lse = _gather(plan.positions, [_whole_lse(rank) for rank in ranks], axis=2)
     if upstream is None:
         return Simulation(out, lse)
 
@@ -203,6 +209,11 @@ def _results(
         dbias = _gather(plan.positions, [not_none(rank.dbias) for rank in ranks], axis=2)
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
+
+
+def _whole_lse(rank: Rank) -> Floats:
+    """Return ``lse`` of the scores as they are: with the shift of the bias put back."""
+    return rank.lse if rank.rows.bias_shift is None else rank.lse + rank.rows.bias_shift
 
 
 def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Message]:
@@ -280,12 +291,15 @@ def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
         for x in (given.bias, given.slopes)
     )
     q_ids, k_ids = given.q_ids, given.k_ids
+    rounded = given._replace(bias=bias_rows)
+    shift = bias_shift(rounded, visible_pairs(rounded, plan.mask))
     ranks = []
     for r in range(plan.cp_size):
         q_at, k_at = plan.positions(r), plan.k_positions(r)
         q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
         k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
-        rows = QueryRows(q_side, None if bias_rows is None else bias_rows[:, :, q_at], slopes)
+        bias, row_shift = (None if x is None else x[:, :, q_at] for x in (bias_rows, shift))
+        rows = QueryRows(q_side, bias, row_shift, slopes)
         batch, _, heads, _ = q.shape
         out = np.zeros((batch, q_at.size, heads, v.shape[3]), q.dtype)
         lse = np.full((batch, heads, q_at.size), -np.inf, q.dtype)

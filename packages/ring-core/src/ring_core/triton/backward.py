@@ -43,9 +43,10 @@ from ring_core.triton.scores import (
 def bwd_dq(
     q, k, v, dout, q_pointer, k_pointer, v_pointer, dout_pointer, lse, delta, dq, block_index,
     counts, block_index_batch, items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias,
-    bias_batch, bias_head, bias_row, slopes, slopes_batch, dropout, q_batch, q_head, k_batch,
-    k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head, dq_batch, dq_head, q_len,
-    k_len, heads, group, heads_per_swizzle, consts: tl.constexpr, nan_safe: tl.constexpr,
+    bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes,
+    slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+    lse_batch, lse_head, dq_batch, dq_head, q_len, k_len, heads, group, heads_per_swizzle,
+    consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
     """Add to ``dq [B, H, T, D]`` of one block of queries of one head; as ``fwd`` goes.
 
@@ -53,7 +54,8 @@ def bwd_dq(
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
-        bias_row, slopes, slopes_batch, dropout, q_len, k_len,
+        bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,
+        q_len, k_len,
     )  # fmt: skip
     strides = Strides(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
@@ -142,16 +144,16 @@ def bwd_dq_block(
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
     products = tl.dot(queries, keys.T, input_precision=EXACT)
     dweights = tl.dot(gradient, values.T, input_precision=EXACT)
-    visible, shift = None, None
+    visible, added = None, None
     if x.bias is not None:
-        shift = load_bias(x, consts, batch, head, row, col)
+        added = load_bias(x, consts, batch, head, row, col)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, row_start, start, row, col, row, col, first[:, None], stop[:, None],
-            shift, ROWS=True,
+            added, ROWS=True,
         )  # fmt: skip
     _, _, dproducts = slopes_of(
-        x, consts, products, dweights, shift, lse_log2[:, None], row_delta[:, None], batch, head,
+        x, consts, products, dweights, added, lse_log2[:, None], row_delta[:, None], batch, head,
         row_start, start, row, col, visible, MASKED, ROWS=True,
     )  # fmt: skip
     return add_product(acc, dproducts, visible, keys, NAN_SAFE)
@@ -161,10 +163,11 @@ def bwd_dq_block(
 def bwd_dkv(
     q, k, v, dout, q_pointer, k_pointer, v_pointer, dout_pointer, lse, delta, dq, dk, dv,
     block_index, counts, block_index_batch, items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles,
-    bits, bias, bias_batch, bias_head, bias_row, slopes, slopes_batch, dropout, q_batch, q_head,
-    k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head, dq_batch, dq_head,
-    dk_batch, dk_head, dv_batch, dv_head, q_len, k_len, heads, group, heads_per_swizzle, only,
-    only_per_head, consts: tl.constexpr, nan_safe: tl.constexpr,
+    bits, bias, bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head,
+    slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
+    out_head, lse_batch, lse_head, dq_batch, dq_head, dk_batch, dk_head, dv_batch, dv_head, q_len,
+    k_len, heads, group, heads_per_swizzle, only, only_per_head, consts: tl.constexpr,
+    nan_safe: tl.constexpr,
 ):  # fmt: skip
     """Add to ``dk [B, K, S, D]`` and ``dv [B, K, S, DV]`` of one block of keys of one head.
 
@@ -175,7 +178,8 @@ def bwd_dkv(
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
-        bias_row, slopes, slopes_batch, dropout, q_len, k_len,
+        bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,
+        q_len, k_len,
     )  # fmt: skip
     strides = Strides(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
@@ -324,13 +328,13 @@ def bwd_dkv_block(
     queries = load_queries(q, flat, start, x.q_len, consts)
     gradient = load_gradient(dout, flat, start, x.q_len, consts)
     lse_log2, row_delta = load_numbers(lse, delta, strides, batch, head, rows, x.q_len)
-    visible, shift = None, None
+    visible, added = None, None
     if x.bias is not None:
-        shift = load_bias(x, consts, batch, head, row, col)
+        added = load_bias(x, consts, batch, head, row, col)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, start, col_start, row, col, col, row, first[:, None], stop[:, None],
-            shift, ROWS=False,
+            added, ROWS=False,
         )  # fmt: skip
     # Of each query there are two numbers per column here, many registers: where that can be, they
     # go where the products are summed.
@@ -348,7 +352,7 @@ def bwd_dkv_block(
     else:
         dweights = tl.dot(values, gradient.T, input_precision=EXACT)
     weights, _, dproducts = slopes_of(
-        x, consts, products, dweights, shift, lse_log2[None, :], row_delta[None, :], batch, head,
+        x, consts, products, dweights, added, lse_log2[None, :], row_delta[None, :], batch, head,
         start, col_start, row, col, visible, MASKED, ROWS=False,
     )  # fmt: skip
     dv = add_product(dv, weights, visible, gradient, NAN_SAFE)
@@ -371,14 +375,15 @@ def bwd_dkv_block(
 def bwd_dbias(
     q, k_pointer, v_pointer, dout, lse, delta, dbias, dbias_batch, dbias_head, dbias_row,
     shared_batch, shared_heads, bias_heads, items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles,
-    bits, bias, bias_batch, bias_head, bias_row, slopes, slopes_batch, dropout, q_batch, q_head,
-    k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head, q_len, k_len, heads,
-    group, consts: tl.constexpr,
+    bits, bias, bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head,
+    slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
+    out_head, lse_batch, lse_head, q_len, k_len, heads, group, consts: tl.constexpr,
 ):  # fmt: skip
     """Add to one block of ``dbias``, like ``bias``, for all batch rows and heads that share it."""
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
-        bias_row, slopes, slopes_batch, dropout, q_len, k_len,
+        bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,
+        q_len, k_len,
     )  # fmt: skip
     strides = Strides(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
@@ -404,12 +409,12 @@ def bwd_dbias(
         lse_log2, row_delta = load_numbers(lse, delta, strides, batch, head, rows, q_len)
         products = tl.dot(queries, keys.T, input_precision=EXACT)
         dweights = tl.dot(gradient, values.T, input_precision=EXACT)
-        shift = load_bias(x, consts, batch, head, row, col)
+        added = load_bias(x, consts, batch, head, row, col)
         visible = visible_cells(
-            x, consts, batch, q_start, k_start, row, col, row, col, row, row, shift, ROWS=True
+            x, consts, batch, q_start, k_start, row, col, row, col, row, row, added, ROWS=True
         )
         _, dlogits, _ = slopes_of(
-            x, consts, products, dweights, shift, lse_log2[:, None], row_delta[:, None], batch,
+            x, consts, products, dweights, added, lse_log2[:, None], row_delta[:, None], batch,
             head, q_start, k_start, row, col, visible, MASKED=True, ROWS=True,
         )  # fmt: skip
         acc += dlogits
@@ -423,7 +428,7 @@ def bwd_dbias(
 
 @triton.jit
 def slopes_of(
-    x, consts, products, dweights, shift, lse_log2, row_delta, batch, head, row_start, col_start,
+    x, consts, products, dweights, added, lse_log2, row_delta, batch, head, row_start, col_start,
     rows, cols, visible, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Slopes of the loss at one block of scores.
@@ -434,7 +439,7 @@ def slopes_of(
         What multiplied V (probabilities, less what dropout took), the slopes at the logits, and
         those at the products of queries and keys but for the scale.
     """
-    scores, cap_slope = modified_scores(x, consts, products, shift, batch, head, rows, cols)
+    scores, cap_slope = modified_scores(x, consts, products, added, batch, head, rows, cols)
     weights = tl.exp2(scores - lse_log2)
     if MASKED:
         weights = tl.where(visible, weights, 0.0)

@@ -42,9 +42,10 @@ FLAGS_TOGETHER = tl.constexpr(_FLAGS_TOGETHER)
 def fwd(
     q, k, v, q_pointer, k_pointer, v_pointer, before, out, lse, block_index, counts,
     block_index_batch, items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias,
-    bias_batch, bias_head, bias_row, slopes, slopes_batch, dropout, q_batch, q_head, k_batch,
-    k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head, q_len, k_len, heads, group,
-    heads_per_swizzle, only, only_per_head, only_many, consts: tl.constexpr, nan_safe: tl.constexpr,
+    bias_batch, bias_head, bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes,
+    slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+    lse_batch, lse_head, q_len, k_len, heads, group, heads_per_swizzle, only, only_per_head,
+    only_many, consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one head; the last blocks come first, as causal ones are longest.
 
@@ -62,7 +63,8 @@ def fwd(
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
-        bias_row, slopes, slopes_batch, dropout, q_len, k_len,
+        bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,
+        q_len, k_len,
     )  # fmt: skip
     strides = Strides(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
@@ -175,20 +177,20 @@ def online_softmax_step(
     products = tl.dot(queries, keys.T, input_precision=EXACT)
     row = (row_start + tl.arange(0, consts.BLOCK_Q))[:, None]
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
-    visible, shift = None, None
+    visible, added = None, None
     if x.bias is not None:
-        shift = load_bias(x, consts, batch, head, row, col)
+        added = load_bias(x, consts, batch, head, row, col)
     if not MASKED and consts.SOFTCAP is None and x.slopes is None and consts.SCALE > 0:
         scale = consts.SCALE * LOG2E
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
         weights = tl.exp2(products * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
     else:
-        scores, _ = modified_scores(x, consts, products, shift, batch, head, row, col)
+        scores, _ = modified_scores(x, consts, products, added, batch, head, row, col)
         if MASKED:
             visible = visible_cells(
                 x, consts, batch, row_start, start, row, col, row, col, first[:, None],
-                stop[:, None], shift, ROWS=True,
+                stop[:, None], added, ROWS=True,
             )  # fmt: skip
             scores = tl.where(visible, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))

@@ -135,6 +135,8 @@ class Options(NamedTuple):
         bits: int32 ``[n, 128, 4]``, tiles of a predicate, the first column in the lowest bit.
         bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch``, ``bias_head`` and
             ``bias_row``; with ``Constexprs.BIAS_BY_POSITION`` its columns are positions.
+        bias_shift: float32 ``[B or 1, H or 1, T]`` with the strides ``bias_shift_batch`` and
+            ``bias_shift_head``, taken off the bias of each row; ``lse`` is that of shifted scores.
         slopes: float32 ``[B or 1, H]`` with the stride ``slopes_batch``.
         dropout: int32 ``[4]``: the seed's low and high words, the first batch row and head.
     """
@@ -152,6 +154,9 @@ class Options(NamedTuple):
     bias_batch: Any
     bias_head: Any
     bias_row: Any
+    bias_shift: Any
+    bias_shift_batch: Any
+    bias_shift_head: Any
     slopes: Any
     slopes_batch: Any
     dropout: Any
@@ -300,13 +305,13 @@ def indexed_blocks(block_index, counts, block_index_batch, batch, block, num_inn
 
 @triton.jit
 def visible_cells(
-    x, consts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, shift,
+    x, consts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, added,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """What a block shows; ``outer`` and ``inner`` are its tokens as they broadcast.
 
     ``first`` and ``stop`` are the intervals of one item; a block of a list shows what any does.
-    ``shift`` is its bias, if there is one.
+    ``added`` is what its bias adds, if there is one.
     """
     if consts.INDEXED:
         visible = (outer < 0) & (inner < 0)
@@ -322,8 +327,8 @@ def visible_cells(
         visible &= (mine == theirs) & (mine >= 0)
     if x.bias is not None:
         if x.bits is not None:  # a number says both: Triton 3.9 cannot move single bits about
-            shift += tl.log2(in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32))
-        visible &= shift > -_INF
+            added += tl.log2(in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32))
+        visible &= added > -_INF
     elif x.bits is not None:
         visible &= in_tiles(x, consts, row_start, col_start, rows, cols) > 0
     return visible
@@ -346,11 +351,18 @@ def in_tiles(x, consts, row_start, col_start, rows, cols):
 
 @triton.jit
 def load_bias(x, consts, batch, head, rows, cols):
-    """The bias of a block, float32; ``-inf`` beyond the lengths."""
+    """What a bias adds to a block of scores, float32: less the shift of each row.
+
+    It is ``-inf`` beyond the lengths.
+    """
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
     real = (rows < x.q_len) & (cols < x.k_len)
     place = rows.to(tl.int64) * x.bias_row + bias_columns(x, consts, cols)
-    return tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
+    added = tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
+    if x.bias_shift is not None:
+        shift = of_head(x.bias_shift, batch, head, x.bias_shift_batch, x.bias_shift_head, TMA=False)
+        added -= tl.load(shift + rows, mask=rows < x.q_len, other=0.0)
+    return added
 
 
 @triton.jit
@@ -367,10 +379,10 @@ def bias_columns(x, consts, cols):
 
 
 @triton.jit
-def modified_scores(x, consts, products, shift, batch, head, rows, cols):
+def modified_scores(x, consts, products, added, batch, head, rows, cols):
     """Scores in base 2, from products of queries and keys, and the slope of the soft cap.
 
-    ``shift`` is the bias of the block, if there is one.
+    ``added`` is what the bias adds to the block, if there is one.
     """
     if consts.SOFTCAP is not None:
         # 1 - 2 / (exp(2 x) + 1): overflows to 1, where (e - 1) / (e + 1) would be NaN
@@ -386,7 +398,7 @@ def modified_scores(x, consts, products, shift, batch, head, rows, cols):
         scores = products * (consts.SCALE * LOG2E)
         slope = scores  # it is not read; Triton 3.6 cannot return None
     if x.bias is not None:
-        scores += shift * LOG2E
+        scores += added * LOG2E
     if x.slopes is not None:
         slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * LOG2E
         q_at = tl.load(x.q_at + rows, mask=rows < x.q_len, other=0)

@@ -213,7 +213,8 @@ class ScoreBlocks:
         visible = self._visible(bounds, i, j)
         if self.rows.bias is not None:
             bias = self._bias(self.rows.bias, i, j).astype(x.dtype)
-            x, visible = x + bias, visible & (bias > -jnp.inf)
+            visible = visible & (bias > -jnp.inf)
+            x = x + self._shifted(bias, i)
         if self.rows.slopes is not None:
             q_pos, k_pos = self._positions(self.rows.positions, self.columns.positions, i, j)
             distance = jnp.abs(q_pos - k_pos).astype(x.dtype)[None, None, None]
@@ -276,6 +277,13 @@ class ScoreBlocks:
         )
         kv_heads = 1 if bias.shape[1] == 1 else self.columns.kv.shape[1]
         return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
+
+    def _shifted(self, bias: Array, i: Block) -> Array:
+        """A bias ``[B or 1, K or 1, G or 1, n, m]`` less the shift of its rows."""
+        if self.rows.bias_shift is None:
+            return bias
+        part = lax.dynamic_slice_in_dim(self.rows.bias_shift, i.start, self.block_q, axis=2)
+        return bias - part.reshape(len(part), *bias.shape[1:4], 1)
 
 
 def _attend(

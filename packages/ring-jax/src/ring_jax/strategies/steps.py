@@ -156,7 +156,8 @@ class StepRunner:
             return None
         part = step_table(self.static.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)
-        queries = Queries(q, self.inputs.q_ids, self._bias(self._helpers_keys(part)), upstream)
+        bias = self._bias(self._helpers_keys(part))
+        queries = Queries(q, self.inputs.q_ids, bias, self.inputs.bias_shift, upstream)
         return self.ring.move(queries, part.shift, part.helpers)
 
     def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
@@ -202,7 +203,7 @@ class StepRunner:
             positions = all_positions(self.static.plan.k_layout).reshape(-1)
         else:
             positions = side.key_positions(part.shift)
-        queries = Queries(q, self.inputs.q_ids, self._bias(positions))
+        queries = Queries(q, self.inputs.q_ids, self._bias(positions), self.inputs.bias_shift)
         return side.rows(part, 0, queries), side.columns(part, positions, held)
 
     def _theirs(

@@ -68,6 +68,7 @@ class SampledQueries(NamedTuple):
     position: Array  # int32 [n], among the keys
     ids: Array | None  # [n]
     bias: Array | None  # [n, H or 1, m]
+    bias_shift: Array | None = None  # [n, H or 1], taken off the bias
     dout: Array | None = None  # [n, H, Dv]
 
 
@@ -104,9 +105,9 @@ def query_means(
 ) -> Partial:
     """What the results of queries are made of.
 
-    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
-    is ``delta``), of ``keep * dp * slope * k`` and of ``slope * k``; then ``dq = scale * (second -
-    (delta - dlse) * third)``, with ``dp = dout @ v`` and the soft cap's ``slope``.
+    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp * slope *
+    k`` and of ``slope * k``; then ``dq = scale * (first - (delta - dlse) * second)``, with ``dp =
+    dout @ v``, the soft cap's ``slope`` and ``delta = rowsum(dout * out)``.
     """
 
     def of_block(block: tuple[SampledKeys, Array | None]) -> Partial:
@@ -176,6 +177,8 @@ def _scores(
         shape = (1, 1) if bias.shape[0] == 1 else (kv_heads, heads // kv_heads)
         bias = bias.reshape(*shape, *bias.shape[1:])
         visible = visible & (bias > -jnp.inf)
+        if queries.bias_shift is not None:
+            bias = bias - queries.bias_shift.astype(wide).T.reshape(*bias.shape[:3], 1)
     q, _, k, _ = _finite(visible, queries, keys, wide)
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]
@@ -230,10 +233,9 @@ def _means_of_block(
     if queries.dout is None:
         return Partial(lse, _by_query(precision.round(p * scores.keep), v))
     dp = _by_pair(dout, v) * scores.keep
-    delta = _by_row((p * dp).sum(axis=-1))[..., None]
     of_keys = (p * dp * scores.slope, p * scores.slope)
     sums = (_by_query(precision.round(x), k) for x in of_keys)
-    return Partial(lse, jnp.concatenate([delta, *sums], axis=-1))
+    return Partial(lse, jnp.concatenate(list(sums), axis=-1))
 
 
 def _finite(

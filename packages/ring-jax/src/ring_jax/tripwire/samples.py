@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from ring_core import WrongResultError
+from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import all_positions, local_positions
@@ -152,6 +153,7 @@ class _Sample(NamedTuple):
         queries = SampledQueries(
             ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
             None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
+            None if x.bias_shift is None else ring.gather(self._shift()[rows], 0),
             None if dout is None else ring.gather(dout[b, rows], 0),
         )  # fmt: skip
         keys = SampledKeys(
@@ -169,21 +171,25 @@ class _Sample(NamedTuple):
     def dq(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """The gradients of this rank's queries: exact, and by a plain implementation."""
+        """The gradients of this rank's queries: exact, and by a plain implementation.
+
+        Both take delta from ``out`` as the forward rounded it, which is all that a backward has;
+        so do those of keys. An exact delta would differ by one number a row and head. In the
+        plain gradients it can vanish behind other roundings by chance, and twice their error is
+        no bound of it.
+        """
         b, rows = self.batch, self.own("queries")
         dout, out = (y[b, rows].astype(jnp.float64) for y in (upstream[0], results[0]))
-        shift = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
-        # Who keeps ``out`` only, takes delta from what was rounded.
-        rounded = (dout * out).sum(axis=-1, keepdims=True)
+        dlse = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
+        delta = (dout * out).sum(axis=-1, keepdims=True) - dlse
         exact, plain = (
-            jnp.split(part.means.astype(jnp.float64), [1, 1 + self.static.head_dim], axis=-1)
-            for part in self.means(upstream[0])
+            self.static.scale * (first - delta * second)
+            for first, second in (
+                jnp.split(part.means.astype(jnp.float64), 2, axis=-1)
+                for part in self.means(upstream[0])
+            )
         )
-        found, near = (
-            self.static.scale * (second - (delta - shift) * third)
-            for delta, second, third in (exact, (rounded, *plain[1:]))
-        )
-        return found, near.astype(self.inputs.q.dtype)
+        return exact, plain.astype(self.inputs.q.dtype)
 
     def key_sums(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
@@ -200,7 +206,7 @@ class _Sample(NamedTuple):
             bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
         queries = SampledQueries(
             x.q[b], indices, indices + plan.q_offset, None if x.q_ids is None else x.q_ids[b],
-            bias, upstream[0][b],
+            bias, None if x.bias_shift is None else self._shift(), upstream[0][b],
         )  # fmt: skip
         wide = [y[b].astype(jnp.float64) for y in (upstream[0], results[0], upstream[1])]
         delta = (wide[0] * wide[1]).sum(axis=-1) - wide[2].T
@@ -221,6 +227,11 @@ class _Sample(NamedTuple):
             jnp.take(mine, all_positions(self.static.plan.k_layout), axis=2), 2, 0
         )  # [P, 4, H or 1, m]
         return lax.collapse(self._all_to_all(parts), 0, 2)
+
+    def _shift(self) -> Array:
+        """What is taken off the bias of this rank's queries, ``[T, H or 1]``."""
+        shift = not_none(self.inputs.bias_shift)
+        return shift[self.batch % len(shift)].T
 
     def _home(self, x: Array) -> Array:
         """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""

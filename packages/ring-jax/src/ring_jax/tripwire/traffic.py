@@ -42,6 +42,8 @@ def check_traffic(
         return
     moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
     expected = _EXPECTED[static.strategy](static, inputs, which)
+    if which == "forward" and inputs.bias_shift is not None:
+        expected += size * (size - 1) * _bytes(inputs.k_ids)  # to know what rows of a bias see
     if moved != expected:
         raise WrongResultError(
             f"the collectives of a {which} carry {moved:,} bytes between {size} ranks, and the "
@@ -93,7 +95,9 @@ def _help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> in
     helpers = len(step_table(static.program, stage.step).helpers)
     rows = x.q.size // x.q.shape[3]
     bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]
-    there = _bytes(x.q, x.q_ids) + (0 if x.bias is None else bias * x.bias.dtype.itemsize)
+    there = _bytes(x.q, x.q_ids, x.bias_shift) + (
+        0 if x.bias is None else bias * x.bias.dtype.itemsize
+    )
     if which == "forward":
         return helpers * (there + rows * (x.v.shape[3] + 1) * wide)
     there += rows * (x.v.shape[3] * x.q.dtype.itemsize + 2 * wide)

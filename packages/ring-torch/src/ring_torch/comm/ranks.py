@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,6 +280,39 @@ def ranks_of(group: Any) -> Ranks:
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
     return Ranks(ref(group), rank, dist.get_world_size(group))
+
+
+def check_device(ring: Ranks, device: torch.device) -> None:
+    """Check that a group of several ranks can send tensors of this device.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    assert ring.group is not None
+    try:
+        ring.group._get_backend(device)  # noqa: SLF001 - no public way
+    except RuntimeError as error:
+        raise ValueError(
+            f"the process group ({dist.get_backend(ring.group)}) sends no tensors of device "
+            f"{str(device)!r}: move them, or give a group that does"
+        ) from error
+
+
+def warn_if_alone() -> None:
+    """Warn where this process is one of several that no process group joins.
+
+    Under Python's default filters a process shows it once, as it always comes from this line.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    if dist.is_available() and dist.is_initialized():
+        return
+    if size.isdecimal() and int(size) > 1:
+        warnings.warn(
+            f"WORLD_SIZE is {size}, but torch.distributed is not initialized: each process holds "
+            f"whole sequences and attends alone. Call torch.distributed.init_process_group() before "
+            f"the first use, or unset WORLD_SIZE if that is meant",
+            stacklevel=1,
+        )
 
 
 def watch(ring: Ranks, timeout: timedelta) -> Thread:

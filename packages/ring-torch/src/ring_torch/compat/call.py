@@ -14,7 +14,7 @@ from ring_torch.autograd import RingAttention
 from ring_torch.call import Call, Operands, Options as CallOptions, Window
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.prepare import check_call
-from ring_torch.records import Inputs
+from ring_torch.records import GIVEN, Inputs
 
 _TOKENS = {1: "T_local", 2: "B, T_local"}  # what lies before a dimension along which is stacked
 
@@ -76,7 +76,7 @@ def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     A gradient through ``lse``, which no caller there can have had, would rule out fused kernels.
     """
-    out, lse = RingAttention.apply(call, *inputs)
+    out, lse = RingAttention.apply(call, *inputs[:GIVEN])
     return out, lse.detach()
 
 

@@ -202,7 +202,10 @@ class AccumulatingKernel(Kernel, Protocol):
         """The item's gradients, wide."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rows.q, columns.k, columns.v))
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=dtype, device=x.device)
+            for x in (rows.q, columns.k, columns.v)
+        )
         dbias = zero_bias_grad(rows, params, dtype)
         self.grads_into(
             rows, columns, upstream, item, params, QueryGrads(dq, dbias), KeyGrads(dk, dv)

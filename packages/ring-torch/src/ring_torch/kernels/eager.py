@@ -182,7 +182,8 @@ class ScoreBlocks:
         by_head = self._by_head(x, i)
         if rows.bias is not None:
             bias = self._bias(rows.bias, i, j).to(x.dtype)
-            by_head = by_head + bias
+            shift = rows.bias_shift
+            by_head = by_head + (bias if shift is None else bias - shift[:, :, i, None])
             visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
         if rows.slopes is not None:
             distance = (not_none(rows.position)[i, None] - not_none(self.columns.position)[j]).abs()

@@ -37,6 +37,7 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
+    has_unit_stride,
     unseen_state,
 )
 
@@ -221,8 +222,8 @@ class FlashKernel(Kernel):
         params: KernelParams,
     ) -> Grads:  # fmt: skip
         """One launch a piece; pieces of a window share keys."""
-        dq = torch.zeros_like(rows.q)
-        dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
+        dq = rows.q.new_zeros(rows.q.shape)
+        dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
         for one in pieces:
             part = rows.take(one.q_slice), columns.take(one.k_slice), upstream.take(one.q_slice)
             grads = self.grads(*part, one, params)
@@ -242,7 +243,11 @@ def _ready(x: Tensor, dim: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A tensor whose rows all begin at multiples of 16 bytes, as libraries take it for granted."""
+    """Return a tensor whose rows all begin at multiples of 16 bytes; libraries need that.
+
+    Rows are contiguous: see :func:`ring_torch.records.with_unit_strides`.
+    """
+    assert has_unit_stride(x)
     if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
         return x
     return x.clone(memory_format=torch.contiguous_format)

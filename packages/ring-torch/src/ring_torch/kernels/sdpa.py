@@ -221,6 +221,8 @@ def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
     """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
+    # The operator reads no others, and does not say so.
+    assert False not in [x.stride(-1) == 1 for x in (q, columns.k, columns.v) if x.shape[-1] > 1]
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
     spans = [slice(start, None, group) for start in range(group)]

@@ -37,7 +37,8 @@ _REASONS = {
     "past_key_values": "there is no cache of a split sequence",
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
-    "ContextParallel.unshard start_logits and end_logits, and compute the loss of those",
+    "compute it on every rank from ContextParallel.unshard(start_logits, grad='slice'), and "
+    "end_logits likewise",
     "end_positions": "as start_positions",
     "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
 }

@@ -248,5 +248,6 @@ def pooled_words(model: Any, pooling: str) -> str:
         )
     return (
         f"{name} pools ({pooling}): it makes one output of a sequence, of which a rank holds a part; "
-        f"run the model without that head, ContextParallel.unshard the hidden states and pool those"
+        f"run the model without that head, pool ContextParallel.unshard(hidden states, grad='sum'), "
+        f"and divide the loss by cp_size"
     )

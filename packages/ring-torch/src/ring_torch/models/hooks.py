@@ -222,9 +222,9 @@ class ModelHooks:
         return self.whole(output, self.part.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
-        """Of the whole sequence, from every rank's part; the gradient's own part comes back."""
+        """Join every rank's part; each rank computes the same loss of it, and keeps its slice."""
         x = _Replaced.apply(x, x, self.factor) if x.is_floating_point() else x
-        return self.sharding.unshard(x, dim=dim).narrow(dim, 0, length)
+        return self.sharding.unshard(x, dim=dim, grad="slice").narrow(dim, 0, length)
 
     def total_of(self, part: Tensor) -> Tensor:
         """The sum over the ranks, whose gradient is that of this rank's part."""

@@ -83,7 +83,8 @@ class Part:
         """Before a layer that mixes tokens one after another: the whole sequence."""
         given = by_name(module, args, kwargs)
         name = next(iter(given))
-        given[name] = self.mask.sharding.gather(given[name]).narrow(1, 0, self.length).contiguous()
+        whole = self.mask.sharding.unshard(given[name], grad="sum")
+        given[name] = whole.narrow(1, 0, self.length).contiguous()
         if "attention_mask" in parameters_of(type(module)):
             given["attention_mask"] = self.whole_mask
         if isinstance(given.get("position_ids"), Tensor):

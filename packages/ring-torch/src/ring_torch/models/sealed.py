@@ -80,7 +80,7 @@ class UnshiftedLabels(Sealed):
     _words = (
         "these labels are a rank's part of the batch's, and cross entropy of logits of every token "
         "is all that can be done with them: for another loss leave labels out of the batch, and "
-        "compute it from ContextParallel.unshard of the logits"
+        "compute it on every rank from ContextParallel.unshard(logits, grad='slice')"
     )
 
     @property

@@ -105,7 +105,7 @@ def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:
     """What a helper needs of some rows to run the forward."""
-    return [x for x in (rows.q, rows.segments, rows.bias) if x is not None]
+    return [x for x in (rows.q, rows.segments, rows.bias, rows.bias_shift) if x is not None]
 
 
 def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
@@ -113,7 +113,8 @@ def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tens
     q, *rest = tensors
     segments = None if like.segments is None else rest.pop(0)
     bias = None if like.bias is None else rest.pop(0)
+    shift = None if like.bias_shift is None else rest.pop(0)
     index, position, _ = [
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
-    return QueryBlock(q, index, position, segments, bias, like.slopes)
+    return QueryBlock(q, index, position, segments, bias, like.slopes, bias_shift=shift)

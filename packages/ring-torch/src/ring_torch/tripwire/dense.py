@@ -32,6 +32,17 @@ class Precision(NamedTuple):
         """As a kernel hands it to a matmul."""
         return x if self.narrow is None else x.to(self.narrow).to(self.acc_dtype)
 
+    def products(self, equation: str, terms: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Multiply rounded weights and what they weigh, and after these products their squares.
+
+        A sum of numbers that were rounded is off by about the root of the sum of their squares.
+        Where no weights are rounded the squares are zeros.
+        """
+        sums = [torch.einsum(equation, self.round(weights), x) for weights, x in terms]
+        if self.narrow is None:
+            return sums + [torch.zeros_like(x) for x in sums]
+        return sums + [torch.einsum(equation, weights**2, x**2) for weights, x in terms]
+
 
 EXACT = Precision(torch.float64)
 
@@ -89,18 +100,22 @@ class Partial(NamedTuple):
 
     lse: Tensor  # [n, H]
     means: Tensor  # [n, H, W]
+    squares: Tensor  # [n, H, W]: sums of the squares of what was rounded and added up
 
     def with_sinks(self, sinks: Tensor) -> Partial:
         """Softmax mass taken by sinks ``[H]``, logits that yield no value."""
         lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype))
-        return Partial(lse, self.means * _weight(self.lse, lse).unsqueeze(-1))
+        weight = _weight(self.lse, lse).unsqueeze(-1)
+        return Partial(lse, self.means * weight, self.squares * weight**2)
 
 
 def merged(parts: Sequence[Partial]) -> Partial:
     """Means over the keys of all parts."""
     lse = torch.logsumexp(torch.stack([x.lse for x in parts]), dim=0)
-    means = torch.stack([_weight(x.lse, lse).unsqueeze(-1) * x.means for x in parts])
-    return Partial(lse, means.sum(dim=0))
+    weights = [_weight(x.lse, lse).unsqueeze(-1) for x in parts]
+    means = torch.stack([weight * x.means for weight, x in zip(weights, parts, strict=True)])
+    squares = torch.stack([weight**2 * x.squares for weight, x in zip(weights, parts, strict=True)])
+    return Partial(lse, means.sum(dim=0), squares.sum(dim=0))
 
 
 def query_means(
@@ -108,9 +123,9 @@ def query_means(
 ) -> list[Partial]:
     """What the results of queries are made of, in each precision.
 
-    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp`` (that
-    is ``delta``), of ``keep * dp * slope * k`` and of ``slope * k``; then ``dq = scale * (second -
-    (delta - dlse) * third)``, with ``dp = dout @ v`` and the soft cap's ``slope``.
+    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp * slope *
+    k`` and of ``slope * k``; then ``dq = scale * (first - (delta - dlse) * second)``, with ``dp =
+    dout @ v``, the soft cap's ``slope`` and ``delta = rowsum(dout * out)``.
     """
     parts = []
     for j in _blocks(len(keys.position), keys.k, keys.v):
@@ -138,11 +153,14 @@ def key_sums(
         precisions: Where to round.
 
     Returns:
-        ``[m, K, D + Dv + 1]`` each.
+        Side by side, ``[m, K, 2 * (D + Dv) + 1]`` each: dK, dV, the sums of squares of what was
+        rounded and added up to them, and the weights.
     """
     m, heads, dim = keys.k.shape
     sums = [
-        torch.zeros(m, heads, dim + keys.v.shape[2] + 1, dtype=x.acc_dtype, device=keys.k.device)
+        torch.zeros(
+            m, heads, 2 * (dim + keys.v.shape[2]) + 1, dtype=x.acc_dtype, device=keys.k.device
+        )
         for x in precisions
     ]
     assert queries.dout is not None
@@ -225,14 +243,13 @@ def _means_of_block(
     p = x.softmax(dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     lse = lse.flatten(0, 1).t()
 
-    def mean(weights: Tensor, of: Tensor) -> Tensor:
-        return torch.einsum("kgnm,mkd->nkgd", precision.round(weights), of).flatten(1, 2)
-
     if dout is None:
-        return Partial(lse, mean(p * keep, v))
-    dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
-    delta = (p * dp).sum(dim=-1).flatten(0, 1).t().unsqueeze(-1)
-    return Partial(lse, torch.cat([delta, mean(p * dp * slope, k), mean(p * slope, k)], dim=-1))
+        terms = [(p * keep, v)]
+    else:
+        dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
+        terms = [(p * dp * slope, k), (p * slope, k)]
+    found = torch.cat(precision.products("kgnm,mkd->nkgd", terms), dim=-1).flatten(1, 2)
+    return Partial(lse, *found.chunk(2, dim=-1))
 
 
 def _sums_of_block(
@@ -259,9 +276,8 @@ def _sums_of_block(
     p = torch.where(_by_group(visible, by_group), (x - column(lse)).exp(), 0.0)
     dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
     ds = p * (dp - column(delta)) * slope * rule.params.scale
-    dk = torch.einsum("kgnm,nkgd->mkd", precision.round(ds), q)
-    dv = torch.einsum("kgnm,nkgd->mkd", precision.round(p * keep), dout)
-    return torch.cat([dk, dv, p.sum(dim=(1, 2)).t().unsqueeze(-1)], dim=-1)
+    found = precision.products("kgnm,nkgd->mkd", [(ds, q), (p * keep, dout)])
+    return torch.cat([*found, p.sum(dim=(1, 2)).t().unsqueeze(-1)], dim=-1)
 
 
 def _operands(

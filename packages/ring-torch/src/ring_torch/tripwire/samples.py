@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ring_core.base.arguments import not_none
 from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
@@ -36,7 +37,8 @@ from ring_torch.tripwire.traffic import Pass, Watch
 Ints = npt.NDArray[np.int64]
 _NOTE = 2048  # bytes of what a rank has found
 
-Compared = tuple[Tensor, Tensor, Tensor, Tensor]  # got, exact, plain [4, H, D], size of terms [4]
+#: Got, exact, plain, what was rounded ``[4, H, D]``, size of terms ``[4]``, as ``SampledRows``.
+Compared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Sample(NamedTuple):
@@ -59,22 +61,30 @@ class Sample(NamedTuple):
         """Local indices of this rank's."""
         return torch.as_tensor(self._sampled(kind, self.call.ring.rank), device=self.call.device)
 
-    def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's queries: exact, and by a plain implementation."""
+    def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of this rank's queries: exact, by a plain implementation, what it rounds.
+
+        Both take delta from ``out`` as the forward rounded it, which is all that a backward has;
+        so do those of keys. An exact delta would differ by one number a row and head. In the
+        plain gradients it can vanish behind other roundings by chance, and twice their error is
+        no bound of it.
+        """
         b, rows = self.batch, self.own("queries")
         dout, out = (x[b, rows].double() for x in (upstream.dout, upstream.out))
-        shift = 0.0 if dlse is None else dlse[b, :, rows].t().double().unsqueeze(-1)
-        # Who keeps ``out`` only, takes delta from what was rounded.
-        rounded = (dout * out).sum(dim=-1, keepdim=True)
-        found = []
-        for part, known in zip(self.means(upstream.dout), (None, rounded), strict=True):
-            delta, second, third = part.means.double().split([1, *2 * [self.inputs.q.shape[3]]], -1)
-            delta = (delta if known is None else known) - shift
-            found.append(self.call.params.scale * (second - delta * third))
-        return found[0], found[1].to(self.call.dtype)
+        delta = (dout * out).sum(dim=-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - dlse[b, :, rows].t().double().unsqueeze(-1)
+        scale, (exact, plain) = self.call.params.scale, self.means(upstream.dout)
+        dq = [
+            scale * (first - delta * second)
+            for first, second in (x.means.double().chunk(2, -1) for x in (exact, plain))
+        ]
+        first, second = plain.squares.double().sqrt().chunk(2, -1)
+        rounded = abs(scale) * (first + delta.abs() * second)
+        return dq[0], dq[1].to(self.call.dtype), rounded
 
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """dK, dV and sums of weights of this rank's keys, side by side: exact, and plain."""
+        """What :func:`key_sums` gives for this rank's keys: exact, and plain."""
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         columns = self.own("keys")
         given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
@@ -86,7 +96,7 @@ class Sample(NamedTuple):
         keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
-            bias = inputs.bias[b % len(inputs.bias)].index_select(-1, keys.position).transpose(0, 1)
+            bias = self._added(slice(None), keys.position)
         index, q_position = (
             torch.as_tensor(x(ring.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
@@ -103,6 +113,14 @@ class Sample(NamedTuple):
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
 
+    def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
+        """Return what the bias adds to some scores, ``[n, H or 1, m]``: less the rows' shift."""
+        bias, shift, b = not_none(self.inputs.bias), self.inputs.bias_shift, self.batch
+        added = bias[b % len(bias)][:, rows].index_select(-1, columns)
+        if shift is not None:
+            added = added.double() - shift[b % len(shift)][:, rows, None].double()
+        return added.transpose(0, 1)
+
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
         """Of this rank's queries over all keys, sinks among these: exact, and plain.
 
@@ -113,12 +131,11 @@ class Sample(NamedTuple):
         given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
         parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
         if inputs.bias is not None:
-            mine = inputs.bias[b % len(inputs.bias)][:, rows].transpose(0, 1)
             theirs = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts["bias"] = [mine.index_select(-1, columns) for columns in theirs]
+            parts["bias"] = [self._added(rows, columns) for columns in theirs]
         came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
         every = dict(zip(parts, came, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
@@ -133,9 +150,11 @@ class Sample(NamedTuple):
         )  # fmt: skip
         found = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
         home = [list(x.chunk(ring.size)) for part in found for x in part]
-        lse, means, plain_lse, plain_means = exchange(ring, home, call.device)
-        exact = merged([Partial(*x) for x in zip(lse, means, strict=True)])
-        plain = merged([Partial(*x) for x in zip(plain_lse, plain_means, strict=True)])
+        came_home = exchange(ring, home, call.device)
+        exact, plain = (
+            merged([Partial(*x) for x in zip(*fields, strict=True)])
+            for fields in (came_home[:3], came_home[3:])
+        )
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
         return exact, plain
@@ -152,8 +171,8 @@ class Sample(NamedTuple):
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
         """What is wrong with this rank's, a line for each result."""
         found = []
-        for name, (got, *others, terms) in results.items():
-            arrays = (x.detach().double().cpu().numpy() for x in (got, *others, terms))
+        for name, (*three, rounded, terms) in results.items():
+            arrays = (x.detach().double().cpu().numpy() for x in (*three, terms, rounded))
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is not None:
                 token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
@@ -199,12 +218,18 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
     sample = Sample.of(call, inputs)
     rows, (exact, plain) = sample.own("queries"), sample.means()
     size = _largest(inputs.v).expand(len(rows))
-    results = {"out": (out[sample.batch, rows], exact.means, plain.means.to(call.dtype), size)}
+    results: dict[str, Compared] = {
+        "out": (
+            out[sample.batch, rows], exact.means, plain.means.to(call.dtype), plain.squares.sqrt(),
+            size,
+        )
+    }  # fmt: skip
     if call.params.needs_lse:
         lse, exact_lse, plain_lse = (
             x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
-        results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows))
+        nothing = torch.zeros_like(plain_lse)
+        results["lse"] = lse, exact_lse, plain_lse, nothing, torch.ones(len(rows))
     found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
     return sample.agree(found, "forward")
 
@@ -240,14 +265,15 @@ def backward_faults(
     found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    long, dim = _largest(upstream.dout, 2), k.shape[3]
-    sizes = {
-        "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(q)),
-        "dv": (dv, slice(dim, -1), weights * long),
-    }
+    long, dims = _largest(upstream.dout, 2), [k.shape[3], v.shape[3]]
+    (exact_dk, exact_dv), (plain_dk, plain_dv, *squares) = (
+        x[..., :-1].split(dims * 2, dim=-1)[:count] for x, count in ((exact, 2), (plain, 4))
+    )
+    dk_rounded, dv_rounded = (x.sqrt() for x in squares)
+    dk_size = scale * weights * long * v_long * _largest(q)
     found += sample.faults("keys", {
-        name: (x[b, columns], exact[..., part], plain[..., part].to(call.dtype), size)
-        for name, (x, part, size) in sizes.items()
+        "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_rounded, dk_size),
+        "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), dv_rounded, weights * long),
     })  # fmt: skip
     found += Pass(call, inputs, forward=False, fetches=fetches).faults(seen)
     return sample.agree(found, "backward")

@@ -17,6 +17,7 @@ from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.payload import KVPayload, keys_of, packing_of
 from ring_torch.records import Inputs
+from ring_torch.strategies.bias_shift import sent_for_shift
 from ring_torch.transports.api import counted_by
 
 
@@ -87,6 +88,7 @@ class Pass(NamedTuple):
             done, word = "read from peers", "reads"
             if call.transport == "p2p":
                 expected, moved, done, word = HEADER_BYTES + expected, seen.sent, "sent", "sends"
+                expected += sent_for_shift(call, self.inputs) if self.forward else 0
             if moved != expected:
                 found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
         most = peak_tflops(
@@ -104,7 +106,7 @@ class Pass(NamedTuple):
         """Of one token's query rows, as a helper gets them."""
         x = self.inputs
         given = [y[:, :1] for y in (x.q, x.q_ids) if y is not None]
-        given += [x.bias[:, :, :1]] if x.bias is not None else []
+        given += [y[:, :, :1] for y in (x.bias, x.bias_shift) if y is not None]
         size = sum(y.nbytes for y in given)
         if not self.forward:
             batch, _, heads, _ = x.q.shape

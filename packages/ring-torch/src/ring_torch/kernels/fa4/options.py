@@ -145,11 +145,17 @@ def _tensors(
             for name, x in (("q_at", rows), ("k_at", columns))
         }
     if mods.segments is not None:
-        found["q_ids"], found["k_ids"] = (x.contiguous() for x in mods.segments)
+        found["q_ids"], found["k_ids"] = map(_from_16_bytes, mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
         bits = _bits(mods.geometry, by_columns, device)
         found |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
     return found
+
+
+def _from_16_bytes(ids: Tensor) -> Tensor:
+    """Return ids that are contiguous from a multiple of 16 bytes on, as the functions read them."""
+    ids = ids.contiguous()
+    return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:

@@ -98,8 +98,11 @@ class TritonKernel(Kernel):
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
         """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
-        dq = torch.empty_like(rows.q, dtype=torch.float32) if out is None else out
-        dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (columns.k, columns.v))
+        dq, dk, dv = (
+            torch.empty(x.shape, dtype=torch.float32, device=x.device)
+            for x in (rows.q, columns.k, columns.v)
+        )
+        dq = dq if out is None else out
         dbias = zero_bias_grad(rows, params, torch.float32)
         launch, into = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
         _differentiate(launch, upstream, into, KeyGrads(dk, dv), fresh=True)

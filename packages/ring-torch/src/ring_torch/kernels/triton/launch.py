@@ -24,12 +24,22 @@ from ring_core.triton.tile_configs import (
 )
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.kernels.block_index import FAR, Grid, block_index, tile_numbers
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import (
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+    has_unit_stride,
+)
 
 _LEAST_CAPABILITY = 80  # compute capability
 
 #: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
+#: Strides of options that a call may not have.
+_NO_STRIDES = (
+    "bias_batch", "bias_head", "bias_row", "bias_shift_batch", "bias_shift_head", "slopes_batch",
+)  # fmt: skip
 #: What each tensor's strides are called.
 _KINDS = {"dout": "out", "delta": "lse"}
 
@@ -55,7 +65,8 @@ class Launch:
         blocks = self.blocks(name)
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         k_major = name in ("bwd_dkv", "bwd_fused")
-        tensors = {"q": _with_rows(q), "k": _with_rows(k), "v": _with_rows(v), **given}
+        tensors = {"q": q, "k": k, "v": v, **given}
+        assert all(map(has_unit_stride, tensors.values())), "kernels read and write rows"
         values: dict[str, Any] = {
             **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
@@ -162,12 +173,13 @@ class Launch:
 
     def _options(self) -> dict[str, Any]:
         rows, columns, params = self.rows, self.columns, self.params
-        found: dict[str, Any] = {"bias_batch": 0, "bias_head": 0, "bias_row": 0, "slopes_batch": 0}
+        found: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
             assert columns.position is not None
             found["k_at"] = columns.position.to(torch.int32)
         if rows.bias is not None:
-            bias = _with_rows(rows.bias)
+            bias = rows.bias
+            assert has_unit_stride(bias)
             batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
             found |= {
                 "bias": bias,
@@ -175,6 +187,11 @@ class Launch:
                 "bias_head": head,
                 "bias_row": bias.stride(2),
             }
+        if rows.bias_shift is not None:
+            shift = rows.bias_shift
+            assert has_unit_stride(shift)
+            batch, head = (shift.stride(n) if shift.shape[n] > 1 else 0 for n in range(2))
+            found |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
@@ -191,7 +208,7 @@ def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
     """What a backward starts from; ``lse`` and delta have to be alike in memory."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
-    return {"dout": _with_rows(upstream.dout), "lse": lse, "delta": delta}
+    return {"dout": upstream.dout, "lse": lse, "delta": delta}
 
 
 def _launch(
@@ -234,11 +251,6 @@ def _capability(device: torch.device) -> int:
         return _LEAST_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """The same with the numbers of a row one behind the other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:

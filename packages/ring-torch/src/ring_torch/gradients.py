@@ -1,0 +1,243 @@
+"""Sum the gradients of a model that every rank holds, and let no gradient be counted twice.
+
+A gradient that was summed must not be added to, nor summed again: what it held before would count
+once for each rank. Two hooks of each parameter see to the first. The one before accumulation can
+still tell a sum from zeros; the one after it runs only where a gradient was really accumulated,
+which ``torch.autograd.grad`` does not do. They stay on the parameter, and hold no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import TensorWeakRef
+
+from ring_core import UnsupportedError
+from ring_torch.capture import is_capturing, on_device
+from ring_torch.comm.handshake import agree, with_peer_errors
+from ring_torch.comm.ranks import Ranks, check_device, others, peer_errors
+from ring_torch.comm.store import CallSignature
+
+_BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
+_FIELDS = 8  # of a header, which hold what ranks compare of their parameters
+
+
+def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
+    """Sum gradients in place over the ranks; :meth:`ContextParallel.reduce_gradients`."""
+    number = ring.next_call()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    _check_model(ring, model, weights)
+    if ring.size == 1:
+        return
+    for name, weight in weights.items():
+        guard = _guard_of(weight, ring)
+        if guard is not None and guard.holds(weight.grad):
+            raise ValueError(
+                f"reduce_gradients: the gradient of {name} is summed over the {ring.size} ranks of "
+                f"the group already, and a second time would count it {ring.size} times. Call "
+                f"reduce_gradients once a step, after the last backward; then step, then zero_grad()"
+            )
+    device = next((weight.device for weight in weights.values()), _default_device(ring))
+    check_device(ring, device)
+    signature = CallSignature.of(_fields(weights), "reduce_gradients")
+    with on_device(device), with_peer_errors(ring, number, signature), torch.no_grad():
+        agree(ring, number, 0, signature, device)
+        gradients = _used_gradients(ring, list(weights.values()), device)
+        for bucket in _each_bucket([_local(gradient) for gradient in gradients.values()]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            with peer_errors(others(ring)):
+                dist.all_reduce(flat, group=ring.group)
+            sizes = [gradient.numel() for gradient in bucket]
+            for gradient, part in zip(bucket, flat.split(sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+    names = {weight: name for name, weight in weights.items()}
+    sums = _Sums(gradients.values())
+    for weight, gradient in gradients.items():
+        guard = _guard_of(weight, ring) or _Guard(weight, names[weight], ring)
+        guard.watch(sums, gradient)
+
+
+def _used_gradients(
+    ring: Ranks, weights: list[nn.Parameter], device: torch.device
+) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients that some rank has; this one's part may be nothing, which is zeros."""
+    if not weights:
+        return {}
+    used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
+    used = used.to(device)
+    with peer_errors(others(ring)):
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
+    gradients = {}
+    for weight, is_used in zip(weights, used.tolist(), strict=True):
+        if is_used:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            gradients[weight] = weight.grad
+    return gradients
+
+
+def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+    """Refuse gradients that are not dense, or that FSDP reduces over these ranks.
+
+    Those of a ``DTensor`` on a mesh that holds no other of these ranks, as tensor parallelism has
+    them beside context parallelism, are summed shard by shard.
+    """
+    for name, weight in weights.items():
+        if weight.grad is not None and weight.grad.is_sparse:
+            raise UnsupportedError(
+                f"reduce_gradients sums dense gradients, and that of {name} {tuple(weight.shape)} is "
+                f"sparse: make the layer with sparse=False"
+            )
+    if ring.group is None:
+        return
+    ranks = {*dist.get_process_group_ranks(ring.group)}
+    sharded = {
+        f"the module {name or type(part).__name__}": dist.get_process_group_ranks(part.process_group)
+        for name, part in model.named_modules()
+        if isinstance(part, FullyShardedDataParallel)
+    } | {
+        f"{name} {tuple(weight.shape)}, a DTensor,": weight.device_mesh.mesh.flatten().tolist()
+        for name, weight in weights.items()
+        if isinstance(weight, DTensor)
+    }  # fmt: skip
+    for what, holders in sharded.items():
+        if ring.size > 1 and len(ranks & {*holders}) > 1:
+            raise UnsupportedError(
+                f"reduce_gradients sums gradients of parameters that each of the {ring.size} ranks "
+                f"of the group holds, and {what} is sharded over ranks of the group. FSDP reduces "
+                f"such gradients itself, as a mean: leave reduce_gradients out and multiply the loss "
+                f"by the number of ranks of FSDP's mesh; with hf.parallelize give reduction='mean'"
+            )
+
+
+def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Describe all parameters in few fields of a header, for ranks to compare."""
+    lines = [
+        f"{name} {list(_local(like).shape)} {str(like.dtype).removeprefix('torch.')}"
+        + (f" {weight.placements} {weight.device_mesh.get_coordinate()}" if isinstance(weight, DTensor) else "")
+        for name, weight in weights.items()
+        for like in (weight if weight.grad is None else weight.grad,)
+    ]  # fmt: skip
+    size = max(1, -(-len(lines) // _FIELDS))
+    return {"parameters": len(lines)} | {
+        f"parameters {n} to {min(n + size, len(lines)) - 1}": "; ".join(lines[n : n + size])
+        for n in range(0, len(lines), size)
+    }
+
+
+def _default_device(ring: Ranks) -> torch.device:
+    """Return where a rank without parameters compares that with others."""
+    return torch.device("cuda" if ring.group and dist.get_backend(ring.group) == "nccl" else "cpu")
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's shard of a ``DTensor``; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group neighbours of one dtype and device, up to a size."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if bucket and (
+            (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
+            or size + gradient.nbytes > _BUCKET
+        ):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+class _Sums:
+    """Gradients that hold a sum over ranks, as one call of ``reduce_gradients`` left them."""
+
+    def __init__(self, gradients: Iterable[Tensor]) -> None:
+        self._refs = {id(gradient): TensorWeakRef(gradient) for gradient in gradients}
+
+    def hold(self, key: int) -> bool:
+        """Return True if that gradient still holds its sum: it is neither gone nor zeroed."""
+        if key in self._refs:
+            self._forget_zeros()
+        return key in self._refs
+
+    def _forget_zeros(self) -> None:
+        """Drop gradients that are gone or zeroed.
+
+        The first of them that is asked for looks at all, so that the host of a GPU waits once, and
+        not at all where ``zero_grad`` has set gradients to ``None``.
+        """
+        alive = [(key, x) for key, ref in self._refs.items() if (x := ref()) is not None]
+        alive.sort(key=lambda item: str(item[1].device))
+        kept: dict[int, TensorWeakRef] = {}
+        with torch.no_grad():
+            for _, items in groupby(alive, key=lambda item: item[1].device):
+                on_one = list(items)
+                flags = torch.stack([_local(x).any() for _, x in on_one]).tolist()
+                sums = (key for (key, _), is_sum in zip(on_one, flags, strict=True) if is_sum)
+                kept |= {key: self._refs[key] for key in sums}
+        self._refs = kept
+
+
+class _Guard:
+    """The hooks of one parameter, for the reductions of one group."""
+
+    def __init__(self, weight: nn.Parameter, name: str, ring: Ranks) -> None:
+        self.name, self.ring = name, ring
+        self._sums = _Sums(())
+        self._gradient: TensorWeakRef | None = None
+        self._key = 0
+        self._held = False  # before the gradient that is being accumulated
+        weight.register_hook(self.before)
+        weight.register_post_accumulate_grad_hook(self.after)
+
+    def watch(self, sums: _Sums, gradient: Tensor) -> None:
+        """Take note of a gradient that was summed."""
+        self._sums, self._gradient, self._key = sums, TensorWeakRef(gradient), id(gradient)
+
+    @property
+    def summed(self) -> Tensor | None:
+        """The gradient that was summed, while anything holds it."""
+        return None if self._gradient is None else self._gradient()
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Return True if this is the gradient that was summed, and it was not zeroed since."""
+        return gradient is not None and self.summed is gradient and self._sums.hold(self._key)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def before(self, _: Tensor) -> None:
+        """See whether what is about to be added to is a sum."""
+        self._held = not is_capturing() and self.holds(self.summed)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def after(self, weight: Tensor) -> None:
+        """Refuse what was added to a sum; with ``create_graph`` a new tensor is their total."""
+        held, self._held = self._held, False
+        gradient = weight.grad
+        if held and gradient is not None and (gradient is self.summed or gradient.requires_grad):
+            raise ValueError(
+                f"this backward adds to the gradient of {self.name}, which reduce_gradients has "
+                f"summed over the {self.ring.size} ranks of the group: the next reduction would count "
+                f"that sum {self.ring.size} times. Call reduce_gradients once a step, after the last "
+                f"backward; then step, then zero_grad(). The gradient is spoiled now: zero_grad()"
+            )
+
+
+def _guard_of(weight: Tensor, ring: Ranks) -> _Guard | None:
+    """Return the hooks that a parameter has for a group."""
+    hooks = (weight._backward_hooks or {}).values()  # noqa: SLF001 - torch has no other list
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((x for x in owners if isinstance(x, _Guard) and x.ring == ring), None)

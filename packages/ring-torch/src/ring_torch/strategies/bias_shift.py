@@ -1,0 +1,96 @@
+"""What is taken off each row of a bias before softmax, which does not change by it.
+
+Additive masks hold numbers such as -1e10 or the least of their dtype. Where all that a row sees has
+one, float32 cannot hold ``lse``, which is that number and the logarithm of a sum: probabilities
+computed from it are wrong by as much as there are keys. So kernels add ``bias - shift``; partial
+results, merges and the ``lse`` that a backward starts from are of shifted scores, and only the
+``lse`` that is returned has the shift put back. The shift has no gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ring_core.base.arguments import not_none
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call
+from ring_torch.comm.handshake import HEADER_BYTES, agree
+from ring_torch.comm.ranks import exchange
+from ring_torch.positions import visible_spans
+from ring_torch.records import Inputs
+
+_BLOCK_BYTES = 64 << 20  # of temporaries
+
+
+def bias_shift(call: Call, inputs: Inputs) -> Tensor:
+    """Return the largest bias of the columns that each row sees, ``[B or 1, H or 1, n]``, wide.
+
+    It is 0 where that is not finite, so where a row sees nothing. ``B`` and ``H`` are the bias's,
+    but ``B`` the batch's where segment ids make its rows differ.
+
+    Raises:
+        RankMismatchError: A peer is making another call.
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    bias, k_ids = not_none(inputs.bias), _all_key_ids(call, inputs)
+    batch, heads, length, keys = bias.shape
+    # Of a row there are its numbers without those it does not see, and a few flags of each.
+    size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
+    step = max(1, _BLOCK_BYTES // max(1, size))
+    tops = []
+    for at in range(0, length, step):
+        i = slice(at, at + step)
+        visible, rows = _visible(call, inputs, k_ids, i), bias[:, :, i]
+        rows = rows if visible is None else torch.where(visible, rows, -torch.inf)
+        tops.append(rows.amax(dim=-1))
+    top = torch.cat(tops, dim=2).to(call.acc_dtype)
+    return top.masked_fill_(~top.isfinite(), 0.0)
+
+
+def sent_for_shift(call: Call, inputs: Inputs) -> int:
+    """Return the bytes that a rank sends so that all know the ids of all keys."""
+    if not call.params.shifts_bias or inputs.k_ids is None or call.ring.size == 1:
+        return 0
+    ids = BufferSpec.of((inputs.k_ids.shape, inputs.k_ids.dtype))
+    return HEADER_BYTES + (call.ring.size - 1) * ids.size
+
+
+def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
+    """Fetch the segment ids of all keys, ``[B, T_kv]`` in natural order; ``None`` without ids."""
+    k_ids, ring = inputs.k_ids, call.ring
+    if k_ids is None:
+        return None
+    # The strategy agrees on the call as well, but only when it sends keys.
+    agree(ring, call.number, call.seed, call.forward_signature, call.device)
+    (parts,) = exchange(ring, [[k_ids] * ring.size], call.device)
+    ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
+    for rank, part in enumerate(parts):
+        ids[:, not_none(call.positions(rank)[2])] = part
+    return ids
+
+
+def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tensor | None:
+    """Return which columns a block of rows sees but for the bias, ``[B or 1, 1, n, T_kv]``.
+
+    ``None`` is all of them.
+    """
+    plan, rank, device = call.plan, call.ring.rank, call.device
+    start, stop = visible_spans(plan, rank, device)
+    keys = torch.arange(plan.kv_seq_len, dtype=torch.int32, device=device)
+    parts = [] if start is None else [keys >= start[i, None]]
+    parts += [] if stop is None else [keys < stop[i, None]]
+    if plan.mask.predicate is not None:
+        q_pos = not_none(call.positions(rank)[1])[i, None]
+        seen = plan.mask.predicate(q_pos, keys.long()[None])
+        parts.append(torch.as_tensor(seen, device=device).expand(len(q_pos), len(keys)))
+    if k_ids is not None:
+        q_ids = not_none(inputs.q_ids)[:, i, None]
+        parts.append((q_ids == k_ids[:, None]) & (q_ids >= 0))
+    if not parts:
+        return None
+    visible = reduce(operator.and_, parts)
+    return visible[:, None] if visible.ndim == 3 else visible[None, None]

@@ -1,0 +1,215 @@
+"""Very negative finite biases, as additive masks have them, mean what real numbers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cases import Case, diagonals
+from internals.jax import bias_shift
+from jax.sharding import AxisType, PartitionSpec as P
+from tolerances import assert_close
+
+import ring_jax
+from ring_core import KernelConfig, Mask
+from ring_jax import ContextParallel, ring_attention
+
+#: Scores that are very negative, of ``T`` queries and ``S`` keys.
+REGIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "part of a row": lambda i, j: (i + j) % 3 == 0,
+    "whole rows": lambda i, j: (i >= i.max() * 3 // 4) & (j >= 0),
+    "all rows": lambda i, j: (i >= 0) & (j >= 0),
+    "left padding": lambda i, j: (j <= j.max() // 3) & (i >= 0),
+    "right padding": lambda i, j: (j >= j.max() * 2 // 3) & (i >= 0),
+}
+
+
+@dataclass(frozen=True)
+class NegativeCase(Case):
+    """A case whose bias is lowered by a number in a region; cases of other numbers are equal."""
+
+    low: float = field(default=0.0, compare=False)
+    region: str = field(default="all rows", compare=False)
+
+    def _bias(self, rng: np.random.Generator) -> npt.NDArray[Any]:
+        bias = super()._bias(rng)
+        i, j = np.ogrid[: self.seq_len, : self.keys]
+        return np.where(REGIONS[self.region](i, j), np.maximum(self.least, bias + self.low), bias)
+
+    @property
+    def least(self) -> float:
+        """The least finite number of the dtype."""
+        largest: Any = jnp.finfo
+        return float(largest(self.dtype).min)
+
+    def everywhere(self) -> list[NegativeCase]:
+        """The case with each number that its dtype holds, in each region."""
+        lows = [low for low in (-1e4, -1e6, -1e10, self.least) if low >= self.least]
+        return [
+            replace(self, name=f"{self.name}: {low:.3g} in {region}", low=low, region=region)
+            for low in lows
+            for region in REGIONS
+        ]
+
+
+MIXED = Mask(window=(25, 3), chunk_size=30)
+DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 7, 31, 48), predicate=diagonals)
+CASES = [
+    NegativeCase("one device", Mask(causal=True), bias="full", lse_grad=True),
+    NegativeCase("zigzag", Mask(causal=True), "zigzag", 2, bias="full", lse_grad=True),
+    NegativeCase("full", Mask(), cp_size=4, bias="shared", batch=2, lse_grad=True),
+    NegativeCase("sinks", Mask(causal=True), cp_size=2, bias="heads", sinks=0, lse_grad=True),
+    NegativeCase("ids", Mask(), "striped", 2, bias="shared", batch=2, segments="scattered"),
+    NegativeCase("helpers", Mask(causal=True), cp_size=4, bias="full", strategy="balanced"),
+    NegativeCase("mixed", MIXED, "zigzag", 2, kv_seq_len=80, bias="masked", softcap=5.0, alibi=1),
+    NegativeCase("documents", DOCUMENTS, "zigzag", 2, bias="batch", batch=2, dropout_p=0.3),
+    *(
+        NegativeCase(dtype, Mask(causal=True), "zigzag", 2, bias="full", dtype=dtype, lse_grad=True)
+        for dtype in ("float64", "bfloat16", "float16")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
+    """Results, ``lse`` and all gradients."""
+    for one in case.everywhere():
+        assert_close(one, backend.run(one))
+
+
+def test_gathered_keys_agree_with_real_numbers(backend: Any) -> None:
+    """With segment ids, so that what a row sees is only known on devices."""
+    case = NegativeCase(
+        "gathered", Mask(causal=True), "zigzag", 2, bias="shared", batch=2, segments="documents"
+    )
+    for one in case.everywhere():
+        assert_close(one, backend.run(one, strategy="gather"))
+
+
+B, T, H, D = 2, 32, 2, 8
+Attend = Callable[..., tuple[Any, Any]]
+
+
+def _inputs() -> list[Any]:
+    """Q, K and V, and a bias of -1e10 in whole rows and at the left."""
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal((1, H, T, T), np.float32)
+    bias[:, :, -T // 4 :] -= 1e10
+    bias[:, :, :, : T // 4] -= 1e10
+    return [*(jnp.asarray(rng.standard_normal((B, T, H, D), np.float32)) for _ in range(3)), bias]
+
+
+def _by_hand(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
+    """Causal attention, each row of whose bias is shifted."""
+    seen = np.tri(T, dtype=bool)[None, None]
+    shift = jax.lax.stop_gradient(jnp.where(seen, bias, -jnp.inf).max(axis=-1, keepdims=True))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) * D**-0.5 + (bias - shift)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v), lse + shift[..., 0]
+
+
+def _grads(attend: Attend, *x: Any) -> Any:
+    def loss(x: Any) -> Any:
+        out, lse = attend(*x)
+        return jnp.sum(out**2) + jnp.sum(lse * np.linspace(-1, 1, T)[None, None]), (out, lse)
+
+    return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+
+def _compared(attend: Attend) -> None:
+    x = _inputs()
+    for got, wanted in zip(
+        *map(jax.tree.leaves, (_grads(attend, *x), _grads(_by_hand, *x))), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def _global(cp: ContextParallel, **options: Any) -> Attend:
+    """``cp.attention`` of arrays in natural order."""
+
+    def attend(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
+        q, k, v = (cp.shard(x) for x in (q, k, v))
+        out, lse = cp.attention(
+            q, k, v, causal=True, bias=cp.shard(bias, dim=2), return_lse=True, **options
+        )
+        return cp.unshard(out), cp.unshard(lse, dim=2)
+
+    return attend
+
+
+def _mesh(sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Any:
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    types = (axis_type,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "named"), [(AxisType.Auto, False), (AxisType.Explicit, True)]
+)
+def test_global_arrays(axis_type: AxisType, *, named: bool) -> None:
+    """On meshes with another axis, which splits batches or is the compiler's."""
+    mesh = _mesh({"data": 2, "cp": 2}, axis_type)
+    with jax.set_mesh(mesh):
+        _compared(_global(ContextParallel(mesh, "cp", batch_axis="data" if named else None)))
+
+
+def test_transformations() -> None:
+    """Under ``vmap``, ``scan`` and ``checkpoint`` by policy, inside ``shard_map``."""
+    policy = jax.checkpoint_policies.save_only_these_names(*ring_jax.RESIDUALS)
+    ring = partial(ring_attention, axis_name="cp", causal=True, return_lse=True)
+
+    def local(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
+        attend: Any = jax.checkpoint(lambda q, k, v, bias: ring(q, k, v, bias=bias), policy=policy)
+
+        def layer(carry: Any, heads: Any) -> Any:
+            return carry, jax.vmap(attend, in_axes=(0, 0, 0, None))(*heads)
+
+        each = [jnp.moveaxis(x[:, None, :, :, None], 3, 0) for x in (q, k, v)]  # [H, B, 1, T, 1, D]
+        _, (out, lse) = jax.lax.scan(layer, 0, (*each, jnp.moveaxis(bias[:, :, None], 1, 0)))
+        return jnp.moveaxis(out[:, :, 0, :, 0], 0, 2), jnp.moveaxis(lse[:, :, 0, 0], 0, 1)
+
+    rows, tokens = P(None, None, "cp"), P(None, "cp")
+    ring_of = partial(jax.shard_map, mesh=_mesh({"cp": 2}), out_specs=(tokens, rows))
+    _compared(ring_of(local, in_specs=(tokens, tokens, tokens, rows)))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
+def test_checked_calls_pass(strategy: str) -> None:
+    """The check knows the shift, what helpers are sent, and the ids that are gathered."""
+    cp = ContextParallel(_mesh({"cp": 4}), "cp", layout="contiguous")
+    ids = cp.shard(jnp.zeros((B, T), jnp.int32))
+    with ring_jax.check():
+        _compared(_global(cp, segment_ids=ids, strategy=strategy))
+        jax.effects_barrier()
+
+
+def test_rows_are_looked_at_in_groups() -> None:
+    """The last group, which is shorter, begins within the one before."""
+    kernel = KernelConfig("xla", block_q=24)  # a program that no other test has compiled
+    attend: Any = partial(
+        ring_attention, axis_name=None, causal=True, return_lse=True, kernel=kernel
+    )
+    with mock.patch.object(bias_shift, "_MOST", 5 * H * T):
+        _compared(lambda q, k, v, bias: attend(q, k, v, bias=bias))
+
+
+def test_a_mask_alone_has_no_shift() -> None:
+    """No row of what says a mask is looked at, and no ids are gathered."""
+    cp, x = ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous"), _inputs()
+    ids = cp.shard(jnp.zeros((B, T), jnp.int32))
+
+    def text(**options: Any) -> str:
+        return str(jax.make_jaxpr(partial(cp.attention, segment_ids=ids, **options))(*x[:3]))
+
+    assert "all_gather" not in text(mask=np.tri(T, dtype=bool))
+    assert text(bias=x[3]).count("all_gather[") == 1
+    assert "all_gather" not in text(bias=x[3], sinks=jnp.zeros(H))

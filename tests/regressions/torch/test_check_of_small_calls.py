@@ -1,0 +1,137 @@
+"""The check of a running job, on calls of a few tokens: right ones pass, and faults trip it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from internals.torch import EagerKernel, Selection, prepare
+from plain_flash import FLASH, PlainFlash
+from torch import Tensor
+
+import ring_torch
+from ring_torch import WrongResultError, ring_attention
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+KERNELS = ("eager", "flash")
+CALLS = 150  # of each kernel and dtype, in a part
+PARTS = 4
+
+
+class SmallCall(NamedTuple):
+    """Tensors and options of a call of a process alone."""
+
+    tensors: tuple[Tensor, ...]  # q, k, v, and the gradient of out
+    options: dict[str, Any]
+
+
+def drawn(seed: int, dtype: torch.dtype) -> SmallCall:
+    """Random sizes; scores from even to peaked; keys and values that may have much in common."""
+    rng = np.random.default_rng(seed)
+    batch, length = int(rng.integers(1, 3)), int(rng.integers(1, 9))
+    kv_heads, group = int(rng.choice([1, 2])), int(rng.choice([1, 2]))
+    dim, v_dim = (int(rng.choice([1, 4, 16])) for _ in range(2))
+    q_size, shift = float(rng.choice([1, 6, 20])), float(rng.choice([0, 0, 5]))
+
+    def random(heads: int, dim: int) -> Tensor:
+        return torch.as_tensor(rng.standard_normal((batch, length, heads, dim)))
+
+    q, dout = q_size * random(kv_heads * group, dim), random(kv_heads * group, v_dim)
+    k, v = (shift + random(kv_heads, n) for n in (dim, v_dim))
+    options: dict[str, Any] = {"window": (2, 9), "softmax_scale": 0.3}
+    if rng.random() < 0.5:
+        options["sinks"] = torch.as_tensor(rng.standard_normal(kv_heads * group)).to(dtype)
+    return SmallCall(tuple(x.to(dtype) for x in (q, k, v, dout)), options)
+
+
+def run(call: SmallCall) -> None:
+    """Forward and backward, both checked."""
+    q, k, v, dout = call.tensors
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with ring_torch.check():
+        out: Any = ring_attention(*leaves, **call.options)
+        torch.autograd.grad(out, leaves, dout)
+
+
+def found_wrong(seeds: range, dtype: str) -> list[str]:
+    """What the check says of each call that it finds wrong."""
+    found = []
+    for seed in seeds:
+        try:
+            run(drawn(seed, getattr(torch, dtype)))
+        except WrongResultError as error:
+            found.append(f"{seed}: {str(error).partition('. Kernel')[0]}")
+    return found
+
+
+@contextmanager
+def chosen(kernel: str) -> Iterator[None]:
+    """Calls inside run a kernel that sums in float32: plain, or rounding as fused ones do."""
+    prepare._prepare.cache_clear()
+    one: Any = EagerKernel() if kernel == "eager" else FLASH
+    with patch.object(prepare, "choose", lambda *_: Selection(one, ())):
+        yield
+    prepare._prepare.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_right_calls_pass(kernel: str, dtype: str, part: int) -> None:
+    with chosen(kernel):
+        assert found_wrong(range(part * CALLS, (part + 1) * CALLS), dtype) == []
+
+
+def _scaled(which: int, by: float) -> Callable[..., Any]:
+    """A backward that returns one gradient larger by a factor, in its first head."""
+    right = PlainFlash.backward
+
+    def wrong(self: Any, *given: Any) -> Any:
+        grads = right(self, *given)
+        grads[which][:, :, 0] *= by
+        return grads
+
+    return wrong
+
+
+def _without_delta(self: Any, *given: Any, right: Any = PlainFlash.backward) -> Any:
+    dout, q, k, v, out, *rest = given
+    return right(self, dout, q, k, v, torch.zeros_like(out), *rest)
+
+
+def _at_another_scale(self: Any, *given: Any, right: Any = PlainFlash.backward) -> Any:
+    *tensors, options, place = given
+    return right(self, *tensors, options._replace(scale=0.25), place)
+
+
+def _with_another_window(self: Any, *given: Any, right: Any = PlainFlash.forward) -> Any:
+    *tensors, options, place = given
+    return right(self, *tensors, options._replace(window=(1, 9)), place)
+
+
+FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "dq a tenth larger": ("backward", _scaled(0, 1.1)),
+    "dk a tenth larger": ("backward", _scaled(1, 1.1)),
+    "dv a tenth larger": ("backward", _scaled(2, 1.1)),
+    "no delta": ("backward", _without_delta),
+    "another scale": ("backward", _at_another_scale),
+    "another window": ("forward", _with_another_window),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_trips(fault: str, dtype: str) -> None:
+    """Many of the calls of several tokens that it changes."""
+    method, wrong = FAULTS[fault]
+    with chosen("flash"), patch.object(PlainFlash, method, wrong):
+        found = found_wrong(range(40), dtype)
+    assert len(found) >= 10
+    assert all(f"({method})" in text for text in found)

@@ -1,0 +1,453 @@
+"""``reduce_gradients``: each gradient is counted once, of whatever shards, on ranks that agree."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_core import RankMismatchError, UnsupportedError
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+def _pair(rank: int) -> Any:
+    """A new group of this rank and its neighbour."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return pairs[rank // SIZE]
+
+
+class Step:
+    """A small model and its optimizer; rank ``r`` adds ``r + 1`` times the same gradient."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.cp = ContextParallel(_pair(rank))
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.x = torch.randn(5, 3)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        found = [weight.grad for weight in self.model.parameters()]
+        return [x for x in found if x is not None]
+
+    def loss(self) -> Tensor:
+        part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
+        return part
+
+    def backward(self, **options: Any) -> None:
+        self.loss().backward(**options)
+
+    def reduce(self) -> None:
+        self.cp.reduce_gradients(self.model)
+
+    def check(self, times: float = 3) -> None:
+        """The gradients are those of all ranks' losses, ``1 + 2`` times that of one."""
+        whole = torch.autograd.grad(
+            self.model(self.x).square().sum() * times, list(self.model.parameters())
+        )
+        torch.testing.assert_close(self.grads, list(whole))
+
+
+def _nothing(_: Step) -> None:
+    pass
+
+
+def _clip(step: Step) -> None:
+    nn.utils.clip_grad_norm_(step.model.parameters(), 1e-2)
+
+
+def _unscale(step: Step) -> None:
+    for grad in step.grads:
+        grad.mul_(0.5)
+
+
+def _step(step: Step) -> None:
+    step.optimizer.step()
+
+
+def _reduce_elsewhere(step: Step) -> None:
+    """Data parallel replicas, whose ranks are those of the other pairs."""
+    dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]
+
+
+#: What may have become of a sum, and still nothing may be added to it.
+STILL_SUMS = (_nothing, _clip, _unscale, _step, _reduce_elsewhere)
+
+
+def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -> list[str]:
+    step = Step(rank)
+    for _ in range(2):  # micro-batches
+        step.backward()
+    step.reduce()
+    step.check(6)
+    then(step)
+    words = []
+    again = ContextParallel(step.cp.group)  # the group counts, not the object
+    calls: list[Any] = [
+        partial(again.reduce_gradients, step.model),
+        partial(step.backward, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="reduce_gradients") as error:
+            call()
+        words.append(str(error.value))
+    step.model.zero_grad()
+    step.backward()
+    step.reduce()
+    step.check()
+    return words
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize(
+    ("then", "options"), [*((then, {}) for then in STILL_SUMS), (_nothing, {"retain_graph": True})]
+)
+def test_a_sum_is_neither_added_to_nor_summed_again(
+    then: Callable[[Step], None], options: dict[str, Any], pool: LocalRanks
+) -> None:
+    for twice, added in pool.run(_refused, then, options):
+        assert "the gradient of 0.weight is summed over the 2 ranks of the group already" in twice
+        assert re.search(r"adds to the gradient of [02]\.(weight|bias), which reduce", added)
+        for words in (twice, added):
+            assert "once a step, after the last backward; then step, then zero_grad()" in words
+
+
+def _set_to_none(step: Step) -> None:
+    step.optimizer.zero_grad(set_to_none=True)
+
+
+def _zero(step: Step) -> None:
+    step.model.zero_grad(set_to_none=False)
+
+
+def _zero_by_foreach(step: Step) -> None:
+    torch.optim.SGD(step.model.parameters(), lr=0.0, foreach=True).zero_grad(set_to_none=False)
+
+
+def _zero_unseen(step: Step) -> None:
+    """By what does not count as a change of the tensor."""
+    for grad in step.grads:
+        grad.data.zero_()
+
+
+def _replace(step: Step) -> None:
+    for weight in step.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+
+
+def _replace_each_other_way(step: Step) -> None:
+    for n, weight in enumerate(step.model.parameters()):
+        weight.grad = None if n % 2 else torch.zeros_like(weight)
+
+
+def _clip_and_zero(step: Step) -> None:
+    _clip(step)
+    _step(step)
+    _zero(step)
+
+
+FRESH = (
+    _set_to_none, _zero, _zero_by_foreach, _zero_unseen, _replace, _replace_each_other_way,
+    _clip_and_zero,
+)  # fmt: skip
+
+
+def _steps(rank: int, freshen: Callable[[Step], None]) -> None:
+    step = Step(rank)
+    for _ in range(3):
+        step.backward()
+        step.backward()  # micro-batches
+        step.reduce()
+        step.check(6)
+        freshen(step)
+    step.reduce()  # of nothing
+    assert not any(grad.any() for grad in step.grads)
+
+
+@pytest.mark.parametrize("freshen", FRESH)
+def test_steps_that_zero_or_replace_gradients_go_on(
+    freshen: Callable[[Step], None], pool: LocalRanks
+) -> None:
+    pool.run(_steps, freshen)
+
+
+def _between(rank: int) -> None:
+    """What looks at gradients, or adds to none, is not refused."""
+    step = Step(rank)
+    other = ContextParallel(_pair(rank))  # of the same ranks, for which nothing was summed
+    step.backward()
+    step.reduce()
+    torch.autograd.grad(step.loss(), list(step.model.parameters()))
+    x = step.x.clone().requires_grad_()
+    step.model(x).sum().backward(inputs=[x])
+    other.reduce_gradients(step.model)
+    step.check(SIZE * 3)
+    with pytest.raises(ValueError, match="already"):
+        step.reduce()
+    with pytest.raises(ValueError, match="already"):
+        other.reduce_gradients(step.model)
+
+
+def test_other_groups_and_gradients_of_other_things_are_free(pool: LocalRanks) -> None:
+    pool.run(_between)
+
+
+def _with_a_graph(rank: int) -> None:
+    """Where torch adds gradients up into a new tensor."""
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    loss = step.loss()
+    with pytest.raises(ValueError, match="adds to the gradient"), _no_warning_of_cycles():
+        loss.backward(create_graph=True)
+    step.model.zero_grad()
+
+
+def _no_warning_of_cycles() -> Any:
+    import warnings
+
+    found = warnings.catch_warnings()
+    warnings.simplefilter("ignore")
+    return found
+
+
+def test_a_sum_that_is_added_to_with_a_graph_is_refused(pool: LocalRanks) -> None:
+    pool.run(_with_a_graph)
+
+
+def _life(rank: int) -> None:
+    step = Step(rank)
+    step.backward()
+    step.reduce()
+    first = step.model[0]
+    assert isinstance(first, nn.Linear)
+    assert first.weight.grad is not None
+    grad = ref(first.weight.grad)
+    step.model.zero_grad()
+    assert grad() is None
+    step.backward()
+    step.reduce()
+    twin = copy.deepcopy(step.model)
+    read = pickle.loads(pickle.dumps(step.model))
+    assert all(not x._backward_hooks for model in (twin, read) for x in model.parameters())
+    hooks = [len(x._backward_hooks or {}) for x in step.model.parameters()]
+    assert hooks == [1] * len(hooks)  # of two steps
+    weight = ref(first.weight)
+    del first, step, twin, read
+    assert weight() is None
+
+
+def test_nothing_outlives_gradients_and_models(pool: LocalRanks) -> None:
+    pool.run(_life)
+
+
+def _compiled(rank: int) -> None:
+    torch._dynamo.reset()
+    step = Step(rank)
+    run: Any = torch.compile(step.model, backend="aot_eager", fullgraph=True)
+    for n in range(3):
+        with torch.compiler.set_stance("fail_on_recompile" if n else "default"):
+            (run(step.x).square().sum() * (step.cp.cp_rank + 1)).backward()
+        step.reduce()
+        step.check()
+        if n < 2:
+            step.model.zero_grad()
+    with pytest.raises(ValueError, match="adds to the gradient"):
+        run(step.x).sum().backward()
+
+
+def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
+    pool.run(_compiled)
+
+
+def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    layers = [nn.Linear(one, other, dtype=dtype) for one, other in pairwise(sizes)]
+    return nn.Sequential(*layers)
+
+
+def _frozen() -> nn.Module:
+    model = _model(3, 4)
+    model.get_parameter("0.bias").requires_grad = False
+    return model
+
+
+#: What the last rank has; the others have ``Linear(3, 4)``.
+UNLIKE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "shape": (partial(_model, 3, 5), r"0\.weight \[[45], 3\] float32"),
+    "dtype": (partial(_model, 3, 4, dtype=torch.float64), r"0\.weight \[4, 3\] float(32|64)"),
+    "more": (partial(_model, 3, 4, 4), r"parameters is [24] there and [24] here"),
+    "frozen": (_frozen, r"parameters is [12] there and [12] here"),
+    "none": (nn.Module, r"parameters is [02] there and [02] here"),
+    "deep": (partial(_model, *[4] * 40, 5), r"parameters 70 to 79 is '.?35\.weight"),
+}
+
+
+def _unlike(rank: int, name: str) -> tuple[str, bool]:
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    cp, last = ContextParallel(group), rank == dist.get_world_size() - 1
+    like = _model(*[4] * 41) if name == "deep" else _model(3, 4)
+    model = UNLIKE[name][0]() if last else like
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    try:
+        cp.reduce_gradients(model)
+    except RuntimeError as error:
+        words = f"{type(error).__name__}: {error}"
+    untouched = all(
+        torch.equal(weight.grad, torch.ones_like(weight))
+        for weight in model.parameters()
+        if weight.grad is not None
+    )
+    cp.reduce_gradients(like)  # nothing was sent: the group goes on
+    return words, untouched
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_parameters_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
+    for words, untouched in pool.run(_unlike, name):
+        assert words.startswith(RankMismatchError.__name__), words
+        assert re.search(UNLIKE[name][1], words), words
+        assert untouched
+
+
+WIDTH, HEADS, KV_HEADS, DIM, TOKENS = 16, 4, 2, 4, 32
+
+
+class Attention(nn.Module):
+    """A layer of attention, with a norm whose weights tensor parallelism does not split."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wide, narrow = HEADS * DIM, KV_HEADS * DIM
+        self.q = nn.Linear(WIDTH, wide, dtype=torch.float64)
+        self.k = nn.Linear(WIDTH, narrow, dtype=torch.float64)
+        self.v = nn.Linear(WIDTH, narrow, dtype=torch.float64)
+        self.o = nn.Linear(wide, WIDTH, dtype=torch.float64)
+        self.norm, self.attend = nn.RMSNorm(DIM, dtype=torch.float64), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, DIM)) for p in (self.q, self.k, self.v))
+        out: Tensor = self.o(self.attend(self.norm(q), self.norm(k), v).flatten(2))
+        return out
+
+
+def _attend_whole(*qkv: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _mesh(*names: str) -> DeviceMesh:
+    return dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def _whole(x: Tensor) -> Attention:
+    whole = Attention(_attend_whole)
+    whole(x).square().sum().backward()
+    return whole
+
+
+def _input() -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator())
+
+
+def _full(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
+    x, mesh = _input(), _mesh(*names)
+    whole, cp = _whole(x), ContextParallel(mesh["cp"])
+    mine = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    column, row = ColwiseParallel, RowwiseParallel
+    parallelize_module(mine, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
+    for _step in range(2):
+        mine.zero_grad()
+        mine(cp.shard(x)).square().sum().backward()
+        cp.reduce_gradients(mine)
+        like = dict(whole.named_parameters())
+        for name, weight in mine.named_parameters():
+            grad = _full(weight.grad)
+            if name == "norm.weight":  # each rank's heads give a part
+                dist.all_reduce(grad, group=mesh["tp"].get_group())
+            torch.testing.assert_close(grad, like[name].grad)
+    with pytest.raises(ValueError, match="adds to the gradient"):
+        mine(cp.shard(x)).sum().backward()
+
+
+@pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
+def test_shards_of_tensor_parallelism_are_summed_over_the_ring(
+    names: tuple[str, str], pool: LocalRanks
+) -> None:
+    pool.run(_tensor_parallel, names)
+
+
+def _beside_fsdp(_: int) -> None:
+    """FSDP reduces over ranks that have other batches, the ring over those of one."""
+    x, mesh = _input(), _mesh("dp", "cp")
+    cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
+    whole, mine = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    fully_shard(mine, mesh=mesh["dp"])
+    mine(cp.shard(x.chunk(size)[mesh["dp"].get_local_rank()])).square().sum().mul(size).backward()
+    cp.reduce_gradients(mine)
+    for weight, like in zip(mine.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_full(weight.grad), like.grad)
+
+
+def test_shards_over_other_ranks_are_summed_over_the_ring(pool: LocalRanks) -> None:
+    pool.run(_beside_fsdp)
+
+
+def _fsdp(_: int, version: int) -> str:
+    x, mesh = _input(), _mesh("dp", "cp")
+    cp = ContextParallel(mesh["cp"])
+    mine: nn.Module = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    if version == 1:
+        cpu = torch.device("cpu")
+        mine = FullyShardedDataParallel(mine, dist.group.WORLD, device_id=cpu)
+    else:
+        fully_shard(mine, mesh=mesh["dp", "cp"]._flatten())
+    mine(cp.shard(x)).square().sum().backward()
+    with pytest.raises(UnsupportedError) as error:
+        cp.reduce_gradients(mine)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_fsdp_reduces_is_refused(version: int, pool: LocalRanks) -> None:
+    for words in pool.run(_fsdp, version):
+        assert "FSDP reduces such gradients itself, as a mean" in words
+        assert "multiply the loss by the number of ranks" in words
+        assert "reduction='mean'" in words

@@ -1,0 +1,189 @@
+"""Tensors that are views: a call reads their numbers wherever they lie, in every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from internals.torch import EagerKernel, Selection, aligned, has_unit_stride, prepare
+from plain_flash import FLASH, PlainFlash
+from torch import Tensor
+from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
+
+from ring_torch import ring_attention
+
+#: What travels how, over how many ranks.
+WAYS = {
+    "alone": (1, {}), "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
+    "balanced": (2, {"strategy": "balanced"}), "gather": (2, {"strategy": "gather", "layout": "zigzag"}),
+    "ulysses": (2, {"strategy": "ulysses", "layout": "zigzag"}),
+}  # fmt: skip
+#: The options that tests give each kernel.
+CAN = {
+    "eager": ("sinks", "lse", "segments", "bias", "alibi"),
+    "sdpa": ("sinks",),
+    "flash": ("sinks",),
+}
+WITHOUT = {"ulysses": {"segments", "bias"}}
+PARTS, COMPILED_PARTS = 4, 24
+
+
+@contextmanager
+def chosen(kernel: str) -> Iterator[dict[str, Any]]:
+    """The options with which calls inside run a kernel."""
+    if kernel != "flash":
+        yield {"kernel": kernel}
+        return
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Selection(FLASH, ())):
+        yield {}
+    prepare._prepare.cache_clear()
+
+
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)
+
+
+def _wrong(
+    rank: int, size: int, kernel: str, options: dict[str, Any], some: list[Entry], compiled: bool
+) -> list[str]:
+    """What is wrong, of which tensors and views."""
+    found, known = list[str](), Known()
+    with chosen(kernel) as named:
+        for entry in some:
+            given = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
+            wrong = differences(
+                given, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
+            )
+            found += [f"{entry.operand} {entry.view}: {words}" for words in wrong]
+    return found
+
+
+def _options(kernel: str, way: str) -> list[str]:
+    return [option for option in CAN[kernel] if option not in WITHOUT.get(way, ())]
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", CAN)
+def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
+    size, options = WAYS[way]
+    some = entries(_options(kernel, way), part, PARTS, turn=list(WAYS).index(way))
+    found = backend.pool(size).run(_wrong, size, kernel, options, some, False)
+    assert found == [[]] * size
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 4))]
+)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", CAN)
+def test_compiled(kernel: str, way: str, part: int, backend: Any) -> None:
+    """Compiled calls take views, too, and what they return lies as their graphs expect."""
+    size, options = WAYS[way]
+    turn = list(WAYS).index(way) + 5 * list(CAN).index(kernel)
+    some = entries(_options(kernel, way), part, COMPILED_PARTS, turn)
+    assert backend.pool(size).run(_wrong, size, kernel, options, some, True) == [[]] * size
+
+
+def test_each_part_has_every_tensor_and_every_view() -> None:
+    for part in range(PARTS):
+        some = [
+            entry
+            for kernel in CAN
+            for turn, way in enumerate(WAYS)
+            for entry in entries(_options(kernel, way), part, PARTS, turn)
+        ]
+        for names, which in ((OPERANDS, 0), (VIEWS, 1)):
+            found = [entry[which] for entry in some]
+            assert all(found.count(name) >= 2 for name in names)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_hold_what_they_are_made_of(name: str) -> None:
+    for x in (torch.randn(2, 5, 4, 8), torch.arange(6).int(), torch.randn(3, 7)):
+        view, source = VIEWS[name](x), x
+        if name == "expanded":
+            source = x[..., :1].expand(x.shape)
+        elif name == "broadcast":
+            source = x[(slice(0, 1),) * (x.ndim - 1)].expand(x.shape)
+        torch.testing.assert_close(view, source, rtol=0, atol=0)
+    x = torch.randn(2, 5, 4, 8)
+    assert has_unit_stride(VIEWS[name](x)) == (name not in {"strided", "permuted", "expanded"})
+
+
+def _run(qkv: list[Tensor], dout: Tensor) -> None:
+    q, k, v = qkv
+    ring_attention(q, k, v, causal=True).backward(dout)
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """The first half of a tensor that is twice as wide."""
+    return torch.cat([x, -x], dim=-1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize("view", [VIEWS["heads_first"], VIEWS["broadcast"], _narrowed])
+def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is given the very tensors, and so is the backward."""
+    monkeypatch.setattr(prepare, "choose", lambda *_: Selection(FLASH, ()))
+    prepare._prepare.cache_clear()
+    read: list[tuple[int, ...]] = []
+    for name, tensors in (("forward", 3), ("backward", 4)):
+        method = getattr(PlainFlash, name)
+
+        def spy(self: Any, *given: Any, method: Any = method, tensors: int = tensors) -> Any:
+            read.append(tuple(x.data_ptr() for x in given[:tensors]))
+            return method(self, *given)
+
+        monkeypatch.setattr(PlainFlash, name, spy)
+    x = made(0, 1)
+    leaves = [view(x[name]).detach().requires_grad_() for name in ("q", "k", "v")]
+    _run(leaves, x["dout"])
+    prepare._prepare.cache_clear()
+    places = tuple(leaf.data_ptr() for leaf in leaves)
+    assert read == [places, (x["dout"].data_ptr(), *places)]
+
+
+def test_saved_tensors_are_the_callers_own() -> None:
+    """A copy that a kernel needed lives as long as the pass."""
+    x = made(0, 1)
+    q, k, v = (strided(x[name]).requires_grad_() for name in ("q", "k", "v"))
+    packed: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved.data_ptr())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        _run([q, k, v], x["dout"])
+    assert {y.data_ptr() for y in (q, k, v)} <= set(packed)
+
+
+def test_kernels_refuse_what_they_cannot_read() -> None:
+    """By an assertion: no call gets so far."""
+    x = made(0, 1)
+    with pytest.raises(AssertionError):
+        aligned(strided(x["q"]))
+
+
+def test_accumulators_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the strides of what they are the gradients of."""
+    seen: list[Tensor] = []
+    grads_into = EagerKernel.grads_into
+
+    def spy(self: Any, *given: Any) -> None:
+        seen.extend(x for grads in given[-2:] for x in grads if x is not None)
+        grads_into(self, *given)
+
+    monkeypatch.setattr(EagerKernel, "grads_into", spy)
+    x = made(0, 1)
+    leaves = [VIEWS["permuted"](x[name]).detach().requires_grad_() for name in ("q", "k", "v")]
+    ring_attention(*leaves, causal=True, kernel="eager").backward(x["dout"])
+    assert len(seen) == 3 and all(y.is_contiguous() for y in seen)

@@ -1,0 +1,61 @@
+"""Views on a GPU: every kernel reads their numbers wherever they lie, aligned or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from views import OPERANDS, VIEWS, Entry, Given, Known, differences, made, results
+
+from ring_core import UnsupportedError
+
+KERNELS = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")
+EVERY = ("q", "k", "v", "dout")  # the tensors that all kernels take
+TOLERANCE: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def _made(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return made(0, 1, length=256, dim=64, dtype=dtype, device="cuda")
+
+
+def _compiled(call: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(call, fullgraph=True)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
+    found, known = list[str](), Known()
+    options: dict[str, Any] = {"causal": True, "kernel": kernel}
+    try:
+        results(Given.of(Entry(operand, "sliced"), _made(), options).contiguous())
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    for view in VIEWS:
+        given = Given.of(Entry(operand, view), _made(), options)
+        found += [f"{view}: {words}" for words in differences(given, known=known, **TOLERANCE)]
+    assert found == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+def test_compiled(kernel: str, view: str) -> None:
+    """What is returned lies as the graph expects it."""
+    options: dict[str, Any] = {"causal": True, "kernel": kernel}
+    known = Known()
+    for operand in EVERY:
+        given = Given.of(Entry(operand, view), _made(), options)
+        assert list(differences(given, _compiled, known=known, **TOLERANCE)) == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_in_float32(view: str) -> None:
+    """The Triton kernels to the digits of float32."""
+    known = Known()
+    for operand in OPERANDS:
+        given = Given.of(
+            Entry(operand, view), _made(torch.float32), {"causal": True, "kernel": "triton"}
+        )
+        assert list(differences(given, known=known, rtol=1e-4, atol=1e-4)) == []

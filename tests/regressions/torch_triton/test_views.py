@@ -1,0 +1,126 @@
+"""Views in the Triton kernels: they read numbers wherever they lie, and write rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from internals.torch import Selection, TritonKernel, autograd, prepare
+from internals.torch_triton import memory_ops
+from torch import Tensor
+from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
+
+from ring_core import KernelConfig
+from ring_torch.local import LocalRanks
+
+WAYS = {
+    "alone": (1, {}), "ring": (2, {"strategy": "ring"}),
+    "balanced": (2, {"strategy": "balanced"}), "gather": (2, {"strategy": "gather"}),
+    "ulysses": (2, {"strategy": "ulysses"}),
+}  # fmt: skip
+CAN = ("sinks", "lse", "segments", "bias", "alibi")
+WITHOUT = {"ulysses": {"segments", "bias"}}
+PARTS = 13
+READABLE = [name for name in VIEWS if name not in {"strided", "permuted", "expanded"}]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """Ranks by number."""
+    pools = {size: LocalRanks(size) for size in (1, 2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:
+    """What is wrong, of which tensors and views; passes over memory are kernels, too."""
+    found, known = list[str](), Known()
+    prepare._prepare.cache_clear()
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
+        patch.object(autograd, "_has_passes", lambda _, dtype: dtype == torch.float32),
+    ):
+        for entry in some:
+            batch = 2 if size == 1 else 1  # interpreted programs take their time
+            x = made(rank, size, batch=batch, length=16, heads=(2, 2), dtype=torch.float32)
+            config = KernelConfig("triton", block_q=16, block_k=16)
+            given = Given.of(entry, x, {"causal": True, "kernel": config, **options})
+            wrong = differences(given, known=known, rtol=1e-5, atol=1e-5)
+            found += [f"{entry.operand} {entry.view}: {words}" for words in wrong]
+    return found
+
+
+def _entries(way: str, part: int) -> list[Entry]:
+    options = [option for option in CAN if option not in WITHOUT.get(way, ())]
+    return entries(options, part, PARTS, turn=3 * list(WAYS).index(way))
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_view_is_what_it_shows(way: str, part: int, pools: dict[int, LocalRanks]) -> None:
+    size, options = WAYS[way]
+    assert pools[size].run(_wrong, size, options, _entries(way, part)) == [[]] * size
+
+
+def test_each_part_has_every_tensor_and_every_view() -> None:
+    for part in range(PARTS):
+        some = [entry for way in WAYS for entry in _entries(way, part)]
+        for names, which in ((OPERANDS, 0), (VIEWS, 1)):
+            found = [entry[which] for entry in some]
+            assert all(found.count(name) >= 2 for name in names), (part, found)
+
+
+# Blocks of rows are whole: of others the interpreter takes the logarithm of zero, with a warning.
+def _rows(view: str, *shape: int) -> Tensor:
+    return VIEWS[view](torch.randn(shape))
+
+
+@pytest.mark.parametrize("view", READABLE)
+def test_passes_over_memory(view: str) -> None:
+    torch.manual_seed(0)
+    x, y = _rows(view, 2, 32, 3, 8), _rows(view, 2, 32, 3, 8)
+    dots = (x * y).sum(-1).transpose(1, 2)
+    torch.testing.assert_close(memory_ops.row_dots_on_gpu(x, y), dots)
+    lse, sinks = _rows(view, 2, 3, 32), torch.randn(3)
+    expected = ((sinks[:, None] - lse).exp() * dots).sum((0, 2))
+    torch.testing.assert_close(memory_ops.sink_sums_on_gpu(x, y, lse, sinks), expected)
+    acc, acc_lse = torch.randn(2, 32, 3, 8), torch.randn(2, 3, 32)
+    weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
+    merged = weights[0] * acc + weights[1] * y
+    total = torch.logaddexp(acc_lse, lse)
+    memory_ops.merge_on_gpu(acc, acc_lse, y, lse)
+    torch.testing.assert_close(acc, merged)
+    torch.testing.assert_close(acc_lse, total)
+
+
+WIDE, ROWS = (2, 32, 3, 8), (2, 3, 32)
+PASSES: dict[str, Callable[..., Any]] = {
+    "merge": lambda view: memory_ops.merge_on_gpu(
+        torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(WIDE)), torch.zeros(ROWS)
+    ),
+    "merge lse": lambda view: memory_ops.merge_on_gpu(
+        torch.zeros(WIDE), torch.zeros(ROWS), torch.zeros(WIDE), view(torch.zeros(ROWS))
+    ),
+    "mark": lambda view: memory_ops.mark_on_gpu(torch.zeros(WIDE), view(torch.zeros(ROWS))),
+    "dots": lambda view: memory_ops.row_dots_on_gpu(torch.zeros(WIDE), view(torch.zeros(WIDE))),
+    "sinks": lambda view: memory_ops.sink_sums_on_gpu(
+        torch.zeros(WIDE), torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(3))
+    ),
+    "pack": lambda view: memory_ops.pack_on_gpu(
+        view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_what_no_pass_reads(name: str) -> None:
+    """They take a contiguous last dimension for granted, and assert it."""
+    PASSES[name](lambda x: x)
+    with pytest.raises(AssertionError):
+        PASSES[name](strided)

@@ -1,0 +1,54 @@
+"""The mark `nightly`: a test that runs in nightly builds alone (`--all`) says so where it stands.
+
+`@pytest.mark.nightly` on a test, or as `marks` of a `pytest.param`, leaves it to nightly builds.
+With names of backends it does so in their runs alone. Of a parametrized test, `unless=` lists the
+ids of the parameters that run per change, and `only=` the ids of those that do not:
+
+    @pytest.mark.nightly("jax", unless=["sinks", "bias-zigzag"])
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+import pytest
+
+
+def runs_nightly(item: pytest.Item, backend: str) -> bool:
+    """Return True if the marks of a test leave it to nightly builds of this backend."""
+    return any(
+        (not mark.args or backend in mark.args) and _names(mark, _param_id(item))
+        for mark in item.iter_markers("nightly")
+    )
+
+
+def check_marks(items: Iterable[pytest.Item]) -> None:
+    """Raise UsageError if a mark has arguments it does not know, or ids that its test has not."""
+    ids: defaultdict[str, set[str]] = defaultdict(set)
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        ids[test].add(_param_id(item))
+        for mark in item.iter_markers("nightly"):
+            if not {*mark.kwargs} < {"unless", "only"}:
+                raise pytest.UsageError(
+                    f"{test}: nightly takes unless= or only=, not {mark.kwargs}"
+                )
+            named[test].update(*mark.kwargs.values())
+    for test, names in named.items():
+        if unknown := names - ids[test]:
+            raise pytest.UsageError(f"{test}: nightly names {sorted(unknown)}, which are no ids")
+
+
+def _names(mark: pytest.Mark, param_id: str) -> bool:
+    unless: Collection[str] | None = mark.kwargs.get("unless")
+    only: Collection[str] | None = mark.kwargs.get("only")
+    if unless is not None:
+        return param_id not in unless
+    return only is None or param_id in only
+
+
+def _param_id(item: pytest.Item) -> str:
+    callspec = getattr(item, "callspec", None)
+    return "" if callspec is None else str(callspec.id)
