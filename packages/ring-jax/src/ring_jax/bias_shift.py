@@ -81,5 +81,8 @@ def _ids_of_all_keys(static: Static, x: Inputs) -> Array | None:
     """Return the segment ids of all ranks' keys in natural order, int32 ``[B, S]``."""
     if x.k_ids is None:
         return None
-    ids = Ranks(static.axis_name, static.plan.cp_size).gather(x.k_ids, 1)
-    return permute(ids, static.plan.k_layout, 1, inverse=True)
+    plan = static.plan
+    ids = Ranks(static.axis_name, plan.cp_size).gather(x.k_ids, 1)
+    if plan.k_layout.name == "contiguous":
+        return ids
+    return permute(ids, plan.k_layout, 1, inverse=True)

@@ -16,6 +16,7 @@ from ring_core import KernelConfig, Mask, UnsupportedError, checks
 from ring_core.base.arguments import is_integer
 from ring_jax.prepare import with_mask
 from ring_jax.records import Window
+from ring_jax.search import searchsorted
 
 SlidingWindow = int | tuple[int | None, int | None]
 
@@ -270,7 +271,7 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
     tokens = jnp.arange(length)
     if batch > 1:
         return jnp.where(tokens[None] < jnp.diff(offsets)[:, None], 0, -1).astype(jnp.int32)
-    document = jnp.searchsorted(offsets, tokens, side="right") - 1
+    document = searchsorted(offsets, tokens, "right") - 1
     return jnp.where(tokens < offsets[-1], document, -1).astype(jnp.int32)[None]
 
 
