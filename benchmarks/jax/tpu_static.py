@@ -211,7 +211,7 @@ def blocks_of_documents() -> tuple[int, int]:
     @jax.jit
     def kinds(ids: Any) -> Any:
         q, at = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
-        rows = QueryBlock(q, at, at, None, ids, None, None, None, None)
+        rows = QueryBlock(q, at, at, None, ids, None, None, None, None, None)
         work = ItemTable(jnp.asarray(program.table(0)[0]), None)
         return block_kinds(rows, KeyBlock(q, at, None, ids), work, blocks)
 

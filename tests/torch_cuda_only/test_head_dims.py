@@ -94,15 +94,17 @@ def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
         torch.randn(2, LENGTH, *shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
         for shape in shapes
     )
-    options: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "none": {}, "sinks": {"sinks": torch.ones(4, device="cuda")},
         "segment_ids": {"segment_ids": torch.arange(LENGTH, device="cuda").int().repeat(2, 1) // 90},
         "alibi_slopes": {"alibi_slopes": torch.ones(4, device="cuda")},
         "fewer keys": {"causal": False, "mask": Mask(causal=True)},
-    }[option]  # fmt: skip
+    }  # fmt: skip
     if option == "fewer keys":  # the first queries see nothing
         k, v = k[:, 80:], v[:, 80:]
-    attend = partial(ring_attention, q, k, v, **{"causal": True, "kernel": "fa4", **options})
+    attend = partial(
+        ring_attention, q, k, v, **{"causal": True, "kernel": "fa4", **choices[option]}
+    )
     wanted = attend()
     with torch.no_grad():
         for _ in range(2):
