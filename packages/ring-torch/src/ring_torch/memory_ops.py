@@ -15,6 +15,7 @@ _ROWS = 16
 _MARK_ROWS = 1024
 _MORE_ROWS = 64  # of one head, whose sum is one number
 _NUMBERS = 2048  # a program adds
+_SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # of a bias, that a program looks at together
 _AT_ONCE = 4  # parts that one kernel adds
 
 
@@ -72,6 +73,32 @@ def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> T
             DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMS=True,
         )  # fmt: skip
     return sums.sum(dim=(0, 2))
+
+
+def bias_shift_on_gpu(
+    bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Return the largest finite bias that each row sees, or 0, float32 ``[B, H, n]``.
+
+    Args:
+        bias: ``[B or 1, H or 1, n, T_kv]``, whose last dimension is contiguous.
+        start: The first column that each row may see, int32 ``[n]``; ``None`` is column 0.
+        stop: The column after the last, likewise; ``None`` is ``T_kv``.
+        ids: Segment ids of the rows and of all columns, int32 ``[B, n]`` and ``[B, T_kv]``.
+    """
+    batch, heads, rows, columns = bias.shape
+    batch = batch if ids is None else len(ids[0])
+    shift = torch.empty(batch, heads, rows, dtype=torch.float32, device=bias.device)
+    _assert_unit_strides(bias, *(ids or ()))
+    q_ids, k_ids = (None, None) if ids is None else ids
+    if shift.numel() > 0:
+        _largest[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
+            bias, start, stop, q_ids, k_ids, shift, rows, columns,
+            bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
+            *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
+            ROWS=_SHIFTED_ROWS, COLUMNS=_SHIFTED_COLUMNS,
+        )  # fmt: skip
+    return shift
 
 
 def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
@@ -148,6 +175,39 @@ def _add(
     if PARTS > 3:
         x += w
     tl.store(place, x, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest(
+    bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
+    shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    inside = row < rows
+    first = tl.where(inside, 0, columns)
+    last = tl.where(inside, columns, 0)
+    if start is not None:
+        first = tl.load(start + row, mask=inside, other=columns)
+    if stop is not None:
+        last = tl.load(stop + row, mask=inside, other=0)
+    if q_ids is not None:
+        q_id = tl.load(q_ids + batch * q_ids_batch + row, mask=inside, other=-1)
+    of_rows = bias + batch * bias_batch + head * bias_head + row.to(tl.int64)[:, None] * bias_row
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    begin = tl.min(first, axis=0) // COLUMNS * COLUMNS  # blocks are aligned as rows are
+    for block in range(begin, tl.max(last, axis=0), COLUMNS):
+        column = block + tl.arange(0, COLUMNS)
+        seen = (column[None, :] >= first[:, None]) & (column[None, :] < last[:, None])
+        if q_ids is not None:
+            k_at = k_ids + batch * k_ids_batch + column
+            k_id = tl.load(k_at, mask=column < columns, other=-1)
+            seen &= (q_id[:, None] == k_id[None, :]) & (q_id >= 0)[:, None]
+        x = tl.load(of_rows + column[None, :], mask=seen, other=float("-inf")).to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, float("-inf"))
+        top = tl.maximum(top, tl.max(x, axis=1))
+    place = shift + batch * shift_batch + head * shift_head + row
+    tl.store(place, tl.where(top == float("-inf"), 0.0, top), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -20,6 +20,7 @@ from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES, agree
 from ring_torch.comm.ranks import exchange
+from ring_torch.optional import has_triton
 from ring_torch.positions import visible_spans
 from ring_torch.records import Inputs
 
@@ -37,6 +38,14 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
     bias, k_ids = not_none(inputs.bias), _all_key_ids(call, inputs)
+    predicate = call.plan.mask.predicate
+    if bias.is_cuda and call.acc_dtype == torch.float32 and predicate is None and has_triton():
+        from ring_torch.memory_ops import bias_shift_on_gpu
+
+        # In torch's own operations these passes take several times as long as the attention.
+        spans = visible_spans(call.plan, call.ring.rank, call.device)
+        ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
+        return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
     batch, heads, length, keys = bias.shape
     # Of a row there are its numbers without those it does not see, and a few flags of each.
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)

@@ -1,0 +1,58 @@
+"""The pass that finds the largest bias that each row sees, interpreted."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from internals.torch_triton import memory_ops
+from torch import Tensor
+
+ROWS, KEYS = 13, 700  # of which the pass takes 8 and 512 at a time
+
+
+def bias_of(dtype: torch.dtype, batch: int, heads: int) -> Tensor:
+    """Numbers of all sizes, hidden ones, and rows that have nothing else."""
+    bias = torch.randn(batch, heads, ROWS, KEYS).to(dtype)
+    bias[:, :, 3:5] = torch.finfo(dtype).min
+    bias[:, :, 5] = -torch.inf
+    bias[:, :, 6, 7] = torch.inf
+    bias[:, :, 7, 600:] = -torch.inf
+    return bias
+
+
+def by_torch(
+    bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    keys, seen = torch.arange(KEYS), torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool)
+    if start is not None:
+        seen = seen & (keys >= start[:, None])
+    if stop is not None:
+        seen = seen & (keys < stop[:, None])
+    if ids is not None:
+        q_ids, k_ids = ids
+        seen = seen & ((q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None])[:, None]
+    shown = torch.where(seen & bias.isfinite(), bias.float(), -torch.inf).amax(-1)
+    return shown.masked_fill(shown == -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_largest_finite_number_of_what_is_seen(
+    dtype: torch.dtype, *, segmented: bool
+) -> None:
+    torch.manual_seed(0)
+    spans = {
+        "all": (None, None),
+        "causal": (None, torch.arange(687, 687 + ROWS).int()),
+        "window": (torch.arange(ROWS).int() * 50, torch.arange(ROWS).int() * 50 + 20),
+        "nothing": (torch.full((ROWS,), 9).int(), torch.full((ROWS,), 9).int()),
+    }
+    for (start, stop), (batch, heads) in product(spans.values(), ((1, 1), (2, 1), (1, 3))):
+        bias = bias_of(dtype, batch, heads)
+        ids = None
+        if segmented:
+            ids = torch.randint(-1, 2, (2, ROWS)).int(), torch.randint(-1, 2, (2, KEYS)).int()
+        shift = memory_ops.bias_shift_on_gpu(bias, start, stop, ids)
+        torch.testing.assert_close(shift, by_torch(bias, start, stop, ids), rtol=0, atol=0)
