@@ -73,9 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"
-        # What FlashAttention-4 and the language it is written in say to each other.
+        # What FlashAttention-4 and the language it is written in say to each other, and torch 2.11
+        # to its own compiler.
         others = r"(cutlass|flash_attn|quack)(\.|$)"
         config.addinivalue_line("filterwarnings", f"ignore::Warning:{others}")
+        config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
     if config.getoption("--backend") == "jax-cuda":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the latter
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs

@@ -165,7 +165,8 @@ class FlashKernel(Kernel):
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
             place = None
-        q, k, v = _ready(q, dims.qk), _ready(k, dims.qk), _ready(v, dims.v)
+        q = _ready(_with_own_rows(q), dims.qk)
+        k, v = _ready(k, dims.qk), _ready(v, dims.v)
         out, lse = self.flash.forward(q, k, v, options, place)
         return _narrow(out, v_dim), lse
 
@@ -176,7 +177,7 @@ class FlashKernel(Kernel):
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             place = None
-        q, k = _ready(q, dims.qk), _ready(k, dims.qk)
+        q, k = _ready(_with_own_rows(q), dims.qk), _ready(k, dims.qk)
         dout, v, out = (_ready(x, dims.v) for x in (dout, v, out))
         dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
@@ -240,6 +241,13 @@ def _ready(x: Tensor, dim: int) -> Tensor:
     """
     x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
     return aligned(x)
+
+
+def _with_own_rows(q: Tensor) -> Tensor:
+    """Copy queries that share memory: FlashAttention-4 does not compile for strides of 0."""
+    if any(stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)):
+        return q.clone(memory_format=torch.contiguous_format)
+    return q
 
 
 def aligned(x: Tensor) -> Tensor:
