@@ -143,7 +143,7 @@ def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[Valu
     ("arguments", "words", "kind"),
     [
         ({"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
-        ({"deterministic": True}, "^deterministic: it is called inference", UnsupportedError),
+        ({"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
         ({}, "dropout of 0.5 needs key", ValueError),
         ({"process_heads": lambda q, k, v: (q[:1], k, v)}, "must not change", ValueError),
     ],

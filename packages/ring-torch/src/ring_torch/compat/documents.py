@@ -155,7 +155,7 @@ def attend_documents(
     lengths = np.diff(offsets)
     check_longest("max_seqlen", max_seqlen, int(lengths.max(initial=0)))
     check_slopes(options.alibi_slopes, int(np.count_nonzero(lengths)))
-    odd = np.flatnonzero(lengths % divisor_of(layout, 1))
+    odd = np.flatnonzero(lengths % _chunks_a_rank(layout))
     if odd.size:
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
@@ -304,6 +304,11 @@ def _moves(
     )
 
 
+def _chunks_a_rank(layout: LayoutName) -> int:
+    """Return how many chunks of a document each of several ranks holds."""
+    return divisor_of(layout, 2) // 2
+
+
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
     """Where in the pack each token of each rank lies, ``[P, T_local]``.
 
@@ -314,7 +319,7 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
     """
     starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
     start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
-    pieces = divisor_of(layout, 1)  # chunks of a document that a rank holds
+    pieces = _chunks_a_rank(layout)
     run, inside = np.divmod(np.arange(offsets[-1]) - start, length // pieces)
     chunks = np.stack(
         [Layout(layout, pieces * cp_size, cp_size).positions(rank) for rank in range(cp_size)]
