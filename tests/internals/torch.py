@@ -69,6 +69,7 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
+from ring_torch.models.documents import stated_documents as stated_documents
 from ring_torch.payload import (
     ONE_GROUP as ONE_GROUP,
     HeadGroups as HeadGroups,

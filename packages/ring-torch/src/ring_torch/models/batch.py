@@ -100,9 +100,9 @@ def shard_batch(
             sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
         )
     ]
-    single, cu_seqlens, is_uneven = _documents(segments)
+    single, cu_seqlens, needs_ids = _documents(segments)
     ids = None
-    if is_uneven or with_ids or "chunks" in report.hooks:
+    if needs_ids or with_ids or "chunks" in report.hooks:
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
     given["attention_mask"] = ShardedMask(
         sharding,
@@ -254,14 +254,20 @@ def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> 
 
 
 def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
-    """``single``, ``cu_seqlens`` and whether rows differ, of :class:`ShardedMask`."""
+    """Return ``single`` and ``cu_seqlens`` of :class:`ShardedMask`, and if it needs segment ids.
+
+    It does where rows differ, and where padding interrupts a document (``1 1 0 0 1 1``): offsets
+    would make two documents of it.
+    """
     length = segments.shape[1]
     real = segments >= 0
     padding_is_last = (real == (np.arange(length) < real.sum(axis=1)[:, None])).all()
     single = bool(padding_is_last and (segments <= 0).all())
-    if not (segments == segments[:1]).all():
-        return single, None, True
     bounds = (np.flatnonzero(np.diff(segments[0])) + 1).tolist()
+    runs = segments[0, [0, *bounds]]  # the document of each run of equal ids
+    is_interrupted = len(np.unique(runs[runs >= 0])) < (runs >= 0).sum()
+    if is_interrupted or not (segments == segments[:1]).all():
+        return single, None, True
     return single, (0, *bounds, length) if bounds else None, False
 
 

@@ -85,7 +85,9 @@ def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
         return None
     if values.max(initial=0) <= 1 or values.min(initial=0) < 0 or mask.is_floating_point():
         return None
-    segments = _runs(values)
+    # Padding may interrupt a document: fill it with the number before it, to find the documents.
+    last_real = np.maximum.accumulate(np.where(values > 0, np.arange(shape[1]), 0), axis=1)
+    segments = _runs(np.take_along_axis(values, last_real, axis=1))
     segments[values == 0] = -1
     del given["attention_mask"]
     return segments

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -303,10 +303,20 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
 
 
 def _averaging(module: nn.Module) -> str | None:
-    """What round a model takes the mean of its gradients over ranks."""
+    """Return the name of the wrapper that takes the mean of a model's gradients over ranks, if any.
+
+    During a forward in FSDP1 a module holds a flat parameter, or views of one.
+    """
     if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
         return "DistributedDataParallel"
-    return "fully_shard" if any(isinstance(x, FSDPModule) for x in module.modules()) else None
+    if any(isinstance(x, FSDPModule) for x in module.modules()):
+        return "fully_shard"
+    is_wrapped = any(isinstance(x, FullyShardedDataParallel) for x in module.modules())
+    is_flat = any(
+        isinstance(x, FlatParameter) or isinstance(x._base, FlatParameter)  # noqa: SLF001
+        for x in module.parameters()
+    )
+    return "FullyShardedDataParallel" if is_wrapped or is_flat else None
 
 
 def _one_weight(module: nn.Module) -> float:

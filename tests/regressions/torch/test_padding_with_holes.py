@@ -1,0 +1,108 @@
+"""Padding may lie anywhere, between tokens too: a parallelized model computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+from hf_models import Wide
+from internals.torch import stated_documents
+from sweep import compare
+from torch import Tensor
+
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+LENGTH = 23
+MODELS = ("Llama", "Mistral", "Llama4", "BertForMaskedLM", "ModernBertForMaskedLM")
+#: Which of the tokens are padding.
+PADDING = {
+    "left": [*range(6)],
+    "right": [*range(17, 23)],
+    "both": [*range(4), *range(20, 23)],
+    "hole": [9, 10, 11, 12],
+    "two holes": [5, 12, 13, 14, 22],
+    "every third": [*range(2, 23, 3)],
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """A ring of two."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def build(name: str) -> Any:
+    if name in hf_models.MODELS:
+        return hf_models.build(name)
+    return compare.build(name, name.removesuffix("ForMaskedLM").lower())
+
+
+def batch_of(padding: list[int], rows: str, *, shifted: bool) -> dict[str, Tensor]:
+    """Make two rows, of which the second has its padding elsewhere if they are ``unlike``.
+
+    Labels of padding, and those predicted by padding, are ignored.
+    """
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(4, 40, (2, LENGTH), generator=generator)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[:, padding] = 0
+    if rows == "unlike":
+        mask[1] = mask[0].roll(3)
+    labels = tokens.masked_fill(mask == 0, -100)
+    if shifted:  # label i is predicted by token i - 1
+        labels[:, 1:][mask[:, :-1] == 0] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def trained(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    with Wide():
+        out = model(**batch)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.detach()
+
+
+def _matches(rank: int, name: str, rows: str) -> None:
+    del rank
+    model = build(name)
+    for place, padding in PADDING.items():
+        batch = batch_of(padding, rows, shifted=name in hf_models.MODELS)
+        logits, loss = trained(model, batch)
+        expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
+        for layout in ("zigzag", "contiguous"):
+            cp = ContextParallel(layout=layout)
+            handle = hf.parallelize(model, cp, logits="gather")
+            own_logits, own_loss = trained(model, batch)
+            cp.reduce_gradients(model)
+            handle.remove()
+            real = batch["attention_mask"] == 1
+            message = f"{place} {layout}"
+            torch.testing.assert_close(own_loss, loss, rtol=1e-12, atol=0, msg=message)
+            torch.testing.assert_close(own_logits[real], logits[real], rtol=1e-9, atol=1e-10)
+            largest = max(float(x.abs().max()) for x in expected.values())
+            for weight, x in model.named_parameters():
+                if weight in expected:
+                    torch.testing.assert_close(
+                        x.grad, expected[weight], rtol=1e-8, atol=1e-11 * largest
+                    )
+
+
+@pytest.mark.parametrize("rows", ["equal", "unlike"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_logits_and_gradients_are_the_whole_models(
+    two: LocalRanks, name: str, rows: str
+) -> None:
+    two.run(_matches, name, rows)
+
+
+def test_a_document_that_is_numbered_goes_on_after_padding() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1, 2, 0, 0, 2, 3]])
+    segments = stated_documents({"attention_mask": mask}, (1, 10))
+    assert segments is not None
+    assert np.array_equal(segments, [[-1, 1, 1, -1, 1, 2, -1, -1, 2, 3]])
