@@ -51,13 +51,18 @@ WORKERS = {"torch": "2"}
 NUMBERS_ALONE = ("plan", "gather", "item", "geometry", "balance", "fuzz")
 
 #: What shows in a minute that the oldest versions work: the compiler, views and the public names.
-QUICK_ON_LOWEST = ("test_compile", "test_api", "test_interplay")
+QUICK_ON_LOWEST = (
+    "torch_only/test_compile",
+    "torch_only/test_api",
+    "torch_only/test_interplay",
+    "regressions/torch/test_views",
+)
 
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
-    "lowest-3.12(torch)": [f"tests/torch_only/{name}.py" for name in QUICK_ON_LOWEST],
+    "lowest-3.12(torch)": [f"tests/{name}.py" for name in QUICK_ON_LOWEST],
     "tests-3.12(core)": None,
     "tests-3.13(core)": [
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
