@@ -21,6 +21,7 @@ from ring_core import KernelConfig, Mask
 from ring_jax import ContextParallel, ring_attention
 
 
+@pytest.mark.nightly(only=["one device", "zigzag", "documents", "float64", "float16"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""
@@ -125,6 +126,7 @@ def test_transformations() -> None:
     _compared(ring_of(local, in_specs=(tokens, tokens, tokens, rows)))
 
 
+@pytest.mark.nightly(unless=["balanced"])
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 def test_checked_calls_pass(strategy: str) -> None:
     """The check knows the shift, what helpers are sent, and the ids that are gathered."""

@@ -88,8 +88,10 @@ class Sharding:
         check_dim(x, dim)
         return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
 
+    # In a graph `ring_torch.compiled.unshard` does it; where a graph broke, nothing here is traced.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
-        """The whole tensor, on every rank, from every rank's slice; differentiable."""
+        """Return the whole tensor, on every rank, from every rank's slice; differentiable."""
         ring = self.ring
         number = ring.next_call()
         check_dim(x, dim)
