@@ -34,7 +34,7 @@ def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -
 
 
 class Spans(NamedTuple):
-    """Where the keys that queries see begin and end by the mask, predicates left out.
+    """Spans of the keys that queries see by the mask, predicates left out.
 
     A band, chunks and documents show each query keys that follow one another. ``None`` is the first
     key of the sequence, or its end, for all.

@@ -112,7 +112,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Unsharding:
-    """One call of ``unshard``: the slices of all ranks joined, and the way back of gradients.
+    """A call of ``unshard``: the slices of all ranks joined, and the way back of gradients.
 
     Attributes:
         ring: The ranks.

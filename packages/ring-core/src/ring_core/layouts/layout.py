@@ -156,7 +156,7 @@ class Layout:
 
     @property
     def _is_zigzag(self) -> bool:
-        """Whether ranks hold two chunks; one rank alone holds the sequence as it is."""
+        """Return True if ranks hold two chunks each; one rank alone holds the sequence as it is."""
         return self.name == "zigzag" and self.cp_size > 1
 
     @property

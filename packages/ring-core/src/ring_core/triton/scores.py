@@ -351,7 +351,7 @@ def in_tiles(x, consts, row_start, col_start, rows, cols):
 
 @triton.jit
 def load_bias(x, consts, batch, head, rows, cols):
-    """What a bias adds to a block of scores, float32: less the shift of each row.
+    """Load what a bias adds to a block of scores, float32: less the shift of each row.
 
     It is ``-inf`` beyond the lengths.
     """

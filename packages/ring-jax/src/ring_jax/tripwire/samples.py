@@ -229,7 +229,7 @@ class _Sample(NamedTuple):
         return lax.collapse(self._all_to_all(parts), 0, 2)
 
     def _shift(self) -> Array:
-        """What is taken off the bias of this rank's queries, ``[T, H or 1]``."""
+        """Return the shift of the bias of this rank's queries, ``[T, H or 1]``."""
         shift = not_none(self.inputs.bias_shift)
         return shift[self.batch % len(shift)].T
 

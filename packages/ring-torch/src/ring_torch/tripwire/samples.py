@@ -84,7 +84,7 @@ class Sample(NamedTuple):
         return dq[0], dq[1].to(self.call.dtype), rounded
 
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What :func:`key_sums` gives for this rank's keys: exact, and plain."""
+        """Compute :func:`key_sums` for this rank's keys: exact, and plain."""
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
         columns = self.own("keys")
         given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
