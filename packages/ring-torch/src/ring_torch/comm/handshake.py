@@ -186,24 +186,28 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Head
     """Send a header ahead, and return that of the rank behind, unless that is something else.
 
     The first time in a group, rank 0 draws its nonce, and the others wait for it: what groups of
-    the same name have left in the store counts for nothing from then on.
+    the same name have left in the store counts for nothing from then on. Headers on a GPU have the
+    nonce 0: NCCL connects the peers of what is started together, on all ranks at once, and a rank
+    that waited for the one behind it would keep the one ahead from connecting.
     """
     state = state_of(ring)
+    is_first = state.nonce is None and device.type == "cpu"
+    received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    receives = [(received, ring.behind(1))]
     if state.nonce is None and ring.rank == 0:
         assert ring.group is not None
         clear_failure(ring.group)
+    if is_first and ring.rank == 0:
         state.nonce = secrets.randbits(64)
-    received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    receives = [(received, ring.behind(1))]
-    peer_header, is_first = None, state.nonce is None
-    if is_first:
+    elif is_first:
+        # Nothing is sent yet: the nonce comes with the header of the rank behind, or with none.
         ring.start([], receives).wait()
         peer_header, receives = _header_in(received), []
         state.nonce = 0 if peer_header is None else peer_header.nonce
-    assert state.nonce is not None
+    state.nonce = state.nonce or 0
     mine = torch.frombuffer(header._replace(nonce=state.nonce).bytes(), dtype=torch.uint8)
     ring.start([(mine.to(device), ring.ahead(1))], receives).wait()
-    return peer_header if is_first else _header_in(received)
+    return _header_in(received)
 
 
 def _header_in(received: torch.Tensor) -> Header | None:
