@@ -88,15 +88,13 @@ class Sharding:
         check_dim(x, dim)
         return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
 
-    # In a graph `ring_torch.compiled.unshard` does it; where a graph broke, nothing here is traced.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
         """Return the whole tensor, on every rank, from every rank's slice; differentiable."""
         ring = self.ring
         number = ring.next_call()
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
-        whole: Tensor = _Unshard.apply(
+        whole: Tensor = _unshard(
             x, Unsharding(ring, self.layout_name, dim % x.ndim, grad, needs_grad, number)
         )
         return whole
@@ -206,6 +204,10 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         check_backward(grad)
         return ctx.unsharding.grad_of_slice(grad), None
+
+
+# In a graph `ring_torch.compiled.unshard` does it; where a graph broke, nothing of it is traced.
+_unshard = torch.compiler.disable(_Unshard.apply)
 
 
 def check_dim(x: object, dim: object) -> None:
