@@ -187,8 +187,8 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Head
 
     The first time in a group, rank 0 draws its nonce, and the others wait for it: what groups of
     the same name have left in the store counts for nothing from then on. Headers on a GPU have the
-    nonce 0: NCCL connects the peers of what is started together, on all ranks at once, and a rank
-    that waited for the one behind it would keep the one ahead from connecting.
+    nonce 0, and all ranks send and receive at once: NCCL may connect the peers of what is started
+    together, so that a rank that waits for the one behind it keeps the one ahead from connecting.
     """
     state = state_of(ring)
     is_first = state.nonce is None and device.type == "cpu"
