@@ -183,30 +183,31 @@ def agree(
 
 
 def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Header | None:
-    """Send a header ahead, and return that of the rank behind, unless that is something else.
+    """Send a header to the rank ahead, and return that of the rank behind, or None if it is none.
 
-    The first time in a group, rank 0 draws its nonce, and the others wait for it: what groups of
-    the same name have left in the store counts for nothing from then on. Headers on a GPU have the
-    nonce 0, and all ranks send and receive at once: NCCL may connect the peers of what is started
-    together, so that a rank that waits for the one behind it keeps the one ahead from connecting.
+    The first headers of a group bring its nonce round: rank 0 draws it and sends, each other rank
+    receives it before it sends, and rank 0 receives last. Notes that a group of the same name left
+    in the store count for nothing from then on. A send and a receive are started apart there: NCCL
+    connects all peers of what is started together before anything moves, so that rank 0, which
+    would wait for the last rank to connect, would keep the rank ahead from receiving.
     """
     state = state_of(ring)
-    is_first = state.nonce is None and device.type == "cpu"
     received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
     receives = [(received, ring.behind(1))]
-    if state.nonce is None and ring.rank == 0:
+    is_first, is_origin = state.nonce is None, ring.rank == 0
+    if is_first and is_origin:
         assert ring.group is not None
         clear_failure(ring.group)
-    if is_first and ring.rank == 0:
         state.nonce = secrets.randbits(64)
     elif is_first:
-        # Nothing is sent yet: the nonce comes with the header of the rank behind, or with none.
         ring.start([], receives).wait()
-        peer_header, receives = _header_in(received), []
-        state.nonce = 0 if peer_header is None else peer_header.nonce
-    state.nonce = state.nonce or 0
+        theirs = _header_in(received)
+        state.nonce = 0 if theirs is None else theirs.nonce
+    assert state.nonce is not None
     mine = torch.frombuffer(header._replace(nonce=state.nonce).bytes(), dtype=torch.uint8)
-    ring.start([(mine.to(device), ring.ahead(1))], receives).wait()
+    ring.start([(mine.to(device), ring.ahead(1))], [] if is_first else receives).wait()
+    if is_first and is_origin:
+        ring.start([], receives).wait()
     return _header_in(received)
 
 
