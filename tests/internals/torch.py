@@ -6,7 +6,6 @@ from ring_torch import (
     call as call,
     capture as capture,
     compiled as compiled,
-    context as context,
     gradients as gradients,
     kernels as kernels,
     prepare as prepare,
@@ -41,6 +40,7 @@ from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.store import CallSignature as CallSignature
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
+from ring_torch.hf.models.documents import stated_documents as stated_documents
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
@@ -69,7 +69,6 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
-from ring_torch.models.documents import stated_documents as stated_documents
 from ring_torch.payload import (
     ONE_GROUP as ONE_GROUP,
     HeadGroups as HeadGroups,

@@ -1,3 +1,5 @@
 """Of ring_torch, what needs transformers."""
 
+from ring_torch.hf import batch as batch_by_hand
+from ring_torch.hf.batch import _REPORTS as _REPORTS
 from ring_torch.hf.register import _layer_seed as _layer_seed

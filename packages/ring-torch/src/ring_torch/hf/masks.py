@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ring_core import UnsupportedError
-from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
+from ring_torch.hf.models.check import SERVED_LAYERS
+from ring_torch.hf.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
 _NO_SHARD = (
-    "ring attention was given {}: the batch must come from ContextParallel.shard_batch, and its "
+    "ring attention was given {}: the batch must come from hf.shard_batch, and its "
     "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
     "of the model that see no split sequence (images, sound), use another attn_implementation"
 )

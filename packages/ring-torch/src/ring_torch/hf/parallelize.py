@@ -11,10 +11,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
-from ring_torch.hf.register import is_ring, register
-from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
-from ring_torch.hf.wiring import wire
-from ring_torch.models.check import (
+from ring_torch.hf.batch import check_context
+from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
     report_of,
@@ -22,9 +20,12 @@ from ring_torch.models.check import (
     unwrapped,
     wrappers,
 )
-from ring_torch.models.classes import has_written_attention
-from ring_torch.models.code import forward_of
-from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.hf.models.classes import has_written_attention
+from ring_torch.hf.models.code import forward_of
+from ring_torch.hf.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.hf.register import is_ring, register
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
+from ring_torch.hf.wiring import wire
 
 
 class Handle:
@@ -88,8 +89,7 @@ def parallelize(
     """
     checks.check_choice("logits", logits, ("local", "gather"))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
-    if not isinstance(cp, ContextParallel):
-        raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    check_context(cp)
     if trainer_class(model) is not None:
         return _trainer(model, cp, logits, reduction)
     return _model(model, cp, logits, reduction or "sum")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 
 
 def trainer_class(x: object) -> Any:

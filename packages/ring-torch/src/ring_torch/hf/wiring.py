@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.scores import Term, WrittenAttention
-from ring_torch.models.check import text_parts
-from ring_torch.models.classes import (
+from ring_torch.hf.models.check import text_parts
+from ring_torch.hf.models.classes import (
     counts_positions,
     is_recurrent,
     makes_bias,
@@ -21,9 +20,10 @@ from ring_torch.models.classes import (
     makes_positions,
     written_form,
 )
-from ring_torch.models.hooks import ModelHooks, replace_attribute
-from ring_torch.models.parts import Merged, Pair, Part, text_model
-from ring_torch.models.sealed import ShardedMask
+from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.parts import Merged, Pair, Part, text_model
+from ring_torch.hf.models.sealed import ShardedMask
+from ring_torch.hf.scores import Term, WrittenAttention
 
 _Undo = Callable[[], object]
 

@@ -176,7 +176,7 @@ class ShardedMask(Sealed):
     ndim = 2  # of a mask [B, T_local]
 
     _words = (
-        "this batch is split over ranks by ContextParallel.shard_batch, and its attention_mask "
+        "this batch is split over ranks by hf.shard_batch, and its attention_mask "
         "can only be read by ring attention: give the model attn_implementation="
         "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
         "attention, recurrent or convolutional layers, router losses), and needs whole sequences"

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ring_torch.models.code import (
+from ring_torch.hf.models.code import (
     forward_of,
     names_in,
     names_in_forward,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ring_torch.models.classes import (
+from ring_torch.hf.models.classes import (
     has_attention,
     hooks_for,
     is_mask_function,
@@ -27,7 +27,7 @@ from ring_torch.models.classes import (
     pooling_of,
     takes_positions,
 )
-from ring_torch.models.code import (
+from ring_torch.hf.models.code import (
     names_in,
     names_in_forward,
     parameters_of,

@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
-from ring_torch.models.batch import shard_batch
-from ring_torch.models.check import ModelReport, unwrapped
-from ring_torch.models.code import by_name, names_in_forward, parameters_of
-from ring_torch.models.documents import STATED
-from ring_torch.models.parts import Merged, Pair, Part, is_merged
-from ring_torch.models.sealed import ShardedMask
+from ring_torch.gradients import ReductionChoice, hooks_in
+from ring_torch.hf.models.batch import split_batch
+from ring_torch.hf.models.check import ModelReport, unwrapped
+from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
+from ring_torch.hf.models.documents import STATED
+from ring_torch.hf.models.parts import Merged, Pair, Part, is_merged
+from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -51,7 +52,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class ModelHooks:
+class ModelHooks(ReductionChoice):
     """The hooks of one model.
 
     Attributes:
@@ -167,7 +168,7 @@ class ModelHooks:
         if self.takes_merged and is_merged(given):
             return Merged(self.part).split_labels(*rest)
         self.part.is_whole = False
-        shard = shard_batch(self.sharding, given, self.report, seed, weight)
+        shard = split_batch(self.sharding, given, self.report, seed, weight)
         self.part.take(shard, given)
         return shard
 
@@ -253,7 +254,7 @@ class ModelHooks:
         if isinstance(given.get("attention_mask"), ShardedMask):
             raise ValueError(
                 "the model takes whole batches since hf.parallelize, and this one was split by "
-                "ContextParallel.shard_batch: give the whole batch, or handle.remove() first"
+                "hf.shard_batch: give the whole batch, or handle.remove() first"
             )
         config = getattr(unwrapped(module), "config", None)
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
@@ -294,12 +295,7 @@ class ModelHooks:
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
-    owners = (
-        getattr(function, "__self__", None)
-        for part in model.modules()
-        for function in part._forward_pre_hooks.values()  # noqa: SLF001 - torch has no other list
-    )
-    return next((owner for owner in owners if isinstance(owner, ModelHooks)), None)
+    return next((owner for owner in hooks_in(model) if isinstance(owner, ModelHooks)), None)
 
 
 def _averaging(module: nn.Module) -> str | None:

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
-from ring_torch.models.check import ModelReport
-from ring_torch.models.documents import STATED, Ints, check_positions, stated_documents
-from ring_torch.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
+from ring_torch.hf.models.check import ModelReport
+from ring_torch.hf.models.documents import STATED, Ints, check_positions, stated_documents
+from ring_torch.hf.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
@@ -44,7 +44,7 @@ _REASONS = {
 }
 
 
-def shard_batch(
+def split_batch(
     sharding: Sharding,
     batch: Mapping[str, Any],
     report: ModelReport,
@@ -54,7 +54,7 @@ def shard_batch(
     *,
     with_ids: bool = False,
 ) -> dict[str, Any]:
-    """:meth:`ContextParallel.shard_batch`; ``weight`` is one that ranks should have alike.
+    """:func:`ring_torch.hf.shard_batch`; ``weight`` is one that ranks should have alike.
 
     So are ``others``, which are not split. ``with_ids``: there are ids where documents would do.
     """

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.batch import shard_batch, tokens_of
-from ring_torch.models.check import ModelReport, takes_embeddings
-from ring_torch.models.code import by_name, parameters_of
-from ring_torch.models.documents import STATED
-from ring_torch.models.sealed import CrossMask, Sealed, ShardedMask
+from ring_torch.hf.models.batch import split_batch, tokens_of
+from ring_torch.hf.models.check import ModelReport, takes_embeddings
+from ring_torch.hf.models.code import by_name, parameters_of
+from ring_torch.hf.models.documents import STATED
+from ring_torch.hf.models.sealed import CrossMask, Sealed, ShardedMask
 from ring_torch.sharding import Sharding
 
 #: Of an encoder-decoder: names in the batch, and those of the sequence that they are of.
@@ -165,7 +165,7 @@ class Pair:
         ):
             batch = {inner: given[name] for name, inner in names.items() if name in given}
             _check_padding(model, batch)
-            shard = shard_batch(sharding, batch, report, seed, weight, with_ids=True)
+            shard = split_batch(sharding, batch, report, seed, weight, with_ids=True)
             part.take(shard, batch)
             parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
         return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
@@ -250,7 +250,7 @@ class Merged:
         if isinstance(mask, Tensor) and int(mask.max()) > 1:
             raise UnsupportedError("attention_mask that numbers documents, beside images")
         others = {name: x for name, x in given.items() if name not in text}
-        shard = shard_batch(sharding, text, report, dropout_seed, weight, others)
+        shard = split_batch(sharding, text, report, dropout_seed, weight, others)
         self.part.take(shard, given)
         self.part.is_whole = True
         return {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)} | {
