@@ -122,7 +122,7 @@ class Ranks:
         Raises:
             RuntimeError: A pass of an earlier call failed.
         """
-        if self.group is None:
+        if self.group_ref is None:
             return 0
         state = state_of(self)
         if self.size > 1:
@@ -140,15 +140,18 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        group = self.group
         queued = [
-            dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+            dist.P2POp(function, tensor, group=group, group_peer=peer)
             for function, pairs in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in pairs
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
-        with peer_errors(peers):
+        try:
             pending = dist.batch_isend_irecv(queued) if queued else []
-        return Transfer(tuple(pending), tuple(tensor for tensor, _ in sends), peers)
+        except RuntimeError as error:
+            raise PeerError(peers, error) from error
+        return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)
 
 
 ALONE = Ranks(None, 0, 1)
@@ -168,9 +171,11 @@ class Transfer:
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
-        with peer_errors(self.peers):
+        try:
             for work in self.pending:
                 work.wait()
+        except RuntimeError as error:
+            raise PeerError(self.peers, error) from error
 
 
 DONE = Transfer()
@@ -237,9 +242,10 @@ def others(ring: Ranks) -> list[int]:
 
 def state_of(ring: Ranks) -> GroupState:
     """What has happened on a ring's group."""
-    assert ring.group is not None
-    if (state := _state_of.get(ring.group)) is None:
-        state = _state_of[ring.group] = GroupState(ring)
+    group = ring.group
+    assert group is not None
+    if (state := _state_of.get(group)) is None:
+        state = _state_of[group] = GroupState(ring)
     return state
 
 
