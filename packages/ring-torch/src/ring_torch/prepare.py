@@ -232,7 +232,7 @@ def _prepare(
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
     chosen = strategy_for(
-        strategy, program, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
+        strategy, program, ring.rank, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)

@@ -77,14 +77,16 @@ class QueryBlock(NamedTuple):
 
     def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
+        if part.start == 0 and part.stop == self.q.shape[1]:
+            return self
         return QueryBlock(
             self.q[:, part],
-            _part(self.indices, part),
-            _part(self.position, part),
+            None if self.indices is None else self.indices[part],
+            None if self.position is None else self.position[part],
             None if self.segments is None else self.segments[:, part],
             None if self.bias is None else self.bias[:, :, part],
             self.slopes,
-            _runs_in(self.runs, part),
+            _runs_in(self.runs, part) if self.runs else (),
             None if self.bias_shift is None else self.bias_shift[:, :, part],
         )
 
@@ -101,13 +103,15 @@ class KeyBlock(NamedTuple):
 
     def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
+        if part.start == 0 and part.stop == self.k.shape[1]:
+            return self
         return KeyBlock(
             self.k[:, part],
             self.v[:, part],
-            _part(self.position, part),
+            None if self.position is None else self.position[part],
             None if self.segments is None else self.segments[:, part],
             self.aligned8 and part.start % 8 == 0,
-            _runs_in(self.runs, part),
+            _runs_in(self.runs, part) if self.runs else (),
         )
 
 
@@ -192,10 +196,6 @@ def unseen_state(
         out.zero_()
         lse.fill_(-torch.inf)
     return AttentionState(out, lse)
-
-
-def _part(x: Tensor | None, part: slice) -> Tensor | None:
-    return None if x is None else x[part]
 
 
 class Inputs(NamedTuple):
