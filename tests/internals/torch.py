@@ -33,7 +33,6 @@ from ring_torch.comm.ranks import (
     Ranks as Ranks,
     Transfer as Transfer,
     ranks_of as ranks_of,
-    state_of as state_of,
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between

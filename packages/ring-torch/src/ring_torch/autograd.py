@@ -125,7 +125,7 @@ def backward_pass(
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
-        dq, dk, dv = (as_own(grad.to(call.dtype).contiguous()) for grad in found[:3])
+        dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in found[:3]]
         wrong = None
         if seen is not None:
             wrong = tripwire.backward_faults(

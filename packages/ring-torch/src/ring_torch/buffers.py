@@ -56,7 +56,7 @@ class BufferSpec:
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """A new message that holds copies of the tensors."""
-        buffer = self.buffer(device)
+        buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
         return buffer

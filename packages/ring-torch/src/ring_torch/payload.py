@@ -51,7 +51,7 @@ class KVPayload:
         sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
         return _keys(*sizes, k.dtype, inputs.k_ids is not None, groups)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Numbers a token."""
         return self.heads * (self.dim + self.v_dim)
@@ -151,4 +151,10 @@ def keys_of(inputs: Inputs) -> list[Tensor]:
 
 def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
     """One message that holds tensors like these, in another dtype if one is given."""
-    return BufferSpec.of(*((x.shape, dtype or x.dtype) for x in tensors))
+    shapes = [x.shape for x in tensors]
+    return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
+
+
+@lru_cache(maxsize=256)
+def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
+    return BufferSpec.of(*zip(shapes, dtypes, strict=True))

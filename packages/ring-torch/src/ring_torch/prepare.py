@@ -77,6 +77,8 @@ def check_call(
             *(_fact(y, name).described() for y, name in zip((q, k, v), "qkv", strict=True))
         )
         q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+        for ids in (q_ids, k_ids):
+            _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
     facts = tuple([
         None if x is None and name not in _QKV else _fact(x, name)
@@ -95,7 +97,8 @@ def check_call(
         checks.check_seed(seed)
         options = options._replace(dropout_seed=0)
     kinds = _kinds_in(options)
-    as_key = _as_key if _VALUES.issuperset(kinds) else _as_key.__wrapped__
+    is_plain = _VALUES.issuperset(kinds)
+    as_key = _as_key if is_plain else _as_key.__wrapped__
     given = (
         ring,
         layout,
@@ -105,12 +108,8 @@ def check_call(
         (grad, bias_grad),
         number > 0,
     )
-    try:
-        hash(given)
-    except TypeError:
-        prepare = _prepare.__wrapped__
-    else:
-        prepare = _prepare
+    is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
+    prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*given)
     if grad and options.return_lse:
@@ -121,6 +120,14 @@ def check_call(
         call = call._replace(params=replace(call.params, dropout_seed=seed))
     checked = (every and number_checked(every, number)) if check is None else check[1]
     return call._replace(number=number, checked=checked), inputs
+
+
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def _kinds_in(options: Options) -> tuple[type, ...]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring_core import RankMismatchError
+from ring_core.base.arguments import not_none
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import (
     PeerError,
@@ -28,7 +29,6 @@ from ring_torch.comm.ranks import (
     header_device,
     others,
     peer_errors,
-    state_of,
     watch,
 )
 from ring_torch.comm.store import (
@@ -146,10 +146,8 @@ def agree(
     """
     if ring.size == 1:
         return
-    group = ring.group
-    assert group is not None
-    state = state_of(ring)
-    if device.type != "cpu" and dist.get_backend(group) == "gloo":
+    state = ring.state
+    if device.type != "cpu" and dist.get_backend(ring.group) == "gloo":
         device = torch.device("cpu")  # gloo sends from the host
     has_agreed = signature.digest in state.agreed
     if device.type != "cpu" and has_agreed:
@@ -159,7 +157,8 @@ def agree(
     if received != sent:  # ranks that make the same call send the same bytes
         _compare(ring, sent, received, signature, has_agreed=has_agreed)
     if not has_agreed:
-        assert state.nonce is not None
+        group = ring.group
+        assert group is not None and state.nonce is not None
         agreement = StoreAgreement.of(group, state.nonce, number, signature.fields["pass"])
         digest = signature.for_call(number, seed)
         patience = timeout_of(group, device)
@@ -170,7 +169,8 @@ def agree(
         _note_agreed(ring, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
-        watch(ring, timeout_of(group, device))
+        assert ring.group is not None
+        watch(ring, timeout_of(ring.group, device))
 
 
 def _compare(
@@ -190,7 +190,7 @@ def _compare(
         f"{mine.mismatch(theirs)}. All ranks must make the same calls in the same order "
         f"with equal local shapes, dtypes and options"
     )
-    state = state_of(ring)
+    state = ring.state
     assert ring.group is not None and state.nonce is not None
     agreement = StoreAgreement.of(ring.group, state.nonce, mine.number, signature.fields["pass"])
     agreement.report_mismatch(text)
@@ -210,7 +210,7 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tupl
     connects all peers of what is started together before anything moves, so that rank 0, which
     would wait for the last rank to connect, would keep the rank ahead from receiving.
     """
-    state = state_of(ring)
+    state = ring.state
     arriving = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
     receives = [(arriving, ring.behind(1))]
     is_first, is_origin = state.nonce is None, ring.rank == 0
@@ -255,7 +255,7 @@ def _note_agreed(
     ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
     """Note that all ranks make such calls; what they said before this one, all have read."""
-    state = state_of(ring)
+    state = ring.state
     if state.last is not None and ring.rank == 0:
         last, read = state.last
         last.clear(read)
@@ -267,7 +267,7 @@ def _note_agreed(
 
 def has_agreed(ring: Ranks, signature: CallSignature) -> bool:
     """Whether this group has compared such calls in words before."""
-    return signature.digest in state_of(ring).agreed
+    return signature.digest in ring.state.agreed
 
 
 def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> None:
@@ -296,18 +296,19 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         RankMismatchError: Ranks make different calls.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if ring.group is None or ring.size == 1:
+    if ring.size == 1:
         yield
         return
-    state_of(ring).check()
+    ring.state.check()
     name = signature.fields["pass"]
     try:
         yield
-        _note_queued(ring, f"call {number} ({name})")
+        if ring.state.is_watched:
+            _note_queued(ring, f"call {number} ({name})")
     except RankMismatchError:
         raise
     except PeerError as error:
-        note, failure = _read_mismatch(ring, number, name), read_failure(ring.group)
+        note, failure = _read_mismatch(ring, number, name), read_failure(not_none(ring.group))
         own = f"call {number} ({name}): rank {ring.rank} {error}"
         fail(ring, note or failure or own, report=False)
         if note is not None:
@@ -321,7 +322,7 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
 
 def _read_mismatch(ring: Ranks, number: int, name: str) -> str | None:
     """Return the note of a rank that found a difference in a pass, if there is one."""
-    nonce = state_of(ring).nonce
+    nonce = ring.state.nonce
     if nonce is None:  # nobody behind this rank has come as far as that
         return None
     assert ring.group is not None
@@ -333,9 +334,7 @@ def _note_queued(ring: Ranks, name: str) -> None:
 
     Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
     """
-    state = state_of(ring)
-    if not state.is_watched:
-        return
+    state = ring.state
     state.queued = None
     if not is_capturing():
         ended = torch.cuda.current_stream().record_event()
@@ -345,7 +344,7 @@ def _note_queued(ring: Ranks, name: str) -> None:
 def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
     """Close a group for later calls, and say why to the others."""
     assert ring.group is not None
-    state_of(ring).failure = text
+    ring.state.failure = text
     if report:
         report_failure(ring.group, text)
 

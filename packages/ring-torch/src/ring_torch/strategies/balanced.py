@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -96,9 +95,12 @@ class Balanced(Strategy):
     name: StrategyName = "balanced"
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int) -> Balanced:
+    def of(cls, program: RingProgram, rank: int) -> Self:
         """Resolve a program for a rank."""
-        return _balanced(program, rank)
+        return cls(
+            balanced_steps(program, rank, program.forward),
+            balanced_steps(program, rank, program.backward),
+        )
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
@@ -205,14 +207,6 @@ class Balanced(Strategy):
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
         return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
-
-
-@lru_cache(maxsize=256)
-def _balanced(program: RingProgram, rank: int) -> Balanced:
-    return Balanced(
-        balanced_steps(program, rank, program.forward),
-        balanced_steps(program, rank, program.backward),
-    )
 
 
 #: What arrives at a helper, and where: the tensors of the rows of each launch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -97,9 +96,11 @@ class Ring(Strategy):
     name: StrategyName = "ring"
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int) -> Ring:
+    def of(cls, program: RingProgram, rank: int) -> Self:
         """Resolve a program for a rank."""
-        return _ring(program, rank)
+        return cls(
+            ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
+        )
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
@@ -164,13 +165,6 @@ class Ring(Strategy):
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
         return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
-
-
-@lru_cache(maxsize=256)
-def _ring(program: RingProgram, rank: int) -> Ring:
-    return Ring(
-        ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
-    )
 
 
 def attend_step(
