@@ -142,19 +142,3 @@ class KeyGradBuffer:
 def are_rows(x: Tensor) -> bool:
     """Whether all heads of a token lie together."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]
-
-
-def keys_of(inputs: Inputs) -> list[Tensor]:
-    """What travels round the ring."""
-    return [inputs.k, inputs.v, *([] if inputs.k_ids is None else [inputs.k_ids])]
-
-
-def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
-    """One message that holds tensors like these, in another dtype if one is given."""
-    shapes = [x.shape for x in tensors]
-    return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
-
-
-@lru_cache(maxsize=256)
-def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
-    return BufferSpec.of(*zip(shapes, dtypes, strict=True))

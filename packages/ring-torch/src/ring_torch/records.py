@@ -216,6 +216,10 @@ class Inputs(NamedTuple):
     slopes: Tensor | None
     bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], wide
 
+    def key_tensors(self) -> list[Tensor]:
+        """What travels of keys: ``k``, ``v`` and, where there are any, segment ids."""
+        return [self.k, self.v] if self.k_ids is None else [self.k, self.v, self.k_ids]
+
 
 #: How many fields of :class:`Inputs` are given.
 GIVEN = len(Inputs._fields) - 1

@@ -6,7 +6,7 @@ May import ``call``, ``transports`` and what is below. A new strategy is one fil
 
 from __future__ import annotations
 
-from ring_core import RingProgram, StrategyName
+from ring_core import RingProgram, StrategyName, gather_program
 from ring_core.checks import Sizes
 from ring_torch.call import Call, Strategy
 from ring_torch.kernels.api import Kernel
@@ -31,9 +31,10 @@ def strategy_for(
         return Ulysses(inner)
     if name == "gather":
         if kernel.capabilities.bands != "any":
-            return TwoStageGather()
+            return TwoStageGather.of(program.plan, rank)
         whole = needs_index or segment_ids
-        return Gather(ONE_GROUP if whole else head_groups_of(program, sizes, itemsize))
+        groups = ONE_GROUP if whole else head_groups_of(program, sizes, itemsize)
+        return Gather(groups, gather_program(program.plan, rank))
     item = only_item(program.plan, kernel, batch=sizes.batch, sinks=sinks, segment_ids=segment_ids)
     if item is not None:
         return Single(item, name)

@@ -14,11 +14,11 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ring_core import HELP_PIECES, RingProgram, Stage, StrategyName, WorkItem
+from ring_torch.buffers import packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
-from ring_torch.payload import keys_of, packing_of
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -105,7 +105,7 @@ class Balanced(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
         agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ring.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
@@ -149,7 +149,7 @@ class Balanced(Strategy):
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype; as in a ring, with queries that travel."""
         agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ring.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
@@ -206,7 +206,7 @@ class Balanced(Strategy):
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
 
 
 #: What arrives at a helper, and where: the tensors of the rows of each launch.

@@ -8,11 +8,10 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ring_core import RingProgram, Stage, StrategyName, WorkItem
-from ring_torch.buffers import BufferSpec
+from ring_torch.buffers import BufferSpec, packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.payload import keys_of, packing_of
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -105,7 +104,7 @@ class Ring(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
         agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ring.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
@@ -136,7 +135,7 @@ class Ring(Strategy):
         still arrives. A rank's own keys come last, and hide the last hop of their gradients home.
         """
         agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ring.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
@@ -164,7 +163,7 @@ class Ring(Strategy):
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
 
 
 def attend_step(
