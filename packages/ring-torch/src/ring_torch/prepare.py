@@ -114,7 +114,7 @@ def check_call(
         call = prepare(*given)
     if grad and options.return_lse:
         call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
-    if q.is_cuda and is_capturing():
+    if is_capturing():
         _check_capture(call)
     if seed is not None and call.params.dropout_p > 0:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
