@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
-from ring_torch.capture import capture_safe_cache, is_capturing
+from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import (
     PeerError,
     QueuedPass,
@@ -235,25 +235,14 @@ def _check_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call compared before; a difference ends the stream in an error."""
-    magic, place = _header_words(device)
-    mine = torch.add(magic, place, alpha=signature.as_int64(number, seed))
+    mine = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    words = mine.view(torch.int64)
+    words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
+    words[2].fill_(signature.as_int64(number, seed))
     theirs = torch.empty_like(mine)
-    sends, receives = (
-        (mine.view(torch.uint8), ring.ahead(1)),
-        (theirs.view(torch.uint8), ring.behind(1)),
-    )
-    ring.start([sends], [receives]).wait()
-    same = (mine == theirs).all()
+    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    same = words[2] == theirs.view(torch.int64)[2]
     torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
-
-
-@capture_safe_cache(maxsize=16)
-def _header_words(device: torch.device) -> torch.Tensor:
-    """Return the words of a header of a call compared before, and a 1 where its digest stands."""
-    words = torch.zeros(2, HEADER_BYTES // 8, dtype=torch.int64)
-    words[0, 0] = int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little")
-    words[1, 2] = 1
-    return words.to(device)
 
 
 def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
