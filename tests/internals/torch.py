@@ -93,6 +93,7 @@ from ring_torch.strategies import (
     ring as ring_strategy,
     sessions as sessions,
 )
+from ring_torch.strategies.balanced import Balanced as Balanced
 from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,
