@@ -142,7 +142,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         joins_router=not is_pooling and has_router_loss(inner),
     )  # fmt: skip
     handle = hooks.owner = Handle(
-        [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+        [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
     )
     return handle
 

@@ -85,7 +85,10 @@ def split_batch(
     _set_labels(given, segments, report)
     _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
-    more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
+    gathers = "recurrent" in report.hooks
+    # With one token on a rank transformers takes a forward for a step of decoding, without a mask.
+    least = max(length, sharding.ring.size + 1) if gathers else length
+    more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
             continue
@@ -93,6 +96,7 @@ def split_batch(
         given[name] = sharding.shard(x, dim=1)
     if not report.shifts_labels and "labels" in given:
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
+    is_real = segments >= 0
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
         int(_array(positions)[:, at[at < length]].max(initial=0))
@@ -113,9 +117,17 @@ def split_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
+        length,
+        given["position_ids"],
         has_padding=bool((segments < 0).any()),
-        gathers="recurrent" in report.hooks,
-        first=tuple((segments >= 0).argmax(axis=1).tolist()),
+        gathers=gathers,
+        whole=torch.from_numpy(is_real).to(tokens.device, torch.int64)
+        if gathers and not is_real.all()
+        else None,
+        first=tuple(is_real.argmax(axis=1).tolist()),
+        has_holes=bool(
+            (np.diff(is_real, axis=1, prepend=False, append=False).sum(axis=1) > 2).any()
+        ),
     )
     return given
 
