@@ -33,14 +33,19 @@ _SPLIT = {
 #: Switches and numbers that mean the same on a part of a sequence.
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
+_NO_CACHE = (
+    "there is no cache of a split sequence; to generate call remove() of the handle of hf.parallelize "
+    "first, or use another attn_implementation"
+)
 _REASONS = {
-    "past_key_values": "there is no cache of a split sequence",
+    "past_key_values": _NO_CACHE,
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
     "compute it on every rank from ContextParallel.unshard(x, grad='slice') of start_logits and "
     "end_logits",
     "end_positions": "as start_positions",
-    "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
+    "logits_to_keep": "it counts from the end of a rank's part; take the logits you need, or give the "
+    "model to hf.parallelize with logits='gather'",
 }
 
 
@@ -189,7 +194,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
     known = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
     if given.get("use_cache"):
-        raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
+        raise UnsupportedError(f"use_cache=True: {_NO_CACHE}")
     if reasons := [
         f"{name} ({_REASONS.get(name, 'how it lies along the sequence is not known')})"
         for name in given

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ class _Call:
         is_shifted_here: Labels came unshifted, so that the last token has none.
         has_labels: A loss is computed.
         has_router_loss: A router's loss is computed, of the whole sequence.
+        kept: The rows of the whole sequence's logits that are asked for; ``None`` for all.
     """
 
     mask: ShardedMask
@@ -59,6 +60,7 @@ class _Call:
     is_shifted_here: bool
     has_labels: bool
     has_router_loss: bool
+    kept: slice | Tensor | None
 
 
 @dataclass(eq=False)
@@ -140,6 +142,7 @@ class ModelHooks(ReductionChoice):
         given = self._checked(module, by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
+        kept = self._kept(module, given)
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
         shard, mask, is_whole = self._shard(module, given)
@@ -149,6 +152,7 @@ class ModelHooks(ReductionChoice):
             is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
+            kept=kept,
         )
         if has_router_loss:
             padding = given.get("attention_mask")
@@ -204,6 +208,8 @@ class ModelHooks(ReductionChoice):
                 output[name] = self.whole(
                     value, call.mask.length - (name in _PER_TOKEN and call.is_shifted_here)
                 )
+        if call.kept is not None and isinstance(output.get("logits"), Tensor):
+            output["logits"] = output["logits"][:, call.kept]
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
@@ -299,6 +305,25 @@ class ModelHooks(ReductionChoice):
             )
         return bool(asked)
 
+    def _kept(self, module: nn.Module, given: dict[str, Any]) -> slice | Tensor | None:
+        """Take ``logits_to_keep`` out of a batch; return the rows of whole logits that it names."""
+        kept = given.get("logits_to_keep")
+        if "logits_to_keep" not in parameters_of(type(unwrapped(module))):
+            return None  # whoever splits the batch refuses it
+        given.pop("logits_to_keep", None)
+        if kept is None or (isinstance(kept, int) and kept == 0):
+            return None
+        if not self.joins_logits:
+            raise UnsupportedError(
+                f"logits_to_keep={kept!r} asks for logits of the whole sequence, and each rank has a "
+                f"part of them: give logits='gather' to hf.parallelize, or leave it out"
+            )
+        if given.get("labels") is not None:
+            raise UnsupportedError(
+                "logits_to_keep beside labels: the loss is of all tokens; leave one of them out"
+            )
+        return slice(-kept, None) if isinstance(kept, int) else kept
+
     def check_reduction(self) -> None:
         """Refuse to sum gradients that are multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ring.size > 1:
@@ -311,6 +336,15 @@ class ModelHooks(ReductionChoice):
         """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
         is_dropping = module.training and any(_dropout_rates(module))
         return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
+
+
+def refuse_generation(*_: object, **__: object) -> Never:
+    """In place of a model's ``generate``: say what to do."""
+    raise UnsupportedError(
+        "generate() is not served after hf.parallelize: a split sequence has no KV cache, and tokens "
+        "come one by one. Call remove() of the handle first, which gives the model back as it was, and "
+        "hf.parallelize again to train on"
+    )
 
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
