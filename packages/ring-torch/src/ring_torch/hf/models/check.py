@@ -33,6 +33,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_in_forward,
 )
+from ring_torch.hf.models.names import missing_names
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -164,6 +165,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
         *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
         *_of_masks(parts, hooks),
+        *missing_names(model, parts),
     ]
     return ModelReport(
         exact=not reasons,
@@ -352,7 +354,8 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     }  # fmt: skip
     yield from (reason for reason, applies in reasons.items() if applies)
     for module in parts.values():
-        if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
+        reads = reads_in_forward(type(module), "attention_mask") & {*_READS}
+        if reads and not is_recurrent(module):  # those are given the whole mask
             yield (
                 f"{type(module).__name__} reads the attention_mask "
                 f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"

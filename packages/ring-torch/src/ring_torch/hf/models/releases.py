@@ -1,4 +1,4 @@
-"""Releases of transformers: those that are tested, and how a name that one of them lacks is told."""
+"""Releases of transformers that are tested, and what is told of a name that another one lacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def installed_release() -> str:
 
 
 def lacks(owner: str, name: str) -> str:
-    """Return the reason why a model is refused whose code has no such name any more."""
+    """Return why a model is refused whose code has no such name, or has it no more."""
     return (
-        f"{owner} of transformers {installed_release()} has no {name}, by which its hook finds what "
-        f"to do; tested: {', '.join(TESTED_RELEASES)}"
+        f"{owner} of transformers {installed_release()} has no {name}, which split sequences need "
+        f"(tested: {', '.join(TESTED_RELEASES)})"
     )
