@@ -133,9 +133,7 @@ def makes_bias(module: nn.Module) -> bool:
     return function is not None and "past_seen_tokens" in inspect.signature(function).parameters
 
 
-def hooks_for(
-    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
-) -> tuple[str, ...]:
+def hooks_for(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
     written = [form for x in modules if (form := written_form(x)) is not None]
@@ -150,7 +148,7 @@ def hooks_for(
             or (is_pair(model) and any(map(counts_positions, modules)))
         ),
         "recurrent": any(map(is_recurrent, modules)),
-        "chunks": "chunked_attention" in layers and any(map(makes_chunks, modules)),
+        "chunks": any(map(makes_chunks, modules)),
         "offsets": any(map(counts_queries, modules)),
     }
     return tuple(name for name, is_needed in hooks.items() if is_needed)
