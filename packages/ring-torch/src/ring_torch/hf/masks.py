@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -13,6 +14,7 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.check import SERVED_LAYERS
+from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
@@ -22,6 +24,12 @@ _NO_SHARD = (
     "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
     "of the model that see no split sequence (images, sound), use another attn_implementation"
 )
+
+
+#: Functions of ``transformers.masking_utils`` by which patterns are told.
+_PATTERNS = (
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_causal_mask_function",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +92,7 @@ def ring_mask(
     dtype: object = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    **others: object,
 ) -> LayerMask | NoMask:
     """Name the pattern that transformers asks for, in place of building a mask.
 
@@ -95,6 +104,10 @@ def ring_mask(
         UnsupportedError: The pattern is not known, or keys are others than the batch's.
     """
     del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
+    if others:  # in place of a TypeError
+        raise UnsupportedError(
+            lacks("masking_utils", f"known use of {', '.join(others)} of mask functions")
+        )
     if cache_position is not None:
         q_length = cache_position.shape[0]
     offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
@@ -122,6 +135,13 @@ def ring_mask(
         )
     causal, window = _pattern(mask_function, local_size)
     return LayerMask(batch, causal, window)
+
+
+def check_mask_functions() -> None:
+    """Raise an UnsupportedError if transformers lacks a function that names a pattern."""
+    for name in _PATTERNS:
+        if not inspect.isfunction(getattr(masking_utils, name, None)):
+            raise UnsupportedError(lacks("masking_utils", f"{name}()"))
 
 
 def _cross_mask(

@@ -20,7 +20,7 @@ from ring_torch.hf.models.check import (
     unwrapped,
     wrappers,
 )
-from ring_torch.hf.models.classes import has_written_attention
+from ring_torch.hf.models.classes import has_written_attention, name_of
 from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.models.hooks import (
     Logits,
@@ -30,6 +30,7 @@ from ring_torch.hf.models.hooks import (
     refuse_generation,
     replace_attribute,
 )
+from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.register import is_ring, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.wiring import wire
@@ -140,10 +141,11 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     )
     split: nn.Module = inner.base_model if is_pooling else _split_module(model)
     report = report_of(split, joins_router=True)
-    if not report.exact:
-        raise UnsupportedError(
-            f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}"
-        )
+    reasons = report.reasons
+    if is_pooling and not hasattr(inner, "score"):
+        reasons = (*reasons, lacks(type(inner).__name__, "score"))
+    if reasons:
+        raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
         joins_router=not is_pooling and has_router_loss(inner),
@@ -212,6 +214,9 @@ def _attend(model: Any) -> Callable[[], object]:
     if has_written_attention(model):  # of which transformers has no other to set
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
+    if not is_ring(_attention_of(model)):
+        _set(before)
+        raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
     _set([(config, name) for config, name in kept if config is not model.config])
     return partial(_set, before)
 

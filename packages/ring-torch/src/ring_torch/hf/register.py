@@ -13,7 +13,7 @@ from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
-from ring_torch.hf.masks import LayerMask, ring_mask, sharded
+from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
 from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.kernels import KERNEL_NAMES
 from ring_torch.strategies.choose import TRANSPORT_NAMES
@@ -60,6 +60,7 @@ def register(
 
     Raises:
         ValueError: The name is taken, or means something to transformers; an option is unknown.
+        UnsupportedError: transformers makes masks in a way that is not known.
 
     Example::
 
@@ -75,6 +76,7 @@ def register(
             f"name must not be eager nor hold any of {', '.join(_READ_BY_TRANSFORMERS)}, which mean "
             f"something to transformers, got {name!r}"
         )
+    check_mask_functions()
     function = RingAttention(config, strategy, transport, deterministic)
     if AttentionInterface().get(name, function) != function:
         raise ValueError(

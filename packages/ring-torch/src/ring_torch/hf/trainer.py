@@ -16,6 +16,14 @@ from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.releases import installed_release, lacks
+
+#: Methods that are replaced, of an Accelerator and of a Trainer.
+_ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metrics")
+_METHODS = (
+    "evaluation_loop", "prediction_step", "get_total_train_batch_size", "floating_point_ops",
+    "_track_num_input_tokens",
+)  # fmt: skip
 
 
 def trainer_class(x: object) -> Any:
@@ -50,6 +58,13 @@ def check_trainer(trainer: Any, logits: str) -> None:
             f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
             f"in a way of its own; leave it out"
         )
+    own_names = [
+        *((accelerator, name) for name in _ACCELERATOR_METHODS),
+        *((trainer, name) for name in (*_METHODS, "gather_function", "label_smoother")),
+    ]
+    if absent := [(owner, name) for owner, name in own_names if not hasattr(owner, name)]:
+        owner, name = absent[0]
+        raise UnsupportedError(lacks(type(owner).__name__, name))
     name = "compute_loss_func" if trainer.compute_loss_func is not None else _own_loss(trainer)
     if name and logits == "local":
         raise ValueError(
@@ -88,6 +103,8 @@ class TrainerHooks:
         # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
         # then, in what the sum is divided by and in what it is multiplied by.
         is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
+        if not is_asked and tuple(map(int, installed_release().split(".")[:2])) >= (5, 20):
+            raise UnsupportedError(lacks(trainer_class(trainer).__name__, "get_tp_size"))
         self.counts_once = counts_all and is_asked
         if counts_all and not is_asked:
             if not hooks.divides_by_items(trainer.model):
@@ -99,12 +116,9 @@ class TrainerHooks:
 
     def install(self) -> Iterator[Callable[[], object]]:
         """Put the methods on the instances; yields what takes each off."""
-        for name in ("prepare_data_loader", "prepare_model", "gather_for_metrics"):
+        for name in _ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
-        for name in (
-            "evaluation_loop", "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
-            "_track_num_input_tokens",
-        ):  # fmt: skip
+        for name in (*_METHODS, "get_tp_size"):
             yield replace_attribute(self.trainer, name, getattr(self, name))
         yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object

@@ -14,7 +14,9 @@ from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.check import text_parts
 from ring_torch.hf.models.classes import (
+    CACHES,
     counts_positions,
+    counts_queries,
     is_recurrent,
     makes_bias,
     makes_chunks,
@@ -48,7 +50,7 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
         if has_chunks and makes_chunks(module):  # it would read its mask to make them
             yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
-        if has_chunks and getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        if counts_queries(module):
             yield module.register_forward_pre_hook(_add_offsets, with_kwargs=True).remove
         if makes_bias(module):
             bias = _PositionBias(module)
@@ -294,19 +296,23 @@ class _Offsets:
         """What a model adds to a token's place."""
         return self.offsets
 
-    def update(self, key: Tensor, value: Tensor, _: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, _: int, kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keep nothing. Since transformers 5.24 it is given what attention takes besides."""
+        del kwargs
         return key, value
 
 
 def _add_offsets(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
     """Before attention that scales queries by where they stand, counted from a rank's first."""
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, LayerMask) and kwargs.get("past_key_values") is None:
-        at = mask.batch.sharding.positions(
-            mask.batch.seq_len, device=kwargs["hidden_states"].device
-        )
-        offsets = at - torch.arange(len(at), device=at.device)
-        kwargs = {**kwargs, "past_key_values": _Offsets(offsets)}
-    return args, kwargs
+    given = by_name(module, args, kwargs)
+    (cache,) = CACHES & parameters_of(type(module))
+    masks = [x for x in given.values() if isinstance(x, LayerMask)]
+    if len(masks) != 1 or given.get(cache) is not None:
+        raise UnsupportedError(f"{type(module).__name__} is given a cache, or no mask of the batch")
+    batch = masks[0].batch
+    at = batch.sharding.positions(batch.seq_len, device=given["hidden_states"].device)
+    return (), {**given, cache: _Offsets(at - torch.arange(len(at), device=at.device))}

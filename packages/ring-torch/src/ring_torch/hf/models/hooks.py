@@ -24,6 +24,7 @@ from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.parts import is_merged, split_labels, split_pair, split_text
+from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.sharding import Sharding
 
@@ -265,9 +266,11 @@ class ModelHooks(ReductionChoice):
     def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
         """The router's part, if any, is of the whole sequence already."""
         loss: Tensor = output["loss"]
-        router = output.get("aux_loss")
-        if not isinstance(router, Tensor) or not (call.has_router_loss and call.has_labels):
+        if not (call.has_router_loss and call.has_labels):
             return self.total_of(loss)
+        router = output.get("aux_loss")
+        if not isinstance(router, Tensor):
+            raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "aux_loss"))
         router = router * _router_weight(module)
         return self.total_of(loss - router) + router * self.undivided_share
 
