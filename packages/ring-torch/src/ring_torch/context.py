@@ -13,7 +13,7 @@ from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
-from ring_torch.compiled import unshard_in_graph
+from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad

@@ -122,10 +122,10 @@ def ring_mask(
             f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
             f"attention; generate with another attn_implementation"
         )
-    others = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
-    if others and not batch.gathers:
+    unserved = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
+    if unserved and not batch.gathers:
         raise UnsupportedError(
-            f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
+            f"the model has layers of type {', '.join(unserved)}, which would see this rank's tokens "
             f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
         )
     if use_vmap:

@@ -62,9 +62,9 @@ def check_trainer(trainer: Any, logits: str) -> None:
         *((accelerator, name) for name in _ACCELERATOR_METHODS),
         *((trainer, name) for name in (*_METHODS, "gather_function", "label_smoother")),
     ]
-    if absent := [(owner, name) for owner, name in own_names if not hasattr(owner, name)]:
-        owner, name = absent[0]
-        raise UnsupportedError(lacks(type(owner).__name__, name))
+    for owner, own_name in own_names:
+        if not hasattr(owner, own_name):
+            raise UnsupportedError(lacks(type(owner).__name__, own_name))
     name = "compute_loss_func" if trainer.compute_loss_func is not None else _own_loss(trainer)
     if name and logits == "local":
         raise ValueError(
