@@ -9,7 +9,12 @@ hooks on the model, and what has to be done to a Trainer.
 
 from ring_torch.hf.batch import shard_batch
 from ring_torch.hf.models.check import ModelReport, check_model
-from ring_torch.hf.parallelize import Handle, parallelize
+from ring_torch.hf.parallelize import Handle, parallelize, verify
 from ring_torch.hf.register import register
+from ring_torch.hf.trace import Difference
+from ring_torch.hf.verify import VerifyReport
 
-__all__ = ["Handle", "ModelReport", "check_model", "parallelize", "register", "shard_batch"]
+__all__ = [
+    "Difference", "Handle", "ModelReport", "VerifyReport", "check_model", "parallelize", "register", "shard_batch",
+    "verify",
+]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,14 +33,59 @@ from ring_torch.hf.models.hooks import (
 from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.register import is_ring, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
+from ring_torch.hf.verify import Target, VerifyReport, verify_target, warn_of_untested
 from ring_torch.hf.wiring import wire
 
 
 class Handle:
     """What :func:`parallelize` has done."""
 
-    def __init__(self, undo: Iterable[Callable[[], object]]) -> None:
+    def __init__(
+        self,
+        undo: Iterable[Callable[[], object]],
+        model: tuple[nn.Module, ModelHooks] | Target,
+    ) -> None:
         self._undo = list(undo)
+        self._target = model if isinstance(model, Target) else Target(*model, self._undo)
+
+    def verify(self, batch: Mapping[str, Any]) -> VerifyReport:
+        """Compare the model on the ring with the whole model, in a forward and backward of a batch.
+
+        Every rank runs the batch split, and twice whole, with attention of transformers: ``eager``
+        and ``sdpa``. The difference of these two is noise. Where a model has no ``sdpa``, its
+        modules' outputs are changed by a unit in the last place at random, in place of it. Loss,
+        outputs and the gradients of parameters may differ from the whole ones by four times that,
+        and a floor for what rounding makes of a single operation: ``2**-18`` of their size, in
+        float16 ``2**-8``, in bfloat16 ``2**-5``. Outputs are compared token by token, without
+        padding. Layers whose attention, masks or positions are wrong are off by far more.
+
+        Parameters, gradients, buffers, random generators, modes and hooks are as before
+        afterwards, also when it raises. Dropout is off; checkpoints of activations are taken where
+        they are enabled. In bfloat16 experts of a token may be others by rounding alone: give a
+        mixture of experts in float32.
+
+        Args:
+            batch: A short batch as the model takes it, the same on all ranks of the ring, with
+                labels if the loss is to be compared.
+
+        Returns:
+            The differences, all of which are rounding.
+
+        Raises:
+            WrongResultError: Something differs by more, on all ranks of the ring; the message names
+                the first module whose output, or the first parameter whose gradient, does.
+            ValueError: The batch is malformed, the whole model's loss is not finite, or the handle
+                was removed.
+            UnsupportedError: There is too little memory; or the model or the batch cannot be run
+                whole (``FullyShardedDataParallel``, documents stated by offsets).
+            RankMismatchError: Ranks were given different batches.
+
+        Example::
+
+            handle = hf.parallelize(model, cp)
+            print(handle.verify({"input_ids": tokens[:, :512], "labels": tokens[:, :512]}))
+        """
+        return verify_target(self._target, batch)
 
     def remove(self) -> None:
         """Undo it: the model is as it was before. A second call does nothing."""
@@ -98,9 +143,50 @@ def parallelize(
     checks.check_choice("logits", logits, ("local", "gather"))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     check_context(cp)
-    if trainer_class(model) is not None:
-        return _trainer(model, cp, logits, reduction)
-    return _model(model, cp, logits, reduction or "sum")
+    is_trainer = trainer_class(model) is not None
+    inner: Any = model.model if is_trainer else model
+    is_new = isinstance(inner, nn.Module) and hooks_of(inner) is None
+    if is_trainer:
+        handle = _trainer(model, cp, logits, reduction)
+    else:
+        handle = _model(model, cp, logits, reduction or "sum")
+    if is_new:
+        warn_of_untested(unwrapped(inner))
+    return handle
+
+
+def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]) -> VerifyReport:
+    """Compare a model on a ring with the whole model: :meth:`Handle.verify` of any model.
+
+    Args:
+        model: As in :func:`parallelize`; parallelized already, or else only for this call.
+        cp: The ranks of the ring.
+        batch: A short batch.
+
+    Returns:
+        The differences, all of which are rounding.
+
+    Raises:
+        WrongResultError: Something differs by more; the message names the module.
+        ValueError: ``model`` is none of transformers, or on another ring; else as
+            :meth:`Handle.verify`.
+        UnsupportedError: The model is not exact on split sequences; else as :meth:`Handle.verify`.
+        RankMismatchError: Ranks were given different batches.
+
+    Example::
+
+        print(hf.verify(model, cp, {"input_ids": tokens, "labels": tokens}))
+    """
+    check_context(cp)
+    inner: Any = model.model if trainer_class(model) is not None else model
+    hooks = hooks_of(inner) if isinstance(inner, nn.Module) else None
+    if hooks is not None:
+        return _handle_of(hooks, cp, hooks.logits, hooks.reduction).verify(batch)
+    handle = _model(inner, cp, "local", "mean")  # FSDP takes no other, and verify knows of it
+    try:
+        return handle.verify(batch)
+    finally:
+        handle.remove()
 
 
 def _trainer(
@@ -119,9 +205,11 @@ def _trainer(
         found = hooks_of(trainer.model)
         assert found is not None
         hooks = TrainerHooks(trainer, found)
-        handle = hooks.owner = Handle([*done, *hooks.install()])
+        assert isinstance(found.owner, Handle)
+        handle = hooks.owner = Handle([*done, *hooks.install()], found.owner._target)  # noqa: SLF001
     except ValueError:  # of the second model, or of the rings: nothing is left half done
-        Handle(done).remove()
+        for undo in reversed(done):
+            undo()
         raise
     return handle
 
@@ -150,9 +238,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
         joins_router=not is_pooling and has_router_loss(inner),
     )  # fmt: skip
-    handle = hooks.owner = Handle(
-        [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
-    )
+    undo = [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
+    handle = hooks.owner = Handle(undo, (_split_module(model), hooks))
     return handle
 
 

@@ -1,0 +1,387 @@
+"""What a model's modules were given and returned in a forward, kept as a few numbers a token.
+
+A trace of a split run and one of a whole run are compared token by token. Only a random projection
+of each token's features is kept, so that traces of a large model are small; the size of a
+difference between two tensors is about that of their projections.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Relative differences that rounding alone makes in a few operations, by dtype.
+_FLOORS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+#: Of other dtypes; models of transformers compute parts in float32 whatever their dtype is.
+LEAST_FLOOR = 2.0**-18
+
+#: How many times the noise of two whole runs a split run may differ from a whole one.
+NOISE_FACTOR = 4.0
+
+#: Numbers kept of each token.
+_WIDTH = 8
+
+#: Integers that are compared; others (indices of experts) may differ where two scores are equal.
+_INTEGERS = frozenset({
+    "input", "input_ids", "position_ids", "token_type_ids", "decoder_input_ids",
+    "decoder_position_ids",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between a split run and a whole one, relative to the whole one's size.
+
+    Attributes:
+        error: Of the split run.
+        noise: Of a second whole run, whose attention is computed in another way.
+        limit: Largest error that counts as rounding.
+    """
+
+    error: float
+    noise: float
+    limit: float
+
+    @classmethod
+    def of(cls, error: float, noise: float, floor: float) -> Difference:
+        """Make one whose limit is :data:`NOISE_FACTOR` times the noise, and a floor."""
+        return cls(error, noise, NOISE_FACTOR * noise + floor)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Error, noise and limit."""
+        return self.error, self.noise, self.limit
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the error is no larger than rounding makes it."""
+        return self.error <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.error:.1e} (noise {self.noise:.1e}, limit {self.limit:.1e})"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sequence of a batch, and the part of it that this rank holds.
+
+    Attributes:
+        length: ``T``.
+        local_length: ``T_local``, padding of the layout included.
+        positions: int64 ``[n]``, this rank's tokens among the ``T``.
+        local_positions: int64 ``[n]``, the same among the ``T_local``.
+        real: bool ``[B, T]``, tokens that are no padding.
+    """
+
+    length: int
+    local_length: int
+    positions: Tensor
+    local_positions: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tensor that a module was given, or returned.
+
+    Attributes:
+        module: The module whose code, or hooks, made it.
+        shape: Its shape.
+        floor: Relative difference that rounding makes of it.
+        rows: Its projections ``[B, T, k]``, by the dimension of the sequence; of dimension ``None``
+            ``[1, n, k]``, of the rows of its first dimension.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    floor: float
+    rows: Mapping[int | None, Tensor]
+
+
+#: A module's name, the number of its call, ``given`` or ``returned``, and a tensor's path in that.
+Key = tuple[str, int, str, str]
+
+
+@dataclass
+class Trace:
+    """Records of a forward, in the order in which they were made.
+
+    Attributes:
+        records: The records.
+        calls: How often each module was called, in the order of their first returns.
+    """
+
+    records: dict[Key, Record] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def floor(self) -> float:
+        """The largest floor of a record: rounding of the coarsest dtype in it."""
+        return max((x.floor for x in self.records.values()), default=LEAST_FLOOR)
+
+
+class Recorder:
+    """Hooks that make a trace of a model.
+
+    What a module is given is of the code round it, but for what its own hooks have replaced; what
+    it returns is its own.
+
+    Args:
+        model: The model that is called.
+        sequences: Those of its batch.
+        rows: The batch's ``B``.
+    """
+
+    def __init__(self, model: nn.Module, sequences: list[Tokens], rows: int) -> None:
+        self.model, self.sequences, self.rows = model, sequences, rows
+        self._matrices: dict[tuple[int, torch.device], Tensor] = {}
+        self._trace = Trace()
+        self._open: list[tuple[str, int, dict[str, Tensor]]] = []
+        self._started: Counter[str] = Counter()
+        self._perturbs = False
+
+    @contextmanager
+    def recording(self, *, perturbs: bool = False) -> Iterator[Trace]:
+        """Record one forward; recomputation in a backward comes later, and is not recorded.
+
+        Args:
+            perturbs: Let the output of each innermost module differ by a unit in the last place, at
+                random, as if it had been rounded otherwise.
+        """
+        trace = self._trace = Trace()
+        self._open, self._started, self._perturbs = [], Counter(), perturbs
+        hooks = [
+            hook for name, module in self.model.named_modules() for hook in self._hook(name, module)
+        ]
+        try:
+            yield trace
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, name: str, module: nn.Module) -> Iterator[Any]:
+        yield module.register_forward_pre_hook(
+            partial(self._enter, name), prepend=True, with_kwargs=True
+        )
+        yield module.register_forward_pre_hook(partial(self._take, name), with_kwargs=True)
+        yield module.register_forward_hook(partial(self._leave, name))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Before every other hook of a module: take note of what the code round it gives it."""
+        given = dict(_tensors(_arguments(module, args, kwargs)))
+        self._open.append((name, self._started[name], given))
+        self._started[name] += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """After every other hook before its forward, which may have replaced what it is given."""
+        given = self._open[-1][2]
+        taken = dict(_tensors(_arguments(module, args, kwargs)))
+        caller = self._open[-2][0] if len(self._open) > 1 else name
+        own = {path for path, x in taken.items() if given.get(path) is not x}
+        self._add("given", name, {path: x for path, x in taken.items() if path in own})
+        self._add("given", caller, {path: x for path, x in taken.items() if path not in own})
+        given.clear()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
+        """After its forward, and every other hook."""
+        if (
+            self._perturbs
+            and isinstance(output, Tensor)
+            and not any(True for _ in module.children())
+        ):
+            output = _perturbed(output)
+        self._add("returned", name, dict(_tensors(output)))
+        self._trace.calls[name] += 1
+        self._open.pop()
+        return output
+
+    def _add(self, kind: str, module: str, tensors: Mapping[str, Tensor]) -> None:
+        name, number, _ = self._open[-1]
+        for path, x in tensors.items():
+            is_compared = x.is_floating_point() or x.is_complex() or path in _INTEGERS
+            if x.ndim and x.numel() and is_compared:  # sums over tokens are a rank's own
+                self._trace.records[name, number, kind, path] = Record(
+                    module, tuple(x.shape), _floor(x.dtype), self._projections(x)
+                )
+
+    @torch.no_grad()
+    def _projections(self, x: Tensor) -> dict[int | None, Tensor]:
+        x = torch.view_as_real(x) if x.is_complex() else x
+        shape = x.shape
+        projections: dict[int | None, Tensor] = {None: self._projected(x.reshape(1, shape[0], -1))}
+        lengths = {n for one in self.sequences for n in (one.length, one.local_length)}
+        for dim, size in enumerate(shape):
+            if dim and size in lengths:
+                rows = shape[0] if shape[0] in (1, self.rows) else 1
+                by_token = x.movedim(dim, 1) if rows == shape[0] else x.movedim(dim, 0)
+                projections[dim] = self._projected(by_token.reshape(rows, size, -1))
+            elif not dim and size % self.rows == 0 and size // self.rows in lengths:
+                projections[dim] = self._projected(x.reshape(self.rows, size // self.rows, -1))
+            elif not dim and size in lengths:
+                projections[dim] = self._projected(x.reshape(1, size, -1))
+        return projections
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """Project ``[B, T, features]`` to ``[B, T, k]``, in float64."""
+        width = x.shape[-1]
+        if width <= _WIDTH:
+            return x.double().clone()
+        if (width, x.device) not in self._matrices:
+            generator = torch.Generator().manual_seed(width)
+            matrix = torch.randn(width, _WIDTH, generator=generator, dtype=torch.float64)
+            self._matrices[width, x.device] = (matrix / width**0.5).to(x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            return x.double() @ self._matrices[width, x.device]
+
+
+def compare_traces(
+    split: Trace, whole: Trace, other: Trace, sequences: list[Tokens], rows: int
+) -> dict[Key, Difference]:
+    """Compare what this rank holds of a split run with a whole run, and that with another one.
+
+    Returns:
+        Differences by record, in the order of the split run. Records without a counterpart (of
+        experts that one run does not call, of weights of attention) are left out.
+    """
+    keys, values, floors = [], [], []
+    floor = LEAST_FLOOR
+    for key, mine in split.records.items():
+        record, second = whole.records.get(key), other.records.get(key)
+        if record is None or second is None or record.shape != second.shape:
+            continue
+        found = _sequence_of(mine.shape, record.shape, sequences, rows)
+        if found is None:
+            continue
+        dim, tokens = found
+        triple = [x.rows[dim] for x in (mine, record, second) if dim in x.rows]
+        if len(triple) < len((mine, record, second)):
+            continue
+        floor = max(floor, record.floor)  # what comes later is made of it
+        keys.append(key)
+        values.append(_errors(triple[0], triple[1], triple[2], tokens))
+        floors.append(floor)
+    numbers = torch.stack(values).tolist() if values else []
+    return {
+        key: Difference.of(error, noise, floor)
+        for key, (error, noise), floor in zip(keys, numbers, floors, strict=True)
+    }
+
+
+def _sequence_of(
+    split: tuple[int, ...], whole: tuple[int, ...], sequences: list[Tokens], rows: int
+) -> tuple[int | None, Tokens | None] | None:
+    """Find the dimension along which a tensor of a whole run is split, and the sequence.
+
+    Returns:
+        ``None`` where shapes cannot be of one tensor; a dimension of ``None`` where none is split.
+    """
+    if len(split) != len(whole):
+        return None
+    unlike = [
+        dim
+        for dim, sizes in enumerate(zip(split, whole, strict=True))
+        if sizes[0] != sizes[1] and (dim or sizes != (rows, 1))
+    ]
+    if len(unlike) > 1:
+        return None
+    for dim in unlike or range(len(split) - 1, -1, -1):
+        # Tokens of all rows may lie in one dimension, the first.
+        times = 1 if dim or whole[dim] % rows or split[dim] % rows else rows
+        fits = [
+            one if unlike else _held_whole(one)
+            for one in sequences
+            if (split[dim], whole[dim])
+            in {
+                (n * (one.local_length if unlike else one.length), n * one.length)
+                for n in (1, times)
+            }
+        ]
+        if fits:  # of two sequences of one length, padding of either is left out
+            real = torch.stack([one.real for one in fits]).all(dim=0)
+            return dim, replace(fits[0], real=real)
+    return None if unlike else (None, None)
+
+
+def _held_whole(one: Tokens) -> Tokens:
+    """Return a sequence all of which this rank holds."""
+    every = torch.arange(one.length, device=one.positions.device)
+    return replace(one, local_length=one.length, positions=every, local_positions=every)
+
+
+def _errors(mine: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
+    """Return the largest error and noise of a token, relative to its size, ``[2]``.
+
+    A token that is smaller than half of them counts as one of median size.
+    """
+    size = whole.norm(dim=-1).nan_to_num()  # [B, T]
+    real = torch.ones_like(size, dtype=torch.bool)
+    if tokens is not None:
+        real = _real(tokens, len(whole))
+    typical = size[real].median() if bool(real.any()) else size.new_zeros(())
+    size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
+    noise = _largest(other - whole, size, real)
+    if tokens is not None:
+        real = _real(tokens, max(len(mine), len(whole)))[:, tokens.positions]
+        whole, size = whole[:, tokens.positions], size[:, tokens.positions]
+        mine = mine[:, tokens.local_positions]
+    difference = (mine - whole).where(whole.isfinite(), 0.0)
+    return torch.stack([_largest(difference, size, real), noise])
+
+
+def _real(tokens: Tokens, rows: int) -> Tensor:
+    """Return which tokens are no padding, ``[B, T]``, or in no row, ``[1, T]``."""
+    return tokens.real if rows == len(tokens.real) else tokens.real.all(dim=0, keepdim=True)
+
+
+def _largest(difference: Tensor, size: Tensor, real: Tensor) -> Tensor:
+    relative = (difference.norm(dim=-1) / size).where(real, 0.0).nan_to_num(nan=torch.inf)
+    return relative.max() if relative.numel() else size.new_zeros(())
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name, or by place where it has no name for them."""
+    names = [*inspect.signature(type(module).forward).parameters][1:]
+    names += [str(n) for n in range(len(names), len(args))]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value, which may be nested, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    for name, inner in items:
+        yield from _tensors(inner, f"{path}.{name}" if path else str(name))
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return _FLOORS.get(dtype, LEAST_FLOOR)
+
+
+def _perturbed(x: Tensor) -> Tensor:
+    """Return a tensor a quarter of whose entries are a unit in the last place larger or smaller."""
+    if not x.is_floating_point():
+        return x
+    unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    draws = torch.rand_like(x)
+    return x * (1 + unit * (draws < 1 / 4) * (draws - 1 / 8).sign())

@@ -1,0 +1,382 @@
+"""`verify` finds and names a wrong hook, and modules of unknown code that mix tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from hf_models import build, whole
+from internals.torch_hf import hooks, parts, scores, wiring
+from sweep.compare import build as build_any
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import UnsupportedError, WrongResultError
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    """Two ranks."""
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def verdict(handle: hf.Handle, batch: dict[str, Any]) -> str:
+    """Return what verify says is wrong; nothing if all is right."""
+    try:
+        report = handle.verify(batch)
+    except WrongResultError as error:
+        return str(error)
+    assert report.modules > 10
+    assert report.gradients is not None
+    assert report.logits is not None
+    assert all(x is None or x.is_within for x in (report.loss, report.logits, report.gradients))
+    return ""
+
+
+def sequences(kind: str) -> dict[str, Tensor]:
+    """Return a batch; of ``pair`` an encoder's and a decoder's, with padding."""
+    if kind != "pair":
+        return whole(kind)
+    batch = whole("plain")
+    tokens = batch["input_ids"].clamp(min=4)
+    source = tokens[:, :31]
+    real = (torch.arange(31) < torch.tensor([[9], [31]])).long()
+    labels = batch["labels"].where(batch["labels"] < 0, tokens)
+    return {"input_ids": source, "attention_mask": real, "labels": labels}
+
+
+def changed(owner: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """Return a patch of a function: what it returns is changed."""
+    own = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: change(own(*args, **kwargs)))
+
+
+def scaled_scores() -> Any:
+    own = scores._Products.attend
+    return patch.object(
+        scores._Products, "attend", lambda self, x, v: own(self, replace(x, scale=x.scale * 1.1), v)
+    )
+
+
+def flipped_positions(result: Any) -> Any:
+    args, kwargs = result
+    return tuple(x.flip(0) if isinstance(x, Tensor) and x.ndim == 1 else x for x in args), kwargs
+
+
+def without_chunks(result: Any) -> Any:
+    args, kwargs = result
+    full = kwargs["attention_mask"]["full_attention"]
+    return args, {**kwargs, "attention_mask": dict.fromkeys(kwargs["attention_mask"], full)}
+
+
+def without_padding(result: Any) -> Any:
+    args, kwargs = result
+    mask = kwargs["encoder_attention_mask"]
+    mask = replace(mask, keys=replace(mask.keys, has_padding=False))
+    return args, {**kwargs, "encoder_attention_mask": mask}
+
+
+def next_token(result: Any) -> Any:
+    args, given = result
+    return args, {**given, "hidden_states": given["hidden_states"].roll(1, dims=1)}
+
+
+def rolled_tokens(shard: dict[str, Any]) -> dict[str, Any]:
+    return {**shard, "input_ids": shard["input_ids"].roll(1, dims=1)}
+
+
+#: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
+WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
+    "attention": (
+        "GPTJForCausalLM", "gptj", "plain", scaled_scores,
+        "transformer.h.0.attn (GPTJAttention)",
+    ),
+    "alibi": (
+        "BloomForCausalLM", "bloom", "right",
+        lambda: changed(wiring, "_step", lambda slopes: slopes / 2),
+        "transformer.h.0.self_attention (BloomAttention)",
+    ),
+    "positions": (
+        "BartForCausalLM", "bart", "plain",
+        lambda: changed(parts.Part, "add_positions", flipped_positions),
+        "model.decoder.embed_positions (BartLearnedPositionalEmbedding)",
+    ),
+    "chunks": (
+        "Llama4ForCausalLM", "llama4", "left",
+        lambda: changed(wiring, "_chunk_masks", without_chunks),
+        "model.layers.0.self_attn (Llama4TextAttention)",
+    ),
+    "bias": (
+        "T5ForConditionalGeneration", "t5", "pair",
+        lambda: changed(wiring._PositionBias, "compute", lambda x: x.roll(1, dims=-1) if x.ndim else x),
+        "encoder.block.0.layer.0.SelfAttention (T5Attention)",
+    ),
+    "encoder-decoder": (
+        "BartForConditionalGeneration", "bart", "pair",
+        lambda: changed(parts.Pair, "cross", without_padding),
+        "model.decoder.layers.0.encoder_attn (BartAttention)",
+    ),
+    "recurrent": (
+        "Qwen3NextForCausalLM", "qwen3_next", "plain",
+        lambda: changed(parts.Part, "gather", next_token),
+        "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    ),
+    "batch split": (
+        "LlamaForCausalLM", "llama", "left",
+        lambda: changed(hooks.ModelHooks, "_shard", rolled_tokens),
+        "LlamaForCausalLM",
+    ),
+    "loss join": (
+        "LlamaForCausalLM", "llama", "plain",
+        lambda: patch.object(hooks.ModelHooks, "total_of", lambda _self, part: part),
+        "LlamaForCausalLM",
+    ),
+}  # fmt: skip
+
+
+def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
+    """Return what verify says of a model as it is, and with the wrong hook."""
+    name, model_type, batch, wrong, _ = WRONG[kind]
+    model = build_any(name, model_type).float()
+    handle = hf.parallelize(model, ContextParallel())
+    right = verdict(handle, sequences(batch))
+    handle.remove()
+    with wrong():
+        return right, verdict(hf.parallelize(model, ContextParallel()), sequences(batch))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) -> None:
+    for right, found in two.run(_wrong_hook, kind):
+        assert not right
+        words = "its modules agree, and" if kind == "loss join" else "output differs is"
+        assert f"{words} {WRONG[kind][-1]}" in found
+
+
+class Shift(nn.Module):
+    """Adds to each token the one before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+
+
+class Pool(nn.Module):
+    """Adds to each token the mean of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(dim=1, keepdim=True)
+
+
+class Filter(nn.Module):
+    """Convolves over the sequence, with weights that no layer of torch holds."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, 1, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x.transpose(1, 2), (2, 0))
+        return nn.functional.conv1d(x, self.weight, groups=len(self.weight)).transpose(1, 2)
+
+
+class Unknown(transformers.LlamaForCausalLM):
+    """A model whose code no test of the sweep has seen."""
+
+
+MIXERS: dict[str, Callable[[], nn.Module]] = {
+    "Shift": Shift, "Pool": Pool, "Filter": lambda: Filter(32),
+}  # fmt: skip
+
+
+def unknown(mixer: str = "", dtype: torch.dtype = torch.float32) -> Any:
+    """Return a small model, with a mixer before the MLP of its second layer."""
+    known = build("Llama")
+    model: Any = Unknown(known.config)
+    model.load_state_dict(known.state_dict())
+    if mixer:
+        torch.manual_seed(1)
+        layer = model.model.layers[1]
+        layer.mlp = nn.Sequential(MIXERS[mixer](), layer.mlp)
+    return model.to(dtype).eval()
+
+
+def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
+    model = unknown(mixer, dtype)
+    try:
+        hf.verify(model, ContextParallel(), whole("plain"))
+    except WrongResultError as error:
+        assert hf.check_model(model).exact  # nothing else has told
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixer", ["", *MIXERS])
+def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
+    two: LocalRanks, mixer: str, dtype: torch.dtype
+) -> None:
+    words = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
+    for found in two.run(_unknown, mixer, dtype):
+        assert words in found if mixer else not found
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return all that verify has to leave as it is."""
+    parts_of = dict(model.named_modules())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "tensors": {name: x.detach().clone() for name, x in tensors.items()},
+        "gradients": {name: None if x.grad is None else x.grad.clone() for name, x in model.named_parameters()},
+        "same gradients": {name: id(x.grad) for name, x in model.named_parameters()},
+        "modes": {name: x.training for name, x in parts_of.items()},
+        "hooks": {
+            name: [*x._forward_pre_hooks, *x._forward_hooks] for name, x in parts_of.items()
+        },
+        "attention": {
+            name: x.config._attn_implementation for name, x in parts_of.items() if hasattr(x, "config")
+        },
+        "rng": torch.get_rng_state(),
+        "dropout": {name: getattr(x, "dropout", None) for name, x in parts_of.items()},
+    }  # fmt: skip
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if values are equal, bit by bit."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(
+            is_same(x, other[name]) for name, x in one.items()
+        )
+    return bool(one == other)
+
+
+class Counter(nn.Module):
+    """Counts its forwards in a buffer, and draws a random number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        torch.rand(1)
+        return x
+
+
+def stepping(model: Any) -> None:
+    """Let hooks step an optimizer as soon as there is a gradient."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda x: x.data.sub_(x.grad))
+
+
+def _unchanged(_: int, case: str) -> list[str]:
+    """Return which parts of the state verify has changed."""
+    model = (
+        build_any("BartForCausalLM", "bart")
+        if case == "dropout"
+        else unknown("Shift" if case == "wrong" else "")
+    )
+    model = model.float()
+    if case == "dropout":
+        model.model.decoder.layers[0].fc1 = nn.Sequential(
+            model.model.decoder.layers[0].fc1, Counter()
+        )
+        model.gradient_checkpointing_enable()
+    model.train()
+    batch = whole("right")
+    model(**batch, use_cache=False).loss.backward()
+    cp = ContextParallel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = hf.parallelize(model, cp)
+    model.register_forward_hook(lambda *_: None)  # after ours
+    stepping(model)
+    if case == "short of memory":
+
+        def fail(*_: object) -> None:
+            if not any(getattr(x, "__self__", None) for x in model._forward_pre_hooks.values()):
+                raise torch.OutOfMemoryError("no memory")
+
+        model.lm_head.register_forward_hook(fail)
+    before = state(model)
+    if case == "wrong":
+        with pytest.raises(WrongResultError, match=r"mlp\.0 \(Shift\)"):
+            handle.verify(batch)
+    elif case == "short of memory":
+        with pytest.raises(
+            UnsupportedError, match=r"a whole run of 2x43 tokens.* give a shorter batch"
+        ):
+            handle.verify(batch)
+    elif case == "malformed":
+        with pytest.raises(ValueError, match="labels"):
+            handle.verify(batch | {"labels": torch.ones_like(batch["labels"])})
+    else:
+        assert not verdict(handle, batch)
+    after = state(model)
+    return [name for name in before if not is_same(before[name], after[name])]
+
+
+@pytest.mark.parametrize("case", ["dropout", "wrong", "short of memory", "malformed"])
+def test_all_is_as_before(two: LocalRanks, case: str) -> None:
+    assert two.run(_unchanged, case) == [[], []]
+
+
+def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
+    model: Any = unknown("Shift" if is_wrong else "")
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    if kind == "fsdp":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    torch.manual_seed(rank)  # ranks draw other numbers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = hf.parallelize(
+            model, ContextParallel(), reduction="sum" if kind == "lora" else "mean"
+        )
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    found = verdict(handle, whole("plain"))
+    changes = [
+        name
+        for name, x in model.named_parameters()
+        if x.grad is not None or not torch.equal(x, before[name])
+    ]
+    model(**whole("plain")).loss.backward()  # it still trains
+    return found, changes
+
+
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
+def test_in_what_wraps_a_model(two: LocalRanks, kind: str, is_wrong: bool) -> None:
+    for found, changes in two.run(_wrapped, kind, is_wrong):
+        assert ("model.layers.1.mlp.0 (Shift)" in found) is is_wrong
+        assert bool(found) is is_wrong
+        assert not changes
+
+
+def _read_padding(_: int) -> None:
+    """Of a model that reads padding two whole runs differ, too, and no verdict is possible."""
+    with pytest.raises(ValueError, match="give a batch without padding"):
+        hf.verify(unknown("Shift"), ContextParallel(), whole("left"))
+
+
+def test_noise_that_hides_all_is_no_verdict(two: LocalRanks) -> None:
+    two.run(_read_padding)
