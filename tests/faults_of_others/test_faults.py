@@ -12,7 +12,7 @@ from internals.core import Kind, SampledRows, sampled
 import ring_torch
 from faults_of_others.models import FAULTS, LENGTH, RANKS, Example, Fault, Results
 from ring_core import Layout
-from ring_torch import ContextParallel, UnsupportedError
+from ring_torch import ContextParallel, UnsupportedError, hf
 from ring_torch.local import LocalRankError
 
 KINDS: dict[str, Kind] = {
@@ -109,7 +109,7 @@ def foreign_attention(rank: int) -> str:
     del rank
     tokens = torch.arange(16)[None]
     cp, model = ContextParallel(layout="zigzag"), torch.nn.Identity()
-    mask = cp.shard_batch({"input_ids": tokens}, model=model)["attention_mask"]
+    mask = hf.shard_batch(cp, {"input_ids": tokens}, model=model)["attention_mask"]
     q = torch.zeros(1, 1, 4, 8)
     with pytest.raises(UnsupportedError) as refused:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask[:, None])

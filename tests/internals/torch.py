@@ -5,8 +5,6 @@ from ring_torch import (
     autograd as autograd,
     call as call,
     capture as capture,
-    compiled as compiled,
-    context as context,
     gradients as gradients,
     kernels as kernels,
     prepare as prepare,
@@ -34,13 +32,14 @@ from ring_torch.comm.ranks import (
     Ranks as Ranks,
     Transfer as Transfer,
     ranks_of as ranks_of,
-    state_of as state_of,
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.store import CallSignature as CallSignature
 from ring_torch.compat import documents as documents, hf as compat_hf
 from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
+from ring_torch.compiled import attention as compiled
+from ring_torch.hf.models.documents import stated_documents as stated_documents
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
@@ -51,13 +50,10 @@ from ring_torch.kernels import (
     triton as triton_kernel,
 )
 from ring_torch.kernels.api import (
-    HeadDims as HeadDims,
     Kernel as Kernel,
-    Options as FlashOptions,
     Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
-    rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.block_index import (
     Grid as Grid,
@@ -68,8 +64,12 @@ from ring_torch.kernels.block_index import (
 from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as ScoreBlocks
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
+from ring_torch.kernels.library import (
+    HeadDims as HeadDims,
+    Options as FlashOptions,
+    rounded_to_8 as rounded_to_8,
+)
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
-from ring_torch.models.documents import stated_documents as stated_documents
 from ring_torch.payload import (
     ONE_GROUP as ONE_GROUP,
     HeadGroups as HeadGroups,
@@ -95,6 +95,7 @@ from ring_torch.strategies import (
     ring as ring_strategy,
     sessions as sessions,
 )
+from ring_torch.strategies.balanced import Balanced as Balanced
 from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,

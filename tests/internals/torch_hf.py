@@ -1,3 +1,7 @@
 """Of ring_torch, what needs transformers."""
 
+from ring_torch.hf import batch as batch_by_hand
+from ring_torch.hf.batch import _REPORTS as _REPORTS
+from ring_torch.hf.models.code import _undecorated as _undecorated
+from ring_torch.hf.models.releases import TESTED_RELEASES as TESTED_RELEASES
 from ring_torch.hf.register import _layer_seed as _layer_seed

@@ -157,6 +157,7 @@ for owner, names in {
 import ring_torch, ring_torch.compat
 assert not torch.cuda.is_initialized()
 assert not {"jax", "jaxlib", "transformers", "matplotlib"} & set(sys.modules)
+assert "ring_torch.hf" not in sys.modules  # nor what it is made of
 """
 
 # jax starts a backend when it is first asked for devices; none may have been.

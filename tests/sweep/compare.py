@@ -94,7 +94,7 @@ def ring(cp: ContextParallel, model: Any) -> Iterator[Callable[[dict[str, Any]],
     else:
         model.set_attn_implementation(hf.register())
         try:
-            yield lambda batch: cp.shard_batch(batch, model=model)
+            yield lambda batch: hf.shard_batch(cp, batch, model=model)
         finally:
             model.set_attn_implementation("eager")
 

@@ -67,7 +67,7 @@ def _matches(rank: int, name: str, kind: str) -> None:
             cp = ContextParallel(group, layout=layout)
             what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
             model.set_attn_implementation(hf.register(f"ring_{strategy}", strategy=strategy))
-            mine, part = run(model, cp.shard_batch(batch, model=model))
+            mine, part = run(model, hf.shard_batch(cp, batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
             same(cp.unshard(mine.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
@@ -122,7 +122,7 @@ def _bidirectional(rank: int, kind: str) -> None:
                 torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(i))
         model = model.double().eval()
         cp = ContextParallel()
-        batch = given if implementation == "eager" else cp.shard_batch(given, model=model)
+        batch = given if implementation == "eager" else hf.shard_batch(cp, given, model=model)
         with Wide(), torch.no_grad():
             out = model(**batch).last_hidden_state
         outs.append(out if implementation == "eager" else cp.unshard(out)[:, :LENGTH])
@@ -140,7 +140,7 @@ def _checkpointed(_: int, reentrant: bool) -> None:
         model = build("Mistral", hf.register(), use_cache=False, attention_dropout=0.3).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(**cp.shard_batch(batch, model=model, dropout_seed=9)).loss.backward()
+        model(**hf.shard_batch(cp, batch, model=model, dropout_seed=9)).loss.backward()
         grads.append([x.grad for x in model.parameters()])
     for again, first in zip(*grads, strict=True):
         torch.testing.assert_close(again, first, rtol=1e-12, atol=1e-14)
@@ -158,15 +158,17 @@ def _dropout(rank: int) -> None:
     for seed in (3, 4):
         for group in (None, alone[rank]):
             cp = ContextParallel(group, layout="striped")
-            sharded = cp.shard_batch(batch, model=model, dropout_seed=seed)
+            sharded = hf.shard_batch(cp, batch, model=model, dropout_seed=seed)
             with Wide(), torch.no_grad():
                 outs[seed, cp.cp_size] = cp.unshard(model.train()(**sharded).logits)[:, :LENGTH]
     same(outs[3, 4], outs[3, 1], "logits with dropout")
     assert not torch.allclose(outs[3, 4], outs[4, 4])
     with pytest.raises(UnsupportedError, match="dropout_seed"):
-        model(**ContextParallel(None).shard_batch(batch, model=model))
+        model(**hf.shard_batch(ContextParallel(None), batch, model=model))
     with Wide(), torch.no_grad():
-        still = model.eval()(**ContextParallel(alone[rank]).shard_batch(batch, model=model)).logits
+        still = model.eval()(
+            **hf.shard_batch(ContextParallel(alone[rank]), batch, model=model)
+        ).logits
     assert not torch.allclose(still[:, :LENGTH], outs[3, 1])
 
 
@@ -176,7 +178,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks(pool: LocalRanks) -> None:
 
 def test_layers_drop_different_elements() -> None:
     model = build("Llama")
-    shard = ContextParallel().shard_batch(whole("plain"), model=model, dropout_seed=2**64 - 1)
+    shard = hf.shard_batch(ContextParallel(), whole("plain"), model=model, dropout_seed=2**64 - 1)
     mask, layers = shard["attention_mask"], model.model.layers
     seeds = {_layer_seed(layer.self_attn, mask) for layer in layers}
     assert len(seeds) == len(layers) and all(0 <= seed < 2**64 for seed in seeds)
@@ -188,7 +190,7 @@ def _float32(_: int) -> tuple[float, float]:
     cp, ring = ContextParallel(), build("Llama", hf.register()).float()
     with torch.no_grad():
         plain = build("Llama").float()(**batch, **WHOLE).logits
-        mine = cp.unshard(ring(**cp.shard_batch(batch, model=ring)).logits)[:, :LENGTH]
+        mine = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
     return float((mine - expected).abs().max()), float((plain - expected).abs().max())
 
 
@@ -204,7 +206,7 @@ def _two_rings(rank: int) -> None:
     model = build("Mistral", hf.register())
     other = build("Mistral", hf.register("ring-eager", kernel=KernelConfig("eager", block_q=8)))
     rings = [ContextParallel(None, "zigzag"), ContextParallel(pairs[rank // 2], "contiguous")]
-    shards = [cp.shard_batch(batch, model=model) for cp in rings]
+    shards = [hf.shard_batch(cp, batch, model=model) for cp in rings]
     with Wide(), torch.no_grad():
         outs = [m(**shard).logits for shard in shards for m in (model, other)]
     outs = [
@@ -223,9 +225,9 @@ def _unlike_batches(rank: int) -> None:
     batch = whole("plain")
     batch["input_ids"][0, 7] = rank == 2
     with pytest.raises(RankMismatchError, match="rank"):
-        ContextParallel().shard_batch(batch, model=ANY)
+        hf.shard_batch(ContextParallel(), batch, model=ANY)
     with pytest.raises(RankMismatchError, match="same samples"):
-        ContextParallel().shard_batch(whole("plain"), model=ANY, dropout_seed=rank // 2)
+        hf.shard_batch(ContextParallel(), whole("plain"), model=ANY, dropout_seed=rank // 2)
 
 
 def test_ranks_must_hold_one_batch(pool: LocalRanks) -> None:
@@ -267,7 +269,7 @@ def _positions(_: int) -> None:
             "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,
         }  # fmt: skip
         model = build("Llama", name, rope_parameters=rope)
-        shard = cp.shard_batch(batch, model=model)
+        shard = hf.shard_batch(cp, batch, model=model)
         if limit > 12:
             refused("longrope", model, shard)
             continue

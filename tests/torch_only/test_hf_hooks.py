@@ -281,7 +281,7 @@ def test_batches_cannot_be_split_by_hand(name: str) -> None:
     assert hf.check_model(model).exact
     assert hf.check_model(model).hooks
     with pytest.raises(UnsupportedError, match=r"needs hooks .*hf\.parallelize"):
-        ContextParallel().shard_batch(whole("plain"), model=model)
+        hf.shard_batch(ContextParallel(), whole("plain"), model=model)
 
 
 TOKENS = torch.full((1, 8), 5)

@@ -21,7 +21,7 @@ EVEN = ChunkLayout(((0, 1),))  # on one rank the layout that pads odd lengths
 
 def test_labels_are_shifted_before_the_split() -> None:
     batch, cp = whole("right"), ContextParallel(layout=EVEN)
-    shard = cp.shard_batch(batch, model=ANY)
+    shard = hf.shard_batch(cp, batch, model=ANY)
     expected = pad(batch["labels"][:, 1:], (0, 2), value=-100)  # and one token of padding
     assert torch.equal(shard["shift_labels"], expected)
     assert shard["num_items_in_batch"] == int((expected != -100).sum())
@@ -31,11 +31,11 @@ def test_labels_are_shifted_before_the_split() -> None:
             misuse(shard["labels"])
     given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
     assert torch.equal(
-        cp.shard_batch(given, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
+        hf.shard_batch(cp, given, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
     )
     embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
     given = {"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}
-    shard = cp.shard_batch(given, model=ANY)
+    shard = hf.shard_batch(cp, given, model=ANY)
     assert (
         shard["inputs_embeds"].shape == (2, LENGTH + 1, 32) and shard["inputs_embeds"].requires_grad
     )
@@ -44,7 +44,7 @@ def test_labels_are_shifted_before_the_split() -> None:
 
 def test_documents_cost_nothing_where_they_say_nothing() -> None:
     cp = ContextParallel(layout=EVEN)
-    masks = {kind: cp.shard_batch(whole(kind), model=ANY)["attention_mask"] for kind in
+    masks = {kind: hf.shard_batch(cp, whole(kind), model=ANY)["attention_mask"] for kind in
              ("contiguous", "right", "left", "packed", "flattened")}  # fmt: skip
     assert masks["contiguous"].single and masks["contiguous"].segment_ids is None
     assert masks["contiguous"].cu_seqlens == (0, LENGTH, LENGTH + 1)
@@ -88,7 +88,7 @@ PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
 )  # fmt: skip
 def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        ContextParallel().shard_batch(batch, model=ANY)
+        hf.shard_batch(ContextParallel(), batch, model=ANY)
 
 
 def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
@@ -99,7 +99,7 @@ def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError)
 def test_half_of_the_change_is_an_error() -> None:
     """The batch without the attention, and the attention without the batch."""
     batch = whole("right")
-    shard = ContextParallel(None, "contiguous").shard_batch(batch, model=ANY)
+    shard = hf.shard_batch(ContextParallel(None, "contiguous"), batch, model=ANY)
     for implementation in ("eager", "sdpa", "flex_attention"):
         with pytest.raises(UnsupportedError, match=r"hf\.register"):
             build("Llama", implementation)(**shard)
@@ -115,7 +115,7 @@ def test_half_of_the_change_is_an_error() -> None:
 
 def test_models_that_would_answer_wrong() -> None:
     cp = ContextParallel()
-    shard = cp.shard_batch(whole("contiguous"), model=ANY)
+    shard = hf.shard_batch(cp, whole("contiguous"), model=ANY)
     name = hf.register()
     model = build("Llama", name)
     refused("output_attentions", lambda: model(**shard, output_attentions=True))

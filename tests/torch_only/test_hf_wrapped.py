@@ -46,7 +46,7 @@ def _trained(rank: int, kind: str) -> list[Tensor]:
     else:
         wrapped = DistributedDataParallel(model)
     batch = {name: x[row] for name, x in sequences().items()}
-    shard = cp.shard_batch(batch, model=wrapped)
+    shard = hf.shard_batch(cp, batch, model=wrapped)
     labels = 2 * (LENGTH - 1)  # of both sequences
     with torch.autocast("cpu", torch.bfloat16) if kind == "ddp in autocast" else Wide():
         loss = wrapped(**shard | {"num_items_in_batch": labels}).loss

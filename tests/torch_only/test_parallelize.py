@@ -231,7 +231,7 @@ def _mistakes(rank: int) -> None:
     with pytest.raises(ValueError, match="another ContextParallel"):
         hf.parallelize(model, ContextParallel())
     with pytest.raises(ValueError, match="whole batch"):
-        model(**cp.shard_batch(batch, model=model))
+        model(**hf.shard_batch(cp, batch, model=model))
     with pytest.raises(UnsupportedError, match="use_cache"):
         model(**batch, use_cache=True)
     with pytest.raises(UnsupportedError, match="return_dict"):
@@ -344,9 +344,9 @@ def test_lengths_that_contradict_documents_are_refused(name: str) -> None:
     with pytest.raises(
         ValueError, match=f"{name} is 19, and a document of cu_seq_lens_q is longer"
     ):
-        cp.shard_batch(stated("offsets") | {name: 19}, model=model)
+        hf.shard_batch(cp, stated("offsets") | {name: 19}, model=model)
     with pytest.raises(ValueError, match=f"{name} says nothing without"):
-        cp.shard_batch(stated("numbers") | {name: 20}, model=model)
+        hf.shard_batch(cp, stated("numbers") | {name: 20}, model=model)
 
 
 def _documents(_: int) -> None:
@@ -356,7 +356,7 @@ def _documents(_: int) -> None:
     cp = ContextParallel()
     hf.parallelize(model, cp, logits="gather")
     for kind in ("ones", "numbers", "offsets", "ids"):
-        mask = cp.shard_batch(stated(kind), model=model)["attention_mask"]
+        mask = hf.shard_batch(cp, stated(kind), model=model)["attention_mask"]
         assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
         mine, found = run(model, stated(kind))
         same(mine, logits, f"logits of {kind}")
@@ -397,7 +397,7 @@ def _pools(_: int, side: str, reduction: str) -> None:
         model = build(name, **options)
         cp = ContextParallel()
         with pytest.raises(UnsupportedError, match="pools"):
-            cp.shard_batch(given, model=model)
+            hf.shard_batch(cp, given, model=model)
         keys = list(model.state_dict())
         handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
         assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]

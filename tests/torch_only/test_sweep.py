@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from internals.torch import context
+from internals.torch_hf import batch_by_hand
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import PAGE, RESULTS, Result, read, rendered
@@ -80,7 +80,7 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "check_model", lambda _: hf.ModelReport())
+        patch.setattr(batch_by_hand, "check_model", lambda _: hf.ModelReport())
         return compare(rank, name, model_type)
 
 

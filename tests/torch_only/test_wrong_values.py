@@ -11,7 +11,7 @@ from wrong import FLAG, OPTIONS, REAL, SIZE, Subject, Values, cases, forgotten, 
 
 import ring_torch
 from ring_core import ChunkLayout
-from ring_torch import ContextParallel, ring_attention
+from ring_torch import ContextParallel, hf, ring_attention
 from ring_torch.local import LocalRanks
 
 Q, KV = (2, 8, 4, 16), (2, 8, 2, 16)
@@ -140,9 +140,10 @@ SUBJECTS: dict[str, Subject] = {
         )
         for call, more in ((cp.shard, {}), (cp.unshard, {"grad": GRAD}))
     },
-    "ring_torch.ContextParallel.shard_batch": Subject(
-        cp.shard_batch, {"batch": batch, "model": nn.Linear(1, 1)},
+    "ring_torch.hf.shard_batch": Subject(
+        hf.shard_batch, {"cp": cp, "batch": batch, "model": nn.Linear(1, 1)},
         {
+            "cp": {"none": None, "word": "cp", "class": ContextParallel},
             "batch": {"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
             "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
             "dropout_seed": OPTIONS["dropout_seed"],

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import transformers
 from hf_models import Wide
-from internals.torch import context
+from internals.torch_hf import _REPORTS, batch_by_hand
 from sweep.compare import build
 from sweep.tiny import config_of
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def test_models_that_pool_are_refused(name: str, model_type: str) -> None:
     report = hf.check_model(model)
     assert not report.exact and report.reasons and report.pooling is not None
     with pytest.raises(UnsupportedError, match="cannot be split"):
-        ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
 
 
 def test_what_pools_nothing_is_exact() -> None:
@@ -104,7 +105,7 @@ def test_models_that_need_hooks_are_refused_without(name: str, model_type: str) 
     report = hf.check_model(model)
     assert report.exact and report.hooks
     with pytest.raises(UnsupportedError, match=r"hf\.parallelize"):
-        ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
 
 
 @pytest.mark.parametrize(("name", "model_type"), EXACT)
@@ -192,7 +193,7 @@ def test_modules_that_are_none_of_transformers() -> None:
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
         hf.check_model("llama")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model"):
-        ContextParallel().shard_batch({"input_ids": TOKENS})  # type: ignore[call-arg]
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS})  # type: ignore[call-arg]
 
 
 class Peft(nn.Module):
@@ -251,15 +252,16 @@ def test_a_model_is_checked_once_and_not_kept(monkeypatch: pytest.MonkeyPatch) -
         calls.append(model)
         return hf.check_model(model)
 
-    monkeypatch.setattr(context, "check_model", counted)
+    monkeypatch.setattr(batch_by_hand, "check_model", counted)
     cp, model = ContextParallel(), build("BertForMaskedLM", "bert")
     for _ in range(3):
-        cp.shard_batch({"input_ids": TOKENS}, model=model)
-    assert calls == [model] and len(cp._reports) == 1
+        hf.shard_batch(cp, {"input_ids": TOKENS}, model=model)
+    assert calls == [model] and model in _REPORTS
+    kept = ref(model)
     del model
     calls.clear()
     gc.collect()
-    assert len(cp._reports) == 0
+    assert kept() is None
 
 
 def _refused_alone(rank: int) -> None:
@@ -267,7 +269,7 @@ def _refused_alone(rank: int) -> None:
     if rank == 0:
         model = build("LlamaForSequenceClassification", "llama")
         with pytest.raises(UnsupportedError, match="pools"):
-            ContextParallel().shard_batch({"input_ids": TOKENS}, model=model)
+            hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=model)
 
 
 def test_it_is_refused_before_anything_is_sent(two: LocalRanks) -> None:
@@ -301,7 +303,7 @@ def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]
             model.set_attn_implementation("eager")
             whole = model(**batch).logits
             model.set_attn_implementation(hf.register())
-            mine = cp.unshard(model(**cp.shard_batch(batch, model=model)).logits)
+            mine = cp.unshard(model(**hf.shard_batch(cp, batch, model=model)).logits)
         pairs.append((mine[:, :22][real == 1], whole[real == 1]))
     return pairs
 

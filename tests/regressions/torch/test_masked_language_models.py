@@ -67,7 +67,7 @@ def _matches(rank: int, name: str, model_type: str, kind: str) -> None:
     model.set_attn_implementation(hf.register())
     for layout in ("zigzag", "contiguous"):
         cp = ContextParallel(layout=layout)
-        loss, _ = _trained(model, cp.shard_batch(batch, model=model))
+        loss, _ = _trained(model, hf.shard_batch(cp, batch, model=model))
         cp.reduce_gradients(model)
         dist.all_reduce(loss)
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
@@ -92,14 +92,16 @@ def test_labels_of_several_batches_count_together() -> None:
     batch = batch_of("plain", 40)
     count, cp = int((batch["labels"] != -100).sum()), ContextParallel()
     with Wide(), torch.no_grad():
-        alone = model(**cp.shard_batch(batch, model=model)).loss
-        both = model(**cp.shard_batch(batch | {"num_items_in_batch": 2 * count}, model=model)).loss
+        alone = model(**hf.shard_batch(cp, batch, model=model)).loss
+        both = model(
+            **hf.shard_batch(cp, batch | {"num_items_in_batch": 2 * count}, model=model)
+        ).loss
     torch.testing.assert_close(both, alone / 2)
 
 
 def test_compiled_in_one_graph() -> None:
     model = build("BertForMaskedLM", "bert", hf.register())
-    shard = ContextParallel().shard_batch(batch_of("plain", 40), model=model)
+    shard = hf.shard_batch(ContextParallel(), batch_of("plain", 40), model=model)
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**shard).loss, model(**shard).loss, rtol=1e-12, atol=0)
 
@@ -107,7 +109,7 @@ def test_compiled_in_one_graph() -> None:
 def test_other_losses_are_refused() -> None:
     model = build("BertForMaskedLM", "bert", hf.register())
     batch, cp = batch_of("plain", 40), ContextParallel()
-    labels = cp.shard_batch(batch, model=model)["labels"]
+    labels = hf.shard_batch(cp, batch, model=model)["labels"]
     logits = torch.randn(ROWS * LENGTH, 40)
     flat = labels.to("cpu").view(-1)
     assert cross_entropy(logits, flat).isfinite()
@@ -124,10 +126,10 @@ def test_other_losses_are_refused() -> None:
         with pytest.raises(UnsupportedError, match="cross entropy of logits"):
             misuse()
     with pytest.raises(ValueError, match="give labels instead"):
-        cp.shard_batch(
-            {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}, model=model
+        hf.shard_batch(
+            cp, {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}, model=model
         )
     with pytest.raises(UnsupportedError, match="start_logits and end_logits"):
-        cp.shard_batch(
-            {"input_ids": batch["input_ids"], "start_positions": torch.ones(2)}, model=model
+        hf.shard_batch(
+            cp, {"input_ids": batch["input_ids"], "start_positions": torch.ones(2)}, model=model
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ring_torch
 from ring_core import ChunkLayout, Mask, reference
-from ring_torch import ContextParallel, compat, ring_attention
+from ring_torch import ContextParallel, compat, hf, ring_attention
 
 T = 24
 attend: Any = ring_attention
@@ -195,7 +195,7 @@ def test_batches_refilled_in_place(name: str) -> None:
         batch[name] = torch.arange(T)[None] if name == "position_ids" else torch.ones_like(ids)
 
     def split(batch: dict[str, Tensor]) -> list[Any]:
-        parts = cp.shard_batch(batch, model=model)
+        parts = hf.shard_batch(cp, batch, model=model)
         mask: Any = parts.pop("attention_mask")
         numbers = {key: x.tolist() for key, x in parts.items() if isinstance(x, Tensor)}
         return [numbers, mask.cu_seqlens, mask.segment_ids]

@@ -14,7 +14,7 @@ from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import RingAttention
 from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
-from ring_torch.compiled import attend_in_graph
+from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +13,8 @@ from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
 from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
-from ring_torch.compiled import unshard_in_graph
+from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
-from ring_torch.models.batch import shard_batch
-from ring_torch.models.check import ModelReport, check_model
-from ring_torch.models.hooks import hooks_of
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
 from ring_torch.strategies.choose import describe_strategy
@@ -52,7 +47,6 @@ class ContextParallel:
 
     def __init__(self, group: Group = None, layout: LayoutSpec = "zigzag") -> None:
         self._sharding = Sharding(group, layout)
-        self._reports: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.group is not None:
@@ -141,56 +135,6 @@ class ContextParallel:
         """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
         return self._sharding.positions(seq_len, device=device)
 
-    def shard_batch(
-        self, batch: Mapping[str, Any], *, model: nn.Module, dropout_seed: int | None = None
-    ) -> dict[str, Any]:
-        """This rank's part of the batch of a language model of transformers (``ring_torch.hf``).
-
-        Every rank gives the same whole batch. Sequences are padded on the right to a length that
-        the layout divides, and split.
-
-        The model is checked the first time (:func:`ring_torch.hf.check_model`): one that would not
-        compute what it does on whole sequences is refused. What wraps it (DDP, FSDP, PEFT,
-        ``torch.compile``) may be given as well. A module that is none of transformers is not
-        checked, and counts as a causal language model with positions from 0.
-
-        Args:
-            batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``, and where wanted
-                ``labels`` int ``[B, T]`` (label ``i`` is of token ``i``; -100 is ignored),
-                ``attention_mask`` ``[B, T]`` (1, or 0 for padding, on either side),
-                ``position_ids`` int ``[B, T]`` (default: as the model counts; without an attention
-                mask, a document begins where they do not go on by one), ``token_type_ids``,
-                ``shift_labels``, ``num_items_in_batch``.
-            model: The model that is called with what is returned.
-            dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on
-                all ranks and new with every batch.
-
-        Returns:
-            Keyword arguments of the model's forward: the tensors given, ``[B, T_local, ...]``, and
-            ``position_ids``, global ones; an ``attention_mask`` that ring attention alone can read;
-            for ``labels``, ``shift_labels`` (label ``i`` is of token ``i + 1``, shifted before the
-            split) and ``num_items_in_batch``, the labels of the whole batch that are not ignored.
-            Where the model's loss is of labels as they are (masked language models, classes of
-            tokens), ``labels`` that a cross entropy alone can read, and divides by that number.
-            The loss of the model then is this rank's part: the sum over ranks is the mean over all
-            tokens.
-
-        Raises:
-            ValueError: Shapes do not fit; labels of padding are not -100; ``model`` is no module.
-            UnsupportedError: The model is not exact on split sequences, or the batch holds what
-                cannot be split; the message says what to do.
-            RankMismatchError: Ranks were given different batches.
-        """
-        report = self._reports.get(model) if isinstance(model, nn.Module) else None
-        if report is None:
-            report = self._reports[model] = check_model(model)
-        if report.exact and report.hooks:
-            raise UnsupportedError(
-                f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
-                f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
-            )
-        return shard_batch(self._sharding, batch, report, dropout_seed)
-
     def reduce_gradients(self, model: nn.Module) -> None:
         """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
 
@@ -207,8 +151,6 @@ class ContextParallel:
                 sparse.
             RankMismatchError: The ranks' parameters are unlike.
         """
-        if isinstance(model, nn.Module) and (hooks := hooks_of(model)) is not None:
-            hooks.check_reduction()
         reduce_gradients(self._sharding.ring, model)
 
     @overload

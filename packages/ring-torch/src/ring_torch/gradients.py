@@ -8,6 +8,7 @@ which ``torch.autograd.grad`` does not do. They stay on the parameter, and hold 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -30,11 +31,30 @@ _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copi
 _FIELDS = 8  # of a header, which hold what ranks compare of their parameters
 
 
+class ReductionChoice(ABC):
+    """A hook on a model that was told what reduces its gradients."""
+
+    @abstractmethod
+    def check_reduction(self) -> None:
+        """Raise a ``ValueError`` unless gradients are summed by :func:`reduce_gradients`."""
+
+
+def hooks_in(model: nn.Module) -> Iterator[object]:
+    """Yield the objects whose methods are hooks before a forward of the model or of its parts."""
+    for part in model.modules():
+        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
+            if (owner := getattr(function, "__self__", None)) is not None:
+                yield owner
+
+
 def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
     """Sum gradients in place over the ranks; :meth:`ContextParallel.reduce_gradients`."""
     number = ring.next_call()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for owner in hooks_in(model):
+        if isinstance(owner, ReductionChoice):
+            owner.check_reduction()
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     _check_model(ring, model, weights)
     if ring.size == 1:

@@ -1,14 +1,15 @@
 """Ring attention for the models of transformers 5: an attention and a mask function.
 
-What ties a model to a ring is the batch: :meth:`ring_torch.ContextParallel.shard_batch` puts who
+What ties a model to a ring is the batch: :func:`shard_batch` puts who
 holds the sequence, and its documents, in the place of ``attention_mask``. So nothing here has
 state, models and rings may be mixed, and half of the change alone is an error: other attention
 cannot read such a mask, and this one takes no other. :func:`parallelize` makes both changes, with
 hooks on the model, and what has to be done to a Trainer.
 """
 
+from ring_torch.hf.batch import shard_batch
+from ring_torch.hf.models.check import ModelReport, check_model
 from ring_torch.hf.parallelize import Handle, parallelize
 from ring_torch.hf.register import register
-from ring_torch.models.check import ModelReport, check_model
 
-__all__ = ["Handle", "ModelReport", "check_model", "parallelize", "register"]
+__all__ = ["Handle", "ModelReport", "check_model", "parallelize", "register", "shard_batch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -12,16 +13,23 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ring_core import UnsupportedError
-from ring_torch.models.check import SERVED_LAYERS
-from ring_torch.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
+from ring_torch.hf.models.check import SERVED_LAYERS
+from ring_torch.hf.models.releases import lacks
+from ring_torch.hf.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
 _NO_SHARD = (
-    "ring attention was given {}: the batch must come from ContextParallel.shard_batch, and its "
+    "ring attention was given {}: the batch must come from hf.shard_batch, and its "
     "attention_mask reach every attention layer. To generate, to run an unsplit batch, or for parts "
     "of the model that see no split sequence (images, sound), use another attn_implementation"
 )
+
+
+#: Functions of ``transformers.masking_utils`` by which patterns are told.
+_PATTERNS = (
+    "causal_mask_function", "bidirectional_mask_function", "sliding_window_causal_mask_function",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +92,7 @@ def ring_mask(
     dtype: object = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    **others: object,
 ) -> LayerMask | NoMask:
     """Name the pattern that transformers asks for, in place of building a mask.
 
@@ -95,6 +104,10 @@ def ring_mask(
         UnsupportedError: The pattern is not known, or keys are others than the batch's.
     """
     del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
+    if others:  # in place of a TypeError
+        raise UnsupportedError(
+            lacks("masking_utils", f"known use of {', '.join(others)} of mask functions")
+        )
     if cache_position is not None:
         q_length = cache_position.shape[0]
     offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
@@ -109,10 +122,10 @@ def ring_mask(
             f"{batch.shape[1]} tokens a rank: a split sequence has no KV cache, prefix or cross "
             f"attention; generate with another attn_implementation"
         )
-    others = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
-    if others and not batch.gathers:
+    unserved = sorted({*(getattr(config, "layer_types", None) or ())}.difference(SERVED_LAYERS))
+    if unserved and not batch.gathers:
         raise UnsupportedError(
-            f"the model has layers of type {', '.join(others)}, which would see this rank's tokens "
+            f"the model has layers of type {', '.join(unserved)}, which would see this rank's tokens "
             f"only; ring attention serves models of {' and '.join(SERVED_LAYERS)} alone"
         )
     if use_vmap:
@@ -122,6 +135,13 @@ def ring_mask(
         )
     causal, window = _pattern(mask_function, local_size)
     return LayerMask(batch, causal, window)
+
+
+def check_mask_functions() -> None:
+    """Raise an UnsupportedError if transformers lacks a function that names a pattern."""
+    for name in _PATTERNS:
+        if not inspect.isfunction(getattr(masking_utils, name, None)):
+            raise UnsupportedError(lacks("masking_utils", f"{name}()"))
 
 
 def _cross_mask(

@@ -11,10 +11,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
 from ring_torch.context import ContextParallel
-from ring_torch.hf.register import is_ring, register
-from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
-from ring_torch.hf.wiring import wire
-from ring_torch.models.check import (
+from ring_torch.hf.batch import check_context
+from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
     report_of,
@@ -22,9 +20,20 @@ from ring_torch.models.check import (
     unwrapped,
     wrappers,
 )
-from ring_torch.models.classes import has_written_attention
-from ring_torch.models.code import forward_of
-from ring_torch.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.hf.models.classes import has_written_attention, name_of
+from ring_torch.hf.models.code import forward_of
+from ring_torch.hf.models.hooks import (
+    Logits,
+    ModelHooks,
+    Reduction,
+    hooks_of,
+    refuse_generation,
+    replace_attribute,
+)
+from ring_torch.hf.models.releases import lacks
+from ring_torch.hf.register import is_ring, register
+from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
+from ring_torch.hf.wiring import wire
 
 
 class Handle:
@@ -88,8 +97,7 @@ def parallelize(
     """
     checks.check_choice("logits", logits, ("local", "gather"))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
-    if not isinstance(cp, ContextParallel):
-        raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    check_context(cp)
     if trainer_class(model) is not None:
         return _trainer(model, cp, logits, reduction)
     return _model(model, cp, logits, reduction or "sum")
@@ -133,22 +141,25 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     )
     split: nn.Module = inner.base_model if is_pooling else _split_module(model)
     report = report_of(split, joins_router=True)
-    if not report.exact:
-        raise UnsupportedError(
-            f"{type(inner).__name__} cannot be split: {'; '.join(report.reasons)}"
-        )
+    reasons = report.reasons
+    if is_pooling and not hasattr(inner, "score"):
+        reasons = (*reasons, lacks(type(inner).__name__, "score"))
+    if reasons:
+        raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
         joins_router=not is_pooling and has_router_loss(inner),
     )  # fmt: skip
     handle = hooks.owner = Handle(
-        [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+        [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
     )
     return handle
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
     """Put the hooks on; yields what takes each off."""
+    if hasattr(inner, "generate"):
+        yield replace_attribute(inner, "generate", refuse_generation)
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
         yield inner.score.register_forward_hook(hooks.join_rows).remove
@@ -192,18 +203,38 @@ def _attend(model: Any) -> Callable[[], object]:
 
     Towers that see images or sound see whole ones, and keep theirs.
     """
-    own = _attention_of(model)
-    if is_ring(own):
+    if is_ring(_attention_of(model)):
         return lambda: None
+    before = [
+        (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
+        for config in _configs(model)
+    ]
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
     set_attention = model.set_attn_implementation
     if has_written_attention(model):  # of which transformers has no other to set
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
-    for config, name in kept:
-        if config is not model.config:
-            config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
-    return lambda: set_attention(own)
+    if not is_ring(_attention_of(model)):
+        _set(before)
+        raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
+    _set([(config, name) for config, name in kept if config is not model.config])
+    return partial(_set, before)
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """Yield configs of a model and of its parts, each before those within it."""
+    found = [model.config, *(x.config for x in model.modules() if is_of_transformers(x))]
+    while found:
+        config = found.pop(0)
+        yield config
+        inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+        found += [x for x in inner if x is not None]
+
+
+def _set(attention: Iterable[tuple[Any, str]]) -> None:
+    """Set the attention of configs, in this order: each sets those within it, too."""
+    for config, name in attention:
+        config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
 
 
 def _attention_of(model: Any) -> str:

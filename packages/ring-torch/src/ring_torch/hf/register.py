@@ -13,9 +13,9 @@ from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import attend
 from ring_torch.call import Operands, Options
-from ring_torch.hf.masks import LayerMask, ring_mask, sharded
+from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
+from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.models.sealed import ShardedMask
 from ring_torch.strategies.choose import TRANSPORT_NAMES
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
@@ -60,11 +60,12 @@ def register(
 
     Raises:
         ValueError: The name is taken, or means something to transformers; an option is unknown.
+        UnsupportedError: transformers makes masks in a way that is not known.
 
     Example::
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
-        loss = model(**cp.shard_batch(batch, model=model)).loss  # this rank's part
+        loss = model(**hf.shard_batch(cp, batch, model=model)).loss  # this rank's part
     """
     config = kernel_config(kernel, KERNEL_NAMES)
     strategy = strategy_config(strategy)
@@ -75,6 +76,7 @@ def register(
             f"name must not be eager nor hold any of {', '.join(_READ_BY_TRANSFORMERS)}, which mean "
             f"something to transformers, got {name!r}"
         )
+    check_mask_functions()
     function = RingAttention(config, strategy, transport, deterministic)
     if AttentionInterface().get(name, function) != function:
         raise ValueError(
@@ -194,7 +196,7 @@ def _layer_mask(attention_mask: object) -> LayerMask:
     if isinstance(attention_mask, Tensor):
         raise UnsupportedError(
             f"ring attention takes no mask of shape {tuple(attention_mask.shape)}, only the batch of "
-            f"ContextParallel.shard_batch, whose attention_mask names padding and documents"
+            f"hf.shard_batch, whose attention_mask names padding and documents"
         )
     sharded(attention_mask)
     raise UnsupportedError(

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.models.classes import Written
-from ring_torch.models.sealed import AnyDevice, Sealed, SealedError
+from ring_torch.hf.models.classes import Written
+from ring_torch.hf.models.sealed import AnyDevice, Sealed, SealedError
 
 _HIDDEN = -1e4  # what is added or filled in to hide is below
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
@@ -264,7 +264,7 @@ class _Products(TorchFunctionMode):
         if term is None or term.mask is None:
             raise UnsupportedError(
                 f"{type(self.module).__name__} adds no mask to its scores: the batch must come from "
-                f"ContextParallel.shard_batch, and its attention_mask reach every attention layer"
+                f"hf.shard_batch, and its attention_mask reach every attention layer"
             )
         self.calls += 1
         q, k, values = (

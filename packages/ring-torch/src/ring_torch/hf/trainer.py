@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +15,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
-from ring_torch.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
+from ring_torch.hf.models.releases import installed_release, lacks
+
+#: Methods that are replaced, of an Accelerator and of a Trainer.
+_ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metrics")
+_METHODS = (
+    "evaluation_loop", "prediction_step", "get_total_train_batch_size", "floating_point_ops",
+    "_track_num_input_tokens",
+)  # fmt: skip
 
 
 def trainer_class(x: object) -> Any:
@@ -48,11 +58,30 @@ def check_trainer(trainer: Any, logits: str) -> None:
             f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
             f"in a way of its own; leave it out"
         )
-    if trainer.compute_loss_func is not None and logits == "local":
+    own_names = [
+        *((accelerator, name) for name in _ACCELERATOR_METHODS),
+        *((trainer, name) for name in (*_METHODS, "gather_function", "label_smoother")),
+    ]
+    for owner, own_name in own_names:
+        if not hasattr(owner, own_name):
+            raise UnsupportedError(lacks(type(owner).__name__, own_name))
+    name = "compute_loss_func" if trainer.compute_loss_func is not None else _own_loss(trainer)
+    if name and logits == "local":
         raise ValueError(
-            "the Trainer's compute_loss_func reads logits of the whole sequence: give "
-            "logits='gather' to hf.parallelize"
+            f"the Trainer's {name} reads logits of the whole sequence: give logits='gather' to "
+            f"hf.parallelize"
         )
+
+
+def _own_loss(trainer: Any) -> str | None:
+    """Return the name of a user's ``compute_loss`` that reads logits, if there is one."""
+    method = trainer.compute_loss
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    if function.__module__.partition(".")[0] in ("transformers", "trl"):
+        return None  # trl's metrics are of a rank's logits, its losses of the whole batch
+    code = function.__code__
+    is_reading = "logits" in {*code.co_names, *map(str, code.co_consts)}
+    return f"compute_loss ({function.__qualname__})" if is_reading else None
 
 
 class TrainerHooks:
@@ -74,6 +103,8 @@ class TrainerHooks:
         # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
         # then, in what the sum is divided by and in what it is multiplied by.
         is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
+        if not is_asked and tuple(map(int, installed_release().split(".")[:2])) >= (5, 20):
+            raise UnsupportedError(lacks(trainer_class(trainer).__name__, "get_tp_size"))
         self.counts_once = counts_all and is_asked
         if counts_all and not is_asked:
             if not hooks.divides_by_items(trainer.model):
@@ -85,12 +116,9 @@ class TrainerHooks:
 
     def install(self) -> Iterator[Callable[[], object]]:
         """Put the methods on the instances; yields what takes each off."""
-        for name in ("prepare_data_loader", "prepare_model", "gather_for_metrics"):
+        for name in _ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
-        for name in (
-            "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
-            "_track_num_input_tokens",
-        ):  # fmt: skip
+        for name in (*_METHODS, "get_tp_size"):
             yield replace_attribute(self.trainer, name, getattr(self, name))
         yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
@@ -162,6 +190,18 @@ class TrainerHooks:
             return own(input_data)
         finally:
             undo()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the Trainer; steps a second are those of a ring's ranks, which count as one."""
+        output = self._own(self.trainer, "evaluation_loop")(*args, **kwargs)
+        batch = self.trainer.args.eval_batch_size
+        counted, steps = (
+            math.ceil(output.num_samples / (batch * devices))
+            for devices in (self.trainer.args.world_size, len(self.firsts))
+        )
+        metrics = _Metrics(output.metrics)
+        metrics.steps_of_one_counted = steps / max(counted, 1)
+        return output._replace(metrics=metrics)
 
     def prediction_step(
         self,
@@ -246,6 +286,24 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
             f"dimension of a mesh over all ranks"
         )
     return starts, starts.index(first)
+
+
+class _Metrics(dict[str, float]):
+    """Metrics of an evaluation: the Trainer adds its speed, and counts a step of each rank.
+
+    It divides samples by its batches on all ranks, in the middle of methods that log the result.
+    """
+
+    steps_of_one_counted = 1.0
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dictionary, with steps a second of rings."""
+        more = dict(*args, **kwargs)
+        share = self.steps_of_one_counted
+        super().update(
+            (name, round(x * share, 3) if name.endswith("_steps_per_second") else x)
+            for name, x in more.items()
+        )
 
 
 @dataclass(frozen=True)

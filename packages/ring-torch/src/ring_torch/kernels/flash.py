@@ -1,6 +1,6 @@
 """What the fused CUDA kernels have in common: each is a forward and a backward of one call.
 
-A library gives its calls (:class:`ring_torch.kernels.api.Flash`); :class:`FlashKernel` makes a
+A library gives its calls (:class:`ring_torch.kernels.library.Flash`); :class:`FlashKernel` makes a
 kernel of them. Masked weights, which are 0, are multiplied with whatever stands in their tile, so a
 NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,18 +18,8 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import (
-    Documents,
-    Flash,
-    HeadDims,
-    Kernel,
-    Mods,
-    Options,
-    Pass,
-    SplitBackward,
-    Window,
-    as_given,
-)
+from ring_torch.kernels.api import Kernel, Pass, SplitBackward, Window
+from ring_torch.kernels.library import Documents, Flash, HeadDims, Mods, Options, as_given
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -43,7 +34,17 @@ from ring_torch.records import (
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default."""
+    """Compute capability of a CUDA device, of the current one by default.
+
+    Torch looks for devices anew each time, which takes the host longer than many a launch.
+    """
+    if not torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device is None else device)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.api import DOCUMENT_ARGUMENTS, Options, Pass, rounded_to_8
+from ring_torch.kernels.api import Pass
 from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
 from ring_torch.records import AttentionState
 
 

@@ -20,16 +20,10 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.kernels.api import (
-    DOCUMENT_ARGUMENTS,
-    HeadDims,
-    Options,
-    Pass,
-    Window,
-    padded_to,
-)
+from ring_torch.kernels.api import Pass, Window
 from ring_torch.kernels.fa4.options import Modded
 from ring_torch.kernels.flash import FlashKernel, aligned, capability
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, HeadDims, Options, padded_to
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums

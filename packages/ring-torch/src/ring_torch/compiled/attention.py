@@ -1,4 +1,4 @@
-"""The ring in the graphs of ``torch.compile``: operations that the compiler cannot look into.
+"""Attention in the graphs of ``torch.compile``: operations that the compiler cannot look into.
 
 What is static about a call goes into them as text; tensors, and numbers that may change from call
 to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ring_core import (
-    ChunkLayout,
     KernelConfig,
     LayoutSpec,
     Mask,
@@ -30,16 +27,12 @@ from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call, Operands, Options
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_of
 from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
-from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 from ring_torch.strategies.choose import peer_refusals
 
-_OTHER_GROUP = (
-    "the process group that this graph was compiled for is gone, or another one is the default "
-    "group by now; compile it anew (torch.compiler.reset())"
-)
 _LOW = (1 << 32) - 1
 
 #: What of :class:`Options` is static, and written as it is.
@@ -57,35 +50,18 @@ def static_text(
 ) -> str:
     """Write down what is static about a call, as text, which the compiler takes for a constant.
 
-    Layout, kernel and strategy are names, or what :func:`_fields_of` reads of their records.
+    Layout, kernel and strategy are names, or what :func:`fields_of` reads of their records.
     """
     ring = ranks_of(group)
     peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
     return json.dumps({
-        "group": None if ring.group is None else ring.group.group_name,
-        "ranks": [ring.rank, ring.size],
+        **group_fields(ring),
         "layout": layout,
         "grad": grad,
         "kernel": kernel,
         "strategy": strategy,
         **dict(zip(PLAIN, plain, strict=True)),
     })  # fmt: skip
-
-
-def _fields_of(x: Any) -> Any:
-    """Return the fields of a layout, a kernel or a strategy in order, or its name as it is.
-
-    They are read in the graph's trace, since torch 2.11 takes no object of ours for a constant. A
-    number that was another in an earlier trace is a symbol there; its index is a constant.
-    """
-    if isinstance(x, ChunkLayout):
-        return [[index(chunk) for chunk in chunks] for chunks in x.chunks]
-    if isinstance(x, KernelConfig):
-        sizes = [None if size is None else index(size) for size in (x.block_q, x.block_k)]
-        return [x.name, *sizes, x.fused_backward]
-    if isinstance(x, StrategyConfig):
-        return [x.name, x.ulysses_size, x.outer, x.local_size]
-    return x
 
 
 class Numbers(NamedTuple):
@@ -131,7 +107,7 @@ class _Static(NamedTuple):
         Raises:
             ValueError: It is gone, or has other ranks.
         """
-        return _ring_named(self.group, self.ranks)
+        return ring_of(self.group, self.ranks)
 
     def options(self, numbers: Numbers) -> Options:
         window = (numbers.left, numbers.right)
@@ -148,35 +124,14 @@ class _Static(NamedTuple):
         )  # fmt: skip
 
 
-def _ring_named(name: str | None, ranks: tuple[int, int]) -> Ranks:
-    """Return the ring of the group of this name.
-
-    Raises:
-        ValueError: It is gone, or has other ranks.
-    """
-    group: Any = None
-    try:
-        if name is not None:  # there is no public way from a name
-            typed = distributed_c10d.GroupName(name)
-            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
-        ring = ranks_of(group)
-    except RuntimeError as error:
-        raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-    if (ring.rank, ring.size) != ranks:
-        raise ValueError(_OTHER_GROUP)
-    return ring
-
-
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
     facts: dict[str, Any] = json.loads(text)
-    layout, kernel, strategy = facts["layout"], facts["kernel"], facts["strategy"]
-    if isinstance(layout, list):
-        layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
+    kernel, strategy = facts["kernel"], facts["strategy"]
     config = KernelConfig(*kernel) if isinstance(kernel, list) else kernel
     strategy = StrategyConfig(*strategy) if isinstance(strategy, list) else strategy
     return _Static(
-        facts["group"], tuple(facts["ranks"]), layout, facts["grad"], config, strategy,
+        facts["group"], tuple(facts["ranks"]), layout_of(facts["layout"]), facts["grad"], config, strategy,
         {name: facts[name] for name in PLAIN},
     )  # fmt: skip
 
@@ -249,7 +204,7 @@ def attend_in_graph(
         options.bias_adds,
     )  # fmt: skip
     text = static_text(
-        group, _fields_of(layout), _fields_of(options.kernel), _fields_of(options.strategy), plain,
+        group, fields_of(layout), fields_of(options.kernel), fields_of(options.strategy), plain,
         grad,
     )  # fmt: skip
     out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
@@ -399,86 +354,8 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
 
 attention.register_autograd(_backward, setup_context=_setup)
 
-
-def unshard_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
-) -> Tensor:
-    """Join the slices of all ranks, by an operation in the graph that is being traced."""
-    check_dim(x, dim)
-    text = _unshard_text(group, _fields_of(layout), dim % x.ndim, grad, check_grad(x, grad))
-    whole: Tensor = unshard(x, text)
-    return whole
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _unshard_text(
-    group: Any, layout: str | list[list[int]], dim: int, grad: UnshardGrad | None, needs_grad: bool
-) -> str:
-    """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
-    ring = ranks_of(group)
-    return json.dumps({
-        "group": None if ring.group is None else ring.group.group_name,
-        "ranks": [ring.rank, ring.size],
-        "layout": layout,
-        "dim": dim,
-        "grad": grad,
-        "needs_grad": needs_grad,
-    })  # fmt: skip
-
-
-def _unsharding(text: str) -> Unsharding:
-    facts: dict[str, Any] = json.loads(text)
-    ring, layout = _ring_named(facts["group"], tuple(facts["ranks"])), facts["layout"]
-    if isinstance(layout, list):
-        layout = ChunkLayout(layout)  # type: ignore[arg-type] # it makes tuples of lists
-    return Unsharding(
-        ring, layout, facts["dim"], facts["grad"], facts["needs_grad"], ring.next_call()
-    )
-
-
-@torch.library.custom_op("ring_torch::unshard", mutates_args=())
-def unshard(x: Tensor, text: str) -> Tensor:
-    """Join the slices of all ranks."""
-    return _unsharding(text).join(x)
-
-
-@unshard.register_fake
-def _unshard_like(x: Tensor, text: str) -> Tensor:
-    facts = json.loads(text)
-    shape = list(x.shape)
-    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
-    return x.new_empty(shape)
-
-
-@torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
-def unshard_backward(grad: Tensor, text: str) -> Tensor:
-    """Return the gradient of this rank's slice from that of the whole tensor."""
-    return _unsharding(text).grad_of_slice(grad)
-
-
-@unshard_backward.register_fake
-def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
-    facts = json.loads(text)
-    shape = list(grad.shape)
-    shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
-    return grad.new_empty(shape)
-
-
-def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    ctx.text = inputs[1]
-
-
-def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return unshard_backward(grad, ctx.text), None
-
-
-unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
-
 attention.register_vmap(refuse_batch)
 attention_backward.register_vmap(refuse_batch)
-unshard_backward.register_vmap(refuse_batch)
 # The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
-for _name in ("attention_backward", "unshard_backward"):
-    _LIBRARY.impl(_name, refuse_batch, "Batched")
+_LIBRARY.impl("attention_backward", refuse_batch, "Batched")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ring_torch.models.classes import (
+from ring_torch.hf.models.classes import (
     has_attention,
     hooks_for,
     is_mask_function,
@@ -27,12 +27,13 @@ from ring_torch.models.classes import (
     pooling_of,
     takes_positions,
 )
-from ring_torch.models.code import (
+from ring_torch.hf.models.code import (
     names_in,
     names_in_forward,
     parameters_of,
     reads_in_forward,
 )
+from ring_torch.hf.models.names import missing_names
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -158,12 +159,13 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     pooling = pooling_of(model)
     types = getattr(_text_config(model), "layer_types", None)
     layers = tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
-    hooks = hooks_for(model, parts, layers)
+    hooks = hooks_for(model, parts)
     reasons = [
         *_of_inputs(model, hooks, joins_router=joins_router),
         *([] if pooling is None else [pooled_words(model, pooling)]),
         *_of_layers(model, parts, layers),
         *_of_masks(parts, hooks),
+        *missing_names(model, parts),
     ]
     return ModelReport(
         exact=not reasons,
@@ -278,11 +280,7 @@ def _of_layers(
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
-    if found := {
-        type(x).__name__
-        for x in parts.values()
-        if id(x) not in whole and _mixes(x, by_name=not whole)
-    }:
+    if found := {type(x).__name__ for x in parts.values() if id(x) not in whole and _mixes(x)}:
         yield f"modules {', '.join(sorted(found))} mix tokens that lie on other ranks"
     for name, module in parts.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
@@ -313,16 +311,17 @@ def _of_layers(
     yield from (reason for reason, applies in reasons.items() if applies)
 
 
-def _mixes(module: nn.Module, *, by_name: bool) -> bool:
-    """Whether it mixes tokens by other means than attention, told from its class or its name."""
+def _mixes(module: nn.Module) -> bool:
+    """Return True if a module mixes tokens by other means than attention and known layers.
+
+    It is told from its class or its name.
+    """
     if isinstance(module, nn.RNNBase):
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
-    return (
-        by_name
-        and _MIXERS.search(type(module).__name__) is not None
-        and not any(map(has_attention, module.modules()))
+    return _MIXERS.search(type(module).__name__) is not None and not any(
+        has_attention(x) or is_recurrent(x) for x in module.modules()
     )
 
 
@@ -352,7 +351,8 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     }  # fmt: skip
     yield from (reason for reason, applies in reasons.items() if applies)
     for module in parts.values():
-        if reads := reads_in_forward(type(module), "attention_mask") & {*_READS}:
+        reads = reads_in_forward(type(module), "attention_mask") & {*_READS}
+        if reads and not is_recurrent(module):  # those are given the whole mask
             yield (
                 f"{type(module).__name__} reads the attention_mask "
                 f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"

@@ -19,9 +19,19 @@ def _cache[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
 
 def forward_of(cls: type) -> FunctionType | None:
-    """The function under the decorators of ``forward``."""
-    function = inspect.unwrap(getattr(cls, "forward"))  # noqa: B009 - any class of modules has one
+    """Return the function under the decorators of ``forward``."""
+    function = _undecorated(getattr(cls, "forward"))  # noqa: B009 - any class of modules has one
     return function if isinstance(function, FunctionType) else None
+
+
+def _undecorated(function: Any) -> Any:
+    """Return the function under decorators; some of transformers 5.14 set no ``__wrapped__``."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or function.__name__ == "forward":
+        return function
+    enclosed = inspect.getclosurevars(function).nonlocals.values()
+    inner = [x for x in enclosed if getattr(x, "__name__", "") == "forward"]
+    return _undecorated(inner[0]) if inner else function
 
 
 def parameters_of(cls: type) -> frozenset[str]:
@@ -41,7 +51,8 @@ def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     Raises:
         TypeError: They are too many, or one is given twice, as without hooks.
     """
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    forward = forward_of(type(module)) or type(module).forward
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][: len(args)]
     if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
         raise TypeError(
@@ -111,7 +122,7 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
         if base.__module__.startswith(("torch.", "transformers.modeling_", "builtins")):
             continue
         for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else value
+            function = _undecorated(value) if callable(value) else value
             if isinstance(function, FunctionType) and name not in _SKIPPED:
                 yield function
                 yield from _beside(function)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ring_torch.models.code import (
+from ring_torch.hf.models.code import (
     forward_of,
     names_in,
     names_in_forward,
@@ -39,6 +39,10 @@ class Written:
 
 
 _PLAIN = Written()
+
+#: Names that releases have for a cache, and for how many tokens it holds: before 5.24, and since.
+CACHES = frozenset({"past_key_values", "cache"})
+PAST_LENGTHS = frozenset({"past_key_values_length", "cache_length"})
 
 #: By the name of the class. Each is run by ``tests/sweep``.
 WRITTEN: Mapping[str, Written] = MappingProxyType({
@@ -97,15 +101,25 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def written_form(module: nn.Module) -> Written | None:
-    """What is known of a module whose attention is written out."""
-    return WRITTEN.get(type(module).__name__)
+    """Return what is known of a module whose attention is written out in this release."""
+    form = WRITTEN.get(type(module).__name__)
+    return None if form is None or _calls_registry(type(module)) else form
 
 
 def makes_positions(module: nn.Module) -> bool:
-    """Whether it makes positions of a sequence's length, if it is given none."""
-    return {"past_key_values_length", "position_ids"} <= parameters_of(type(module)) and (
+    """Return True if a module makes positions of a sequence's length, where it is given none."""
+    parameters = parameters_of(type(module))
+    return (
         "Position" in type(module).__name__
+        and "position_ids" in parameters
+        and bool(PAST_LENGTHS & parameters)
     )
+
+
+def counts_queries(module: nn.Module) -> bool:
+    """Return True if attention counts queries from those that a cache holds, as Llama 4 does."""
+    names = names_in_forward(type(module))
+    return has_attention(module) and {"arange", "get_seq_length"} <= names
 
 
 def counts_positions(module: nn.Module) -> bool:
@@ -119,9 +133,7 @@ def makes_bias(module: nn.Module) -> bool:
     return function is not None and "past_seen_tokens" in inspect.signature(function).parameters
 
 
-def hooks_for(
-    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
-) -> tuple[str, ...]:
+def hooks_for(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """What has to be hooked, beside batch and loss."""
     modules = parts.values()
     written = [form for x in modules if (form := written_form(x)) is not None]
@@ -136,7 +148,8 @@ def hooks_for(
             or (is_pair(model) and any(map(counts_positions, modules)))
         ),
         "recurrent": any(map(is_recurrent, modules)),
-        "chunks": "chunked_attention" in layers and any(map(makes_chunks, modules)),
+        "chunks": any(map(makes_chunks, modules)),
+        "offsets": any(map(counts_queries, modules)),
     }
     return tuple(name for name, is_needed in hooks.items() if is_needed)
 
@@ -194,7 +207,11 @@ def has_written_attention(model: nn.Module) -> bool:
 
 def has_attention(module: nn.Module) -> bool:
     """Whether its attention is one that a ring can compute."""
-    return written_form(module) is not None or reads_global(type(module), "AttentionInterface")
+    return written_form(module) is not None or _calls_registry(type(module))
+
+
+def _calls_registry(cls: type) -> bool:
+    return reads_global(cls, "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:

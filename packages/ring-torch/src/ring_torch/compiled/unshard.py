@@ -1,0 +1,97 @@
+"""``unshard`` in the graphs of ``torch.compile``: operations that it cannot look into."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_core import LayoutSpec
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_of
+from ring_torch.derivatives import refuse_batch
+from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
+
+
+def unshard_in_graph(
+    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
+) -> Tensor:
+    """Join the slices of all ranks, by an operation in the graph that is being traced."""
+    check_dim(x, dim)
+    text = _unshard_text(group, fields_of(layout), dim % x.ndim, grad, check_grad(x, grad))
+    whole: Tensor = unshard(x, text)
+    return whole
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _unshard_text(
+    group: Any, layout: str | list[list[int]], dim: int, grad: UnshardGrad | None, needs_grad: bool
+) -> str:
+    """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
+    ring = ranks_of(group)
+    return json.dumps({
+        **group_fields(ring),
+        "layout": layout,
+        "dim": dim,
+        "grad": grad,
+        "needs_grad": needs_grad,
+    })  # fmt: skip
+
+
+def _unsharding(text: str) -> Unsharding:
+    facts: dict[str, Any] = json.loads(text)
+    ring = ring_of(facts["group"], tuple(facts["ranks"]))
+    return Unsharding(
+        ring,
+        layout_of(facts["layout"]),
+        facts["dim"],
+        facts["grad"],
+        facts["needs_grad"],
+        ring.next_call(),
+    )
+
+
+@torch.library.custom_op("ring_torch::unshard", mutates_args=())
+def unshard(x: Tensor, text: str) -> Tensor:
+    """Join the slices of all ranks."""
+    return _unsharding(text).join(x)
+
+
+@unshard.register_fake
+def _unshard_like(x: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(x.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
+def unshard_backward(grad: Tensor, text: str) -> Tensor:
+    """Return the gradient of this rank's slice from that of the whole tensor."""
+    return _unsharding(text).grad_of_slice(grad)
+
+
+@unshard_backward.register_fake
+def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
+    facts = json.loads(text)
+    shape = list(grad.shape)
+    shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
+    return grad.new_empty(shape)
+
+
+def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.text = inputs[1]
+
+
+def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return unshard_backward(grad, ctx.text), None
+
+
+unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
+unshard_backward.register_vmap(refuse_batch)
+# The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
+_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
+_LIBRARY.impl("unshard_backward", refuse_batch, "Batched")

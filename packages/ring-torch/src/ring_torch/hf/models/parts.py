@@ -1,0 +1,229 @@
+"""The sequences of a model that are split: one, an encoder's and a decoder's, or one with images.
+
+Where images take places among the tokens, a sequence is split within the model: it is called with
+whole batches, and its towers see all there is. What it hands to its text model, embeddings of the
+whole sequence, is split there. A rank's gradients of a tower are those of the embeddings that it
+holds, so that their sum over ranks counts each once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_core import UnsupportedError
+from ring_torch.hf.models.batch import split_batch, tokens_of
+from ring_torch.hf.models.check import ModelReport, takes_embeddings
+from ring_torch.hf.models.code import by_name, parameters_of
+from ring_torch.hf.models.documents import STATED
+from ring_torch.hf.models.sealed import CrossMask, Sealed, ShardedMask
+from ring_torch.sharding import Sharding
+
+#: Of an encoder-decoder: names in the batch, and those of the sequence that they are of.
+_SOURCE = {name: name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")}
+_TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
+    name: name for name in ("labels", "num_items_in_batch")
+}
+_KEPT = ("return_dict", "output_hidden_states", "use_cache")
+
+_ROWS = 3  # dimensions of positions in several directions, [n, B, T]
+_WITH_TEXT_ROW = 4
+
+#: What is split as text is, of the batch.
+_TEXT = (
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels",
+    "num_items_in_batch", "use_cache", *STATED,
+)  # fmt: skip
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+
+#: What a text model is given ``[B, T, ...]``.
+_ALONG = ("inputs_embeds", "input_ids", "visual_pos_masks")
+
+
+def split_pair(
+    sharding: Sharding,
+    model: Any,
+    given: dict[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
+    weight: float,
+) -> dict[str, Any]:
+    """Return this rank's part of an encoder-decoder's batch: both sequences, each by its length.
+
+    Raises:
+        ValueError: There is nothing that the decoder could be given.
+        UnsupportedError: The batch holds what cannot be split.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
+        if "labels" not in given:
+            raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
+        given["decoder_input_ids"] = _shifted(model, given["labels"])
+    report = replace(report, shifts_labels=False)
+    known = {*_SOURCE, *_TARGET, *_KEPT}
+    if more := sorted(given.keys() - known):
+        raise UnsupportedError(
+            f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
+            f"alone, and this one has {', '.join(more)}"
+        )
+    parts = []
+    for names, seed in (
+        (_SOURCE, None if dropout_seed is None else dropout_seed ^ 1),
+        (_TARGET, dropout_seed),
+    ):
+        batch = {inner: given[name] for name, inner in names.items() if name in given}
+        _check_padding(model, batch)
+        shard = split_batch(sharding, batch, report, seed, weight, with_ids=True)
+        parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
+    return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tell_keys(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Before a decoder: tell its cross attention which sequence queries are of, and which keys.
+
+    Raises:
+        UnsupportedError: It is not given the masks of both.
+    """
+    given = by_name(module, args, kwargs)
+    masks = [given.get(name) for name in ("attention_mask", "encoder_attention_mask")]
+    queries, keys = masks
+    if not isinstance(queries, ShardedMask) or not isinstance(keys, ShardedMask):
+        raise UnsupportedError(
+            f"{type(module).__name__} is given {' and '.join(type(x).__name__ for x in masks)} for "
+            f"the masks of its batch's two sequences: cross attention would not know its keys"
+        )
+    return (), {**given, "encoder_attention_mask": CrossMask(queries, keys)}
+
+
+def _shifted(model: Any, labels: Tensor) -> Tensor:
+    """What the model would give its decoder where it is given labels alone.
+
+    Raises:
+        ValueError: That is not known.
+    """
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        shifted: Tensor = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    elif shift is not None:
+        shifted = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    else:
+        raise ValueError(f"give decoder_input_ids [B, T] to {type(model).__name__}, beside labels")
+    return shifted
+
+
+def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
+    found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    is_told = not found or padding is None or "attention_mask" in batch
+    if not is_told and "input_ids" in batch and bool((batch["input_ids"] == padding).any()):
+        raise ValueError(
+            f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
+            f"attention_mask and decoder_attention_mask"
+        )
+
+
+def is_merged(given: Mapping[str, Any]) -> bool:
+    """Whether a batch holds more than text: images, sound, positions in several directions."""
+    names = {name for name, x in given.items() if x is not None}
+    positions = given.get("position_ids")
+    return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
+        isinstance(positions, Tensor) and positions.ndim == _ROWS
+    )
+
+
+def split_labels(
+    sharding: Sharding,
+    module: nn.Module,
+    given: Mapping[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
+    weight: float,
+) -> tuple[dict[str, Any], ShardedMask]:
+    """Return the whole batch, with this rank's labels, and what the text model is to be given.
+
+    Raises:
+        UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
+        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
+    text = {name: given[name] for name in _TEXT if name in given}
+    positions = text.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == _ROWS:
+        del text["position_ids"]
+        if len(positions) == _WITH_TEXT_ROW:
+            text["position_ids"] = positions[0]
+    mask = text.get("attention_mask")
+    if isinstance(mask, Tensor) and int(mask.max()) > 1:
+        raise UnsupportedError("attention_mask that numbers documents, beside images")
+    others = {name: x for name, x in given.items() if name not in text}
+    shard = split_batch(sharding, text, report, dropout_seed, weight, others)
+    whole = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
+    return whole | {name: shard[name] for name in _LABELS if name in shard}, shard["attention_mask"]
+
+
+def split_text(
+    mask: ShardedMask, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Return this rank's part of the embeddings and positions that a text model is given.
+
+    Raises:
+        UnsupportedError: It is given what cannot be split.
+    """
+    given = by_name(module, args, kwargs)
+    tokens = tokens_of(given)
+    shape = (mask.shape[0], mask.length)
+    if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
+        raise UnsupportedError(
+            f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
+        )
+    out = {
+        name: _split(mask, module, name, x, given.get("visual_pos_masks"))
+        for name, x in given.items()
+    }
+    if out.get("position_ids") is None:
+        out["position_ids"] = mask.position_ids
+    out["attention_mask"] = mask
+    return (), out
+
+
+def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
+    if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
+        return x
+    if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
+        return None  # the batch's own
+    if name == "position_ids" and isinstance(x, Tensor):
+        return mask.shard(x, dim=2) if x.ndim == _ROWS else mask.position_ids
+    if name in _ALONG and isinstance(x, Tensor):
+        return mask.shard(x)
+    if name == "deepstack_visual_embeds" and visual is not None:
+        return [_rows(mask, rows, visual) for rows in x]
+    raise UnsupportedError(
+        f"{type(module).__name__} is given {name}, and how it lies along the sequence is not "
+        f"known; masks in which tokens of images see each other are not supported"
+    )
+
+
+def _rows(mask: ShardedMask, rows: Tensor, visual: Tensor) -> Tensor:
+    """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
+    numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
+    numbers[visual] = torch.arange(len(rows), device=visual.device)
+    return rows[mask.shard(numbers)[mask.shard(visual)].to(rows.device)]
+
+
+def text_model(model: Any) -> nn.Module | None:
+    """The part that is given embeddings, of a model of more than text."""
+    if not getattr(model.config, "sub_configs", None) or not hasattr(model, "get_decoder"):
+        return None
+    decoder = model.get_decoder()
+    is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
+    return decoder if is_part and takes_embeddings(decoder) else None
