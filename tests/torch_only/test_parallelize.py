@@ -313,7 +313,7 @@ def test_what_is_refused() -> None:
     for option in ("logits", "reduction"):
         with pytest.raises(ValueError, match=option):
             hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="of type indexed_attention"):
+    with pytest.raises(UnsupportedError, match=r"of type (indexed|deepseek_sparse)_attention"):
         hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
     mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
     with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
