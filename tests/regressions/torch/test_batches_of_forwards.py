@@ -14,6 +14,7 @@ from sweep.compare import batch_of, build
 from sweep.tiny import VOCAB
 from torch import Tensor
 
+from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
@@ -150,3 +151,41 @@ def test_gradients_are_the_whole_models(
     two: LocalRanks, name: str, way: str, checkpoints: str
 ) -> None:
     two.run(_matches, name, way, checkpoints)
+
+
+def _of_two_tokens(rank: int) -> None:
+    """With one token on a rank transformers gives recurrent layers no mask, as when it decodes."""
+    del rank
+    model = trainable("Lfm2ForCausalLM")
+    tokens = torch.tensor([[5, 9]])
+    given = [{"input_ids": tokens, "labels": tokens}] * 2
+    expected = grads_of(model, given, "both", is_wide=True)
+    cp = ContextParallel(layout="contiguous")
+    hf.parallelize(model, cp)
+    grads_of(model, given, "both", is_wide=True)
+    cp.reduce_gradients(model)
+    for weight, x in model.named_parameters():
+        torch.testing.assert_close(x.grad, expected[weight], rtol=1e-7, atol=1e-9)
+
+
+def test_of_one_token_on_a_rank(two: LocalRanks) -> None:
+    two.run(_of_two_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("Lfm2ForCausalLM", "model.layers.0.conv"),
+        ("BartForCausalLM", "model.decoder.embed_positions"),
+    ],
+)
+def test_a_part_that_is_not_told_its_batch_is_refused(name: str, part: str) -> None:
+    model = trainable(name)
+    handle = hf.parallelize(model, ContextParallel())
+    batch = text(1, 12, 1, slice(0))
+    model(**batch).loss.backward()
+    module, hidden = model.get_submodule(part), torch.zeros(1, 12, 32).double()
+    with pytest.raises(UnsupportedError, match="without the mask of a split batch"):
+        module(hidden)
+    handle.remove()
+    module(hidden)

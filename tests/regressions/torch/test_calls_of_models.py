@@ -104,8 +104,9 @@ class OwnLoss(Trainer):
     """It computes a loss from logits."""
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
-    ) -> Any:  # not the model's: label i is of token i
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        del num_items_in_batch
         outputs = model(input_ids=inputs["input_ids"])
         loss = cross_entropy(outputs.logits.flatten(0, 1), inputs["labels"].flatten())
         return (loss, outputs) if return_outputs else loss
@@ -147,13 +148,13 @@ def test_an_own_loss_of_logits_needs_whole_ones(two: LocalRanks, tmp_path: Path)
 
 def _evaluates(rank: int, folder: str) -> None:
     be_started(rank, 2)
-    rows = documents(7)
+    rows: Any = documents(7)
     trainer = Trainer(
         build("Llama").float(), arguments(folder, per_device_eval_batch_size=2), collate,
-        eval_dataset=rows,  # type: ignore[arg-type]
+        eval_dataset=rows,
     )  # fmt: skip
     hf.parallelize(trainer, ContextParallel())
-    found = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
+    found: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
     found["logged"] = trainer.state.log_history[-1]
     for name, metrics in found.items():
         prefix = "test" if name == "test" else "eval"
