@@ -180,11 +180,11 @@ def _grads_not_sent_home() -> Patches:
     if loop := _torch("ring_strategy"):
         hop = loop.RotatingKeyGrads.hop
 
-        def kept(grads: Any, distance: int | None, *, home: bool) -> None:
-            if home:
+        def kept(grads: Any, step: Any) -> None:
+            if step.is_own:
                 grads._transfer.wait()
                 grads._arriving = None
-            hop(grads, distance, home=home)
+            hop(grads, step)
 
         patches.append((loop.RotatingKeyGrads, "hop", kept))
     if steps := _jax("steps"):

@@ -63,7 +63,7 @@ class Held:
             threads=max(threading.active_count(), len(list(Path("/proc/self/task").iterdir()))),
             plans=_plan._make_plan.cache_info().currsize,
             calls=prepare._prepare.cache_info().currsize,
-            agreed=max((len(state.agreed) for state in _ranks._state_of.values()), default=0),
+            agreed=max((len(ring.state.agreed) for ring in _ranks._ranks_of.values()), default=0),
         )
 
 

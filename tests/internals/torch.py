@@ -33,7 +33,6 @@ from ring_torch.comm.ranks import (
     Ranks as Ranks,
     Transfer as Transfer,
     ranks_of as ranks_of,
-    state_of as state_of,
     watch as watch,
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
@@ -94,6 +93,7 @@ from ring_torch.strategies import (
     ring as ring_strategy,
     sessions as sessions,
 )
+from ring_torch.strategies.balanced import Balanced as Balanced
 from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,

@@ -2,5 +2,5 @@
 
 from ring_torch.hf import batch as batch_by_hand, scores as scores, wiring as wiring
 from ring_torch.hf.batch import _REPORTS as _REPORTS
-from ring_torch.hf.models import hooks as hooks, parts as parts
+from ring_torch.hf.models import hooks as hooks
 from ring_torch.hf.register import _layer_seed as _layer_seed

@@ -60,6 +60,8 @@ OTHERS = [
     Case("cudnn-bias-mixed", CAUSAL, **{**USUAL, "dims": (192, 128)}, bias="full"),
     Case("cudnn-bias-masked", CAUSAL, **USUAL, bias="masked", batch=2),
     Case("cudnn-bias-masked-full", Mask(), **USUAL, bias="masked"),
+    Case("cudnn-bias-very-negative", CAUSAL, **USUAL, bias="very-negative", batch=2),
+    Case("cudnn-bias-very-negative-full", Mask(), **USUAL, bias="very-negative"),
     Case("cudnn-bias-float16", Mask(), **{**USUAL, "dtype": "float16"}, bias="masked"),
 ]
 

@@ -155,7 +155,10 @@ def test_layers(name: str, small: Any) -> None:
     make: Any = over_gpus if name == "ring" else RIVALS[name]
     attend = make(mesh_of(2), "xla")
     q, k, v, _ = (small._split(mesh_of(2), x) for x in small.inputs(128, seed=0))
-    once, thrice = (jax.jit(layered(attend, n)).lower(q, k, v).compile() for n in (1, 3))
+    # For CPUs jaxlib 0.11 takes barriers away before it merges what is equal: here they stay.
+    kept = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    lowered = [jax.jit(layered(attend, n)).lower(q, k, v) for n in (1, 3)]
+    once, thrice = (x.compile(compiler_options=kept) for x in lowered)
     expected = once(once(once(q, k, v), k, v), k, v)
     np.testing.assert_array_equal(np.asarray(thrice(q, k, v)), np.asarray(expected))
     sent = [

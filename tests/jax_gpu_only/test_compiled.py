@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from backends.triton_compiler import STEPS, compiled
+from internals.jax_gpu import has_gluon
 
 #: Bytes of shared memory that a block may have.
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -51,6 +52,7 @@ def test_options(name: str) -> None:
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 
+@pytest.mark.skipif(not has_gluon(), reason="without Gluon Hopper gets the kernels of plain Triton")
 @pytest.mark.nightly(
     unless=["True-64-only", "True-64-last", "True-128-later", "False-64-later", "False-128-first"]
 )

@@ -291,7 +291,7 @@ def test_one_device_on_a_mesh_with_explicit_axes() -> None:
 
     expected = jax.jit(jax.grad(loss))(x)
     replicated = jax.device_put(x, NamedSharding(mesh, P()))
-    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(replicated), expected)
+    close(jax.jit(jax.grad(loss))(replicated), expected)  # for two devices it is compiled anew
     split = jax.device_put(x, NamedSharding(mesh, P(None, "cp")))
     with pytest.raises(ValueError, match=r"axis_name=None runs on one device.*use ContextParallel"):
         loss(split)

@@ -313,7 +313,9 @@ def test_under_transformations(name: str) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
     with ring_jax.check():
         jax.block_until_ready(TRANSFORMED[name](x))
-        with broken("one_head_wrong"), pytest.raises(jax.errors.JaxRuntimeError, match="forward"):
+        # jax 0.11 compiles no checkpoint of its own accord: then the error comes as it is.
+        raised = (WrongResultError, jax.errors.JaxRuntimeError)
+        with broken("one_head_wrong"), pytest.raises(raised, match=r"\(forward\) is wrong"):
             jax.block_until_ready(TRANSFORMED[name](x))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import QueuedPass, eager, handshake, ranks_of, sdpa, state_of, watch
+from internals.torch import QueuedPass, eager, handshake, ranks_of, sdpa, watch
 from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
@@ -136,7 +136,7 @@ def _stuck(rank: int, ended: bool) -> list[str]:
     logging.getLogger("ring_torch").addHandler(kept)
     watch(ring, timedelta(seconds=1))
     since = time.monotonic() + (-100 if rank else 100)
-    state_of(ring).queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
+    ring.state.queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
     until = time.monotonic() + 15
     while rank and not ended and not kept.lines and time.monotonic() < until:
         time.sleep(0.05)
@@ -165,7 +165,7 @@ def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
     logging.getLogger("ring_torch").addHandler(kept)
     _attend(8)
     thread = watch(ring, timedelta(seconds=1))
-    state = state_of(ring)
+    state = ring.state
     if ends == "destroyed":
         dist.destroy_process_group()
     elif rank == BROKEN:

@@ -97,7 +97,7 @@ def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -
         seen.append(device)
         return nullcontext()
 
-    monkeypatch.setattr(autograd, "on_device", spy)
+    monkeypatch.setattr(autograd, "_on_device", spy)
     x = _x().requires_grad_()
     ring_attention(x, x, x).sum().backward()
     assert seen == [x.device] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,32 @@ from internals.torch import stated_documents
 from sweep import compare
 from torch import Tensor
 
+from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.local import LocalRanks
 
 LENGTH = 23
-MODELS = ("Llama", "Mistral", "Llama4", "BertForMaskedLM", "ModernBertForMaskedLM")
+#: Models, and the types of those that tests/hf_models.py does not build.
+MODELS = {
+    "Llama": "",
+    "Mistral": "",
+    "Llama4": "",
+    "BertForMaskedLM": "bert",
+    "ModernBertForMaskedLM": "modernbert",
+    "RobertaForMaskedLM": "roberta",  # positions are counted among tokens that are no padding
+    "OPTForCausalLM": "opt",  # the same, of the mask
+    "XGLMForCausalLM": "xglm",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "MptForCausalLM": "mpt",  # ALiBi, of all tokens
+    "RecurrentGemmaForCausalLM": "recurrent_gemma",
+    "Lfm2ForCausalLM": "lfm2",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "NemotronHForCausalLM": "nemotron_h",
+    "BartForConditionalGeneration": "bart",
+    "T5ForConditionalGeneration": "t5",
+    "M2M100ForConditionalGeneration": "m2m_100",
+}
 #: Which of the tokens are padding.
 PADDING = {
     "left": [*range(6)],
@@ -38,12 +60,12 @@ def two() -> Iterator[LocalRanks]:
 
 
 def build(name: str) -> Any:
-    if name in hf_models.MODELS:
-        return hf_models.build(name)
-    return compare.build(name, name.removesuffix("ForMaskedLM").lower())
+    return compare.build(name, MODELS[name]) if MODELS[name] else hf_models.build(name)
 
 
-def batch_of(padding: list[int], rows: str, *, shifted: bool) -> dict[str, Tensor]:
+def batch_of(
+    padding: list[int], rows: str, *, shifted: bool, token: int | None
+) -> dict[str, Tensor]:
     """Make two rows, of which the second has its padding elsewhere if they are ``unlike``.
 
     Labels of padding, and those predicted by padding, are ignored.
@@ -54,10 +76,18 @@ def batch_of(padding: list[int], rows: str, *, shifted: bool) -> dict[str, Tenso
     mask[:, padding] = 0
     if rows == "unlike":
         mask[1] = mask[0].roll(3)
+    tokens = tokens.masked_fill(mask == 0, token or 0)
     labels = tokens.masked_fill(mask == 0, -100)
     if shifted:  # label i is predicted by token i - 1
         labels[:, 1:][mask[:, :-1] == 0] = -100
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def both_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Make a batch of two sequences, of unlike lengths, out of one."""
+    source = {name: batch[name].flip(1)[:, 3:] for name in ("input_ids", "attention_mask")}
+    target = {f"decoder_{name}": batch[name] for name in ("input_ids", "attention_mask")}
+    return source | target | {"labels": batch["labels"]}
 
 
 def trained(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,7 +102,15 @@ def _matches(rank: int, name: str, rows: str) -> None:
     del rank
     model = build(name)
     for place, padding in PADDING.items():
-        batch = batch_of(padding, rows, shifted=name in hf_models.MODELS)
+        batch = batch_of(
+            padding,
+            rows,
+            shifted="CausalLM" in type(model).__name__,
+            token=model.config.pad_token_id,
+        )
+        real = batch["attention_mask"] == 1
+        if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+            batch = both_of(batch)
         logits, loss = trained(model, batch)
         expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
         for layout in ("zigzag", "contiguous"):
@@ -81,7 +119,6 @@ def _matches(rank: int, name: str, rows: str) -> None:
             own_logits, own_loss = trained(model, batch)
             cp.reduce_gradients(model)
             handle.remove()
-            real = batch["attention_mask"] == 1
             message = f"{place} {layout}"
             torch.testing.assert_close(own_loss, loss, rtol=1e-12, atol=0, msg=message)
             torch.testing.assert_close(own_logits[real], logits[real], rtol=1e-9, atol=1e-10)
@@ -93,12 +130,38 @@ def _matches(rank: int, name: str, rows: str) -> None:
                     )
 
 
+@pytest.mark.nightly(
+    unless=[
+        "Llama-equal",
+        "Mistral-unlike",
+        "Llama4-unlike",
+        "BertForMaskedLM-equal",
+        "ModernBertForMaskedLM-unlike",
+        "RobertaForMaskedLM-unlike",
+        "OPTForCausalLM-unlike",
+        "Lfm2ForCausalLM-equal",
+        "RecurrentGemmaForCausalLM-unlike",
+        "BartForConditionalGeneration-equal",
+    ]
+)
 @pytest.mark.parametrize("rows", ["equal", "unlike"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_gradients_are_the_whole_models(
     two: LocalRanks, name: str, rows: str
 ) -> None:
     two.run(_matches, name, rows)
+
+
+def _is_refused(rank: int) -> None:
+    del rank
+    model = compare.build("BloomForCausalLM", "bloom")
+    hf.parallelize(model, ContextParallel())
+    with pytest.raises(UnsupportedError, match=r"padding between tokens: .*ALiBi"):
+        model(**batch_of(PADDING["hole"], "equal", shifted=True, token=0))
+
+
+def test_alibi_that_counts_without_padding_is_refused(two: LocalRanks) -> None:
+    two.run(_is_refused)
 
 
 def test_a_document_that_is_numbered_goes_on_after_padding() -> None:

@@ -42,7 +42,7 @@ def test_gpus_are_told_apart_by_what_they_are(
 def test_explain_says_why_keys_are_not_gathered() -> None:
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="striped")
     call: Any = SimpleNamespace(
-        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy=Ring("ring"),
+        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy=Ring((), ()),
         transport="p2p",
     )  # fmt: skip
     said = describe_strategy(call, (32, 16, 2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import Header, handshake, ranks_of, state_of
+from internals.torch import Header, handshake, ranks_of
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
@@ -146,10 +146,10 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
 def _nonces(_: int) -> list[int | None]:
     """Return the nonces of two groups, the first before it is used, too."""
     groups: list[Any] = [dist.new_group() for _ in range(2)]
-    before = state_of(ranks_of(groups[0])).nonce
+    before = ranks_of(groups[0]).state.nonce
     for group in groups:
         _attended(group, 0.3)
-    return [before, *(state_of(ranks_of(group)).nonce for group in groups)]
+    return [before, *(ranks_of(group).state.nonce for group in groups)]
 
 
 def test_each_group_has_a_nonce_of_its_own() -> None:

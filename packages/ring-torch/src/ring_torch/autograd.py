@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_
 from ring_torch.strategies.bias_shift import bias_shift
 
 _DELTA_ROWS = 4096
-_NO_WATCH: AbstractContextManager[None] = nullcontext()
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class RingAttention(torch.autograd.Function):
@@ -58,16 +59,16 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
 
     Where the rows of a bias are shifted, that begins with the shift and ``lse`` of shifted scores.
     """
-    check_graph(call.ring, call.forward_signature, call.device)
+    if call.device.type == "cuda":
+        check_graph(call.ring, call.forward_signature, call.device)
     # What is saved for the backward stays the caller's own: copies live as long as a pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
-        on_device(call.device),
-        _without_autocast(inputs.q.device),
+        _on_device(call.device),
         with_peer_errors(call.ring, call.number, call.forward_signature),
     ):
-        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
+        with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
@@ -113,18 +114,18 @@ def backward_pass(
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
-    check_graph(call.ring, call.backward_signature, call.device)
+    if call.device.type == "cuda":
+        check_graph(call.ring, call.backward_signature, call.device)
     with (
-        on_device(call.device),
-        _without_autocast(out.device),
+        _on_device(call.device),
         with_peer_errors(call.ring, call.number, call.backward_signature),
     ):
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with tripwire.Watch(call.device) if call.checked else _NO_WATCH as seen:
+        with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             found = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
-        dq, dk, dv = (as_own(grad.to(call.dtype).contiguous()) for grad in found[:3])
+        dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in found[:3]]
         wrong = None
         if seen is not None:
             wrong = tripwire.backward_faults(
@@ -141,11 +142,18 @@ def backward_pass(
 _backward_alone = torch.compiler.disable(backward_pass)
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast; entering that takes the host longer than asking whether there is any."""
+@contextmanager
+def _launches_on(device: torch.device) -> Iterator[None]:
+    """Launch on a GPU, without autocast."""
+    with on_device(device), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch there, without autocast; asking takes the host less time than entering."""
     if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+        return _launches_on(device)
+    return _NOTHING if device.type == "cpu" else on_device(device)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:

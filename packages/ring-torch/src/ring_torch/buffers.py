@@ -56,7 +56,7 @@ class BufferSpec:
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """A new message that holds copies of the tensors."""
-        buffer = self.buffer(device)
+        buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
         return buffer
@@ -66,3 +66,14 @@ class BufferSpec:
 def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
     """The packing of so many numbers."""
     return BufferSpec.of(((numel,), dtype))
+
+
+def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
+    """One message that holds tensors like these, in another dtype if one is given."""
+    shapes = [x.shape for x in tensors]
+    return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
+
+
+@lru_cache(maxsize=256)
+def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
+    return BufferSpec.of(*zip(shapes, dtypes, strict=True))

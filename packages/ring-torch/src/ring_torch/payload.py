@@ -51,7 +51,7 @@ class KVPayload:
         sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
         return _keys(*sizes, k.dtype, inputs.k_ids is not None, groups)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Numbers a token."""
         return self.heads * (self.dim + self.v_dim)
@@ -142,13 +142,3 @@ class KeyGradBuffer:
 def are_rows(x: Tensor) -> bool:
     """Whether all heads of a token lie together."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]
-
-
-def keys_of(inputs: Inputs) -> list[Tensor]:
-    """What travels round the ring."""
-    return [inputs.k, inputs.v, *([] if inputs.k_ids is None else [inputs.k_ids])]
-
-
-def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
-    """One message that holds tensors like these, in another dtype if one is given."""
-    return BufferSpec.of(*((x.shape, dtype or x.dtype) for x in tensors))

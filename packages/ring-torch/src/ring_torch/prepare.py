@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from ring_core import (
     Mask,
     Plan,
     Request,
+    StrategyConfig,
     UnsupportedError,
     checks,
     make_plan,
@@ -31,12 +33,20 @@ from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import KERNEL_NAMES, choose
-from ring_torch.records import GIVEN, Inputs, KernelParams, acc_dtype
+from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
 from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
 from ring_torch.tripwire import checked_every, number_checked
 
 _LONGEST = 48  # characters of numbers in a message
+_QKV = ("q", "k", "v")
+#: What each of :class:`Inputs` is called where it is given.
+_NAMES = (*_QKV, "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+#: Types of options that stay what they are: equal ones are checked once.
+_VALUES = frozenset({
+    bool, int, float, str, tuple, type(None), Mask, KernelConfig, StrategyConfig,
+})  # fmt: skip
+_NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
 def check_call(
@@ -70,43 +80,67 @@ def check_call(
         for ids in (q_ids, k_ids):
             _fact(ids, "segment_ids")
     inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
-    names = ("segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
+    facts = tuple([
+        None if x is None and name not in _QKV else _fact(x, name)
+        for name, x in zip(_NAMES, inputs, strict=False)  # all but the shift, which is not given
+    ])  # fmt: skip
     if grad is None:
-        grad = torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in (q, k, v, sinks, bias)
-        )
-        bias_grad = grad and isinstance(bias, Tensor) and bias.requires_grad
+        grad = torch.is_grad_enabled() and True in [
+            fact is not None and fact.requires_grad for fact in facts[:-1]
+        ]
+        bias_grad = grad and bias is not None and bias.requires_grad
     else:
         bias_grad = grad and bias is not None
     every = checked_every() if check is None else check[0]
-    seed, options = options.dropout_seed, _as_key(options, every)
-    facts = (
-        *(_fact(x, name) for x, name in zip((q, k, v), "qkv", strict=True)),
-        *(
-            None if x is None else _fact(x, name)
-            for x, name in zip(inputs[3:GIVEN], names, strict=True)
-        ),
+    seed = options.dropout_seed
+    if seed is not None:
+        checks.check_seed(seed)
+        options = options._replace(dropout_seed=0)
+    kinds = _kinds_in(options)
+    is_plain = _VALUES.issuperset(kinds)
+    as_key = _as_key if is_plain else _as_key.__wrapped__
+    given = (
+        ring,
+        layout,
+        facts,
+        as_key(options, kinds, every),
+        kinds,
+        (grad, bias_grad),
+        number > 0,
     )
-    given = (ring, layout, facts, options, tuple(map(type, options)), (grad, bias_grad), number > 0)
-    try:
-        hash(given)
-    except TypeError:
-        prepare = _prepare.__wrapped__
-    else:
-        prepare = _prepare
-    with on_device(q.device):
+    is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
+    prepare = _prepare if is_known_again else _prepare.__wrapped__
+    with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*given)
     if grad and options.return_lse:
         call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
     if is_capturing():
         _check_capture(call)
-    if call.params.dropout_p > 0 and seed is not None:
+    if seed is not None and call.params.dropout_p > 0:
         call = call._replace(params=replace(call.params, dropout_seed=seed))
     checked = (every and number_checked(every, number)) if check is None else check[1]
     return call._replace(number=number, checked=checked), inputs
 
 
-def _as_key(options: Options, every: int) -> Options:
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _kinds_in(options: Options) -> tuple[type, ...]:
+    """Return the types of options and of what they hold: ``True`` equals 1, and is none."""
+    kinds = [*map(type, options)]
+    for held in (options.window, options.cu_seqlens):
+        if isinstance(held, tuple):
+            kinds += {*map(type, held)} if held is options.cu_seqlens else map(type, held)
+    return tuple(kinds)
+
+
+@lru_cache(maxsize=256)
+def _as_key(options: Options, _kinds: tuple[type, ...], every: int) -> Options:
     """Options as calls are known again by: one mask, whatever gave it, and no seed.
 
     ``causal`` stays, for it is more than the mask of the same name: it is checked.
@@ -120,7 +154,6 @@ def _as_key(options: Options, every: int) -> Options:
         cu_seqlens=options.cu_seqlens,
     )  # fmt: skip
     checks.check_dropout(options.dropout_p, options.dropout_seed)
-    checks.check_seed(options.dropout_seed)
     return options._replace(
         window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None,
         check=every,
@@ -206,7 +239,7 @@ def _prepare(
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
     chosen = strategy_for(
-        strategy, program, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
+        strategy, program, ring.rank, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
         sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
     )  # fmt: skip
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)

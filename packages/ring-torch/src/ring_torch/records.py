@@ -77,14 +77,16 @@ class QueryBlock(NamedTuple):
 
     def take(self, part: slice) -> QueryBlock:
         """The same for a slice of the queries."""
+        if part.start == 0 and part.stop == self.q.shape[1]:
+            return self
         return QueryBlock(
             self.q[:, part],
-            _part(self.indices, part),
-            _part(self.position, part),
+            None if self.indices is None else self.indices[part],
+            None if self.position is None else self.position[part],
             None if self.segments is None else self.segments[:, part],
             None if self.bias is None else self.bias[:, :, part],
             self.slopes,
-            _runs_in(self.runs, part),
+            _runs_in(self.runs, part) if self.runs else (),
             None if self.bias_shift is None else self.bias_shift[:, :, part],
         )
 
@@ -101,13 +103,15 @@ class KeyBlock(NamedTuple):
 
     def take(self, part: slice) -> KeyBlock:
         """The same for a slice of the keys."""
+        if part.start == 0 and part.stop == self.k.shape[1]:
+            return self
         return KeyBlock(
             self.k[:, part],
             self.v[:, part],
-            _part(self.position, part),
+            None if self.position is None else self.position[part],
             None if self.segments is None else self.segments[:, part],
             self.aligned8 and part.start % 8 == 0,
-            _runs_in(self.runs, part),
+            _runs_in(self.runs, part) if self.runs else (),
         )
 
 
@@ -175,7 +179,12 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
-    return unseen_state(q, v_dim, acc_dtype(q.dtype))
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, length, heads, _ = q.shape
+    return AttentionState(
+        q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
+        q.new_full((batch, heads, length), -torch.inf, dtype=dtype),
+    )
 
 
 def unseen_state(
@@ -194,10 +203,6 @@ def unseen_state(
     return AttentionState(out, lse)
 
 
-def _part(x: Tensor | None, part: slice) -> Tensor | None:
-    return None if x is None else x[part]
-
-
 class Inputs(NamedTuple):
     """The tensors of a call, as given (local shards); the last is what is taken off the bias."""
 
@@ -210,6 +215,10 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     slopes: Tensor | None
     bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], wide
+
+    def key_tensors(self) -> list[Tensor]:
+        """What travels of keys: ``k``, ``v`` and, where there are any, segment ids."""
+        return [self.k, self.v] if self.k_ids is None else [self.k, self.v, self.k_ids]
 
 
 #: How many fields of :class:`Inputs` are given.

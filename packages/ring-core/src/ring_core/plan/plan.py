@@ -55,22 +55,22 @@ class WorkItem:
     cu_k: Ints | None = field(default=None, repr=False)
     tiles: npt.NDArray[np.uint8] | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def q_slice(self) -> slice:
         """The query rows."""
         return slice(self.q_start, self.q_stop)
 
-    @property
+    @cached_property
     def k_slice(self) -> slice:
         """The key columns."""
         return slice(self.k_start, self.k_stop)
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Whether every cell of the rectangle is shown."""
         return self.lo is None and self.hi is None and self.cu_q is None and self.tiles is None
 
-    @property
+    @cached_property
     def window(self) -> Window:
         """The band as flash-attention's window: ``(left, right)``, aligned bottom right.
 
@@ -80,7 +80,7 @@ class WorkItem:
         d = (self.k_stop - self.k_start) - (self.q_stop - self.q_start)
         return None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
 
-    @property
+    @cached_property
     def documents_window(self) -> Window | None:
         """For several documents: the window that shows each its part, if one does for all.
 
@@ -98,7 +98,7 @@ class WorkItem:
         window = None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
         return window if all(side is None or side >= 0 for side in window) else None
 
-    @property
+    @cached_property
     def seen(self) -> tuple[Ints, Ints]:
         """From which column, and up to which, each row sees: of its rectangle, not for tiles.
 

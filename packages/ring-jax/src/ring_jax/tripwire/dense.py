@@ -8,7 +8,7 @@ would, for the 2x rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -35,6 +35,19 @@ class Precision(NamedTuple):
     def round(self, x: Array) -> Array:
         """As a kernel hands it to a matmul."""
         return x if self.narrow is None else x.astype(self.narrow).astype(self.wide)
+
+    def products(
+        self, product: Callable[[Array, Array], Array], terms: Sequence[tuple[Array, Array]]
+    ) -> list[Array]:
+        """Multiply rounded weights and what they weigh, and after these products their squares.
+
+        A sum of numbers that were rounded is off by about the root of the sum of their squares.
+        Where no weights are rounded the squares are zeros.
+        """
+        sums = [product(self.round(weights), x) for weights, x in terms]
+        if self.narrow is None:
+            return sums + [jnp.zeros_like(x) for x in sums]
+        return sums + [product(weights * weights, x * x) for weights, x in terms]
 
 
 EXACT = Precision(np.float64)
@@ -86,18 +99,22 @@ class Partial(NamedTuple):
 
     lse: Array  # [n, H]
     means: Array  # [n, H, W]
+    squares: Array  # [n, H, W]: sums of the squares of what was rounded and added up
 
     def with_sinks(self, sinks: Array) -> Partial:
         """Softmax mass taken by sinks ``[H]`` or ``[H, s]``, logits that yield no value."""
         folded = jax.nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
         lse = jnp.logaddexp(self.lse, folded)
-        return Partial(lse, self.means * _weight(self.lse, lse)[..., None])
+        weight = _weight(self.lse, lse)[..., None]
+        return Partial(lse, self.means * weight, self.squares * weight * weight)
 
 
 def merged(parts: Partial) -> Partial:
     """Means over the keys of all parts, which lie along a first dimension."""
     lse = jax.nn.logsumexp(parts.lse, axis=0)
-    return Partial(lse, (_weight(parts.lse, lse)[..., None] * parts.means).sum(axis=0))
+    weights = _weight(parts.lse, lse)[..., None]
+    means, squares = (weights * parts.means, weights * weights * parts.squares)
+    return Partial(lse, means.sum(axis=0), squares.sum(axis=0))
 
 
 def query_means(
@@ -127,7 +144,9 @@ def key_sums(
     delta: Array,
     precision: Precision,
 ) -> Array:
-    """What queries add to keys: dK, dV and sums of weights, ``[m, K, D + Dv + 1]``.
+    """Compute what queries add to keys, side by side, ``[m, K, 2 * (D + Dv) + 1]``.
+
+    It is dK, dV, the sums of squares of what was rounded and added up to them, and the weights.
 
     Args:
         rule: What scores share.
@@ -151,8 +170,8 @@ def key_sums(
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
         dp = _by_pair(dout, v) * scores.keep
         ds = p * (dp - rows_delta) * scores.slope * rule.scale
-        dk, dv = _by_key(precision.round(ds), q), _by_key(precision.round(p * scores.keep), dout)
-        return jnp.concatenate([dk, dv, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
+        sums = precision.products(_by_key, [(ds, q), (p * scores.keep, dout)])
+        return jnp.concatenate([*sums, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
     return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
 
@@ -231,11 +250,12 @@ def _means_of_block(
     lse, p = _by_row((top + jnp.log(total))[..., 0]), weights / jnp.where(total == 0, 1.0, total)
 
     if queries.dout is None:
-        return Partial(lse, _by_query(precision.round(p * scores.keep), v))
-    dp = _by_pair(dout, v) * scores.keep
-    of_keys = (p * dp * scores.slope, p * scores.slope)
-    sums = (_by_query(precision.round(x), k) for x in of_keys)
-    return Partial(lse, jnp.concatenate(list(sums), axis=-1))
+        terms = [(p * scores.keep, v)]
+    else:
+        dp = _by_pair(dout, v) * scores.keep
+        terms = [(p * dp * scores.slope, k), (p * scores.slope, k)]
+    sums = jnp.concatenate(precision.products(_by_query, terms), axis=-1)
+    return Partial(lse, *jnp.split(sums, 2, axis=-1))
 
 
 def _finite(

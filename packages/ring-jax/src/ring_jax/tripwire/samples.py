@@ -37,6 +37,7 @@ from ring_jax.tripwire.dense import (
 )
 from ring_jax.tripwire.settings import Turn, mixed
 
+#: Got, exact, plain, size of terms and what was rounded, of each name, as ``SampledRows``.
 Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
 
@@ -49,9 +50,10 @@ def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: A
         b, rows = sample.batch, sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
+        of_lse = (x[..., None] for x in (lse[b][:, rows].T, exact.lse, plain.lse))
         results: Results = {
-            "out": (out[b, rows], exact.means, plain.means.astype(out.dtype), size),
-            "lse": (*(x[..., None] for x in (lse[b][:, rows].T, exact.lse, plain.lse)), jnp.ones(SAMPLES)),
+            "out": (out[b, rows], exact.means, plain.means.astype(out.dtype), size, jnp.sqrt(plain.squares)),
+            "lse": (*of_lse, jnp.ones(SAMPLES), jnp.zeros((*plain.lse.shape, 1))),
         }  # fmt: skip
         sample.compare("forward", {"queries": results})
 
@@ -83,18 +85,19 @@ def check_backward(
         digits = 1 + jnp.abs(jnp.where(jnp.isfinite(lse), lse, 0))
         scale, v_long = abs(static.scale), _longest(inputs.v)
         size = scale * lengths * _largest(inputs.k) * v_long * digits[:, rows].max(axis=0)
-        q_side: Results = {"dq": (dq[b, rows], *sample.dq(results, upstream), size)}
+        exact_dq, plain_dq, rounded = sample.dq(results, upstream)
+        q_side: Results = {"dq": (dq[b, rows], exact_dq, plain_dq, size, rounded)}
         exact, plain = sample.key_sums(results, upstream)
         weights = exact[..., -1].max(axis=-1) * digits.max()
         long, dim = _longest(dout), inputs.k.shape[3]
-        sizes = {
-            "dk": (dk, slice(dim), scale * weights * long * v_long * _largest(inputs.q)),
-            "dv": (dv, slice(dim, -1), weights * long),
-        }
+        cuts = (dim, dim + inputs.v.shape[3], 2 * dim + inputs.v.shape[3])
+        exact_dk, exact_dv, *_ = jnp.split(exact[..., :-1], cuts, axis=-1)
+        plain_dk, plain_dv, dk_squares, dv_squares = jnp.split(plain[..., :-1], cuts, axis=-1)
+        dk_size = scale * weights * long * v_long * _largest(inputs.q)
         k_side: Results = {
-            name: (x[b, columns], exact[..., part], plain[..., part].astype(x.dtype), size)
-            for name, (x, part, size) in sizes.items()
-        }
+            "dk": (dk[b, columns], exact_dk, plain_dk.astype(dk.dtype), dk_size, jnp.sqrt(dk_squares)),
+            "dv": (dv[b, columns], exact_dv, plain_dv.astype(dv.dtype), weights * long, jnp.sqrt(dv_squares)),
+        }  # fmt: skip
         sample.compare("backward", {"queries": q_side, "keys": k_side})
 
     turn.run(partial(_in_float64, run), lambda: None)
@@ -170,8 +173,8 @@ class _Sample(NamedTuple):
 
     def dq(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
-    ) -> tuple[Array, Array]:
-        """The gradients of this rank's queries: exact, and by a plain implementation.
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of this rank's queries: exact, by a plain implementation, what it rounds.
 
         Both take delta from ``out`` as the forward rounded it, which is all that a backward has;
         so do those of keys. An exact delta would differ by one number a row and head. In the
@@ -182,19 +185,21 @@ class _Sample(NamedTuple):
         dout, out = (y[b, rows].astype(jnp.float64) for y in (upstream[0], results[0]))
         dlse = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
         delta = (dout * out).sum(axis=-1, keepdims=True) - dlse
-        exact, plain = (
-            self.static.scale * (first - delta * second)
+        scale, (exact, plain) = self.static.scale, self.means(upstream[0])
+        dq = [
+            scale * (first - delta * second)
             for first, second in (
-                jnp.split(part.means.astype(jnp.float64), 2, axis=-1)
-                for part in self.means(upstream[0])
+                jnp.split(x.means.astype(jnp.float64), 2, axis=-1) for x in (exact, plain)
             )
-        )
-        return exact, plain.astype(self.inputs.q.dtype)
+        ]
+        first, second = jnp.split(jnp.sqrt(plain.squares.astype(jnp.float64)), 2, axis=-1)
+        rounded = abs(scale) * (first + jnp.abs(delta) * second)
+        return dq[0], dq[1].astype(self.inputs.q.dtype), rounded
 
     def key_sums(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """dK, dV and sums of weights of this rank's keys, side by side: exact, and plain."""
+        """Compute :func:`key_sums` for this rank's keys: exact, and plain."""
         x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
         columns, position = self.own("keys"), self.positions("keys")
         keys = SampledKeys(
@@ -274,7 +279,7 @@ def _compare(
     picked = dict(zip(_KINDS, arrays[:2], strict=True))
     found = []
     for n, (kind, name) in enumerate(names):
-        parts = [_joined(static.dtype, x) for x in arrays[2 + 4 * n : 6 + 4 * n]]
+        parts = [_joined(static.dtype, x) for x in arrays[2 + 5 * n : 7 + 5 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
             worst = SampledRows(*rows).worst(static.dtype)
             if worst is not None:

@@ -8,7 +8,6 @@ still be under way, and would be read as something else.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import struct
@@ -18,8 +17,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 
 from ring_core import RankMismatchError
+from ring_core.base.arguments import not_none
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import (
     PeerError,
@@ -28,10 +29,10 @@ from ring_torch.comm.ranks import (
     header_device,
     others,
     peer_errors,
-    state_of,
     watch,
 )
 from ring_torch.comm.store import (
+    LONGEST_FIELD,
     CallSignature,
     StoreAgreement,
     clear_failure,
@@ -42,7 +43,6 @@ from ring_torch.comm.store import (
 
 HEADER_BYTES = 2048
 _MOST_AGREED = 4096
-_LONGEST = 96  # characters of a field of a header
 _UNLIKE_SHARDS = (
     " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
     "negative segment_ids, so that it neither sees nor is seen)"
@@ -79,10 +79,8 @@ class Header(NamedTuple):
     @classmethod
     def of(cls, signature: CallSignature, number: int, seed: int, nonce: int = 0) -> Self:
         """Make the header of a pass, in readable fields."""
-        fields = {name: _cut(value) for name, value in signature.fields.items()}
-        text = json.dumps(fields, sort_keys=True).encode()
-        assert len(text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
-        return cls(_IN_WORDS, number, signature.digest, seed, nonce, text)
+        assert len(signature.text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
+        return cls(_IN_WORDS, number, signature.digest, seed, nonce, signature.text)
 
     @classmethod
     def read(cls, message: bytes) -> Self | None:
@@ -120,7 +118,7 @@ class Header(NamedTuple):
         found: object = None
         with suppress(ValueError):
             found = json.loads(self.fields)
-        fields = found if isinstance(found, dict) else {"fields": self.fields[:_LONGEST]}
+        fields = found if isinstance(found, dict) else {"fields": self.fields[:LONGEST_FIELD]}
         return {**fields, "call": self.number, "dropout_seed": self.seed}
 
 
@@ -148,30 +146,22 @@ def agree(
     """
     if ring.size == 1:
         return
-    device = header_device(ring, device)
-    if device.type != "cpu" and has_agreed(ring, signature):
+    state = ring.state
+    if device.type != "cpu" and dist.get_backend(ring.group) == "gloo":
+        device = torch.device("cpu")  # gloo sends from the host
+    has_agreed = signature.digest in state.agreed
+    if device.type != "cpu" and has_agreed:
         _check_on_stream(ring, number, seed, signature, device)
         return
-    assert ring.group is not None
-    state, header = state_of(ring), Header.of(signature, number, seed)
-    theirs = _exchange_headers(ring, header, device)
-    assert state.nonce is not None
-    agreement = StoreAgreement.of(ring.group, state.nonce, number, signature.fields["pass"])
-    if theirs is None or not _are_same(header, theirs, signature):
-        text = (
-            f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
-            f"{header.mismatch(theirs)}. All ranks must make the same calls in the same order "
-            f"with equal local shapes, dtypes and options"
-        )
-        agreement.report_mismatch(text)
-        known = theirs is not None and theirs.digest in state.agreed
-        # Who finds no difference waits for all in the first such call, and goes on in a later one.
-        if theirs is None or (ring.size > 2 and (known or has_agreed(ring, signature))):
-            fail(ring, text)
-        raise RankMismatchError(text)
-    if not has_agreed(ring, signature):
+    sent, received = _exchange_headers(ring, Header.of(signature, number, seed), device)
+    if received != sent:  # ranks that make the same call send the same bytes
+        _compare(ring, sent, received, signature, has_agreed=has_agreed)
+    if not has_agreed:
+        group = ring.group
+        assert group is not None and state.nonce is not None
+        agreement = StoreAgreement.of(group, state.nonce, number, signature.fields["pass"])
         digest = signature.for_call(number, seed)
-        patience = timeout_of(ring.group, device)
+        patience = timeout_of(group, device)
         with peer_errors(others(ring)):
             note = agreement.wait_for_all(digest, ring.size, patience)
         if note is not None:
@@ -179,11 +169,40 @@ def agree(
         _note_agreed(ring, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
+        assert ring.group is not None
         watch(ring, timeout_of(ring.group, device))
 
 
-def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Header | None:
-    """Send a header to the rank ahead, and return that of the rank behind, or None if it is none.
+def _compare(
+    ring: Ranks, sent: bytes, received: bytes, signature: CallSignature, *, has_agreed: bool
+) -> None:
+    """Say what differs between this rank's header and that of the rank behind, if they do.
+
+    Raises:
+        RankMismatchError: They are of different calls.
+    """
+    mine, theirs = Header.read(sent), Header.read(received)
+    assert mine is not None
+    if theirs is not None and _are_same(mine, theirs, signature):
+        return
+    text = (
+        f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
+        f"{mine.mismatch(theirs)}. All ranks must make the same calls in the same order "
+        f"with equal local shapes, dtypes and options"
+    )
+    state = ring.state
+    assert ring.group is not None and state.nonce is not None
+    agreement = StoreAgreement.of(ring.group, state.nonce, mine.number, signature.fields["pass"])
+    agreement.report_mismatch(text)
+    known = theirs is not None and theirs.digest in state.agreed
+    # Who finds no difference waits for all in the first such call, and goes on in a later one.
+    if theirs is None or (ring.size > 2 and (known or has_agreed)):
+        fail(ring, text)
+    raise RankMismatchError(text)
+
+
+def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
+    """Send a header to the rank ahead; return what was sent, and what the rank behind has sent.
 
     The first headers of a group bring its nonce round: rank 0 draws it and sends, each other rank
     receives it before it sends, and rank 0 receives last. Notes that a group of the same name left
@@ -191,9 +210,9 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Head
     connects all peers of what is started together before anything moves, so that rank 0, which
     would wait for the last rank to connect, would keep the rank ahead from receiving.
     """
-    state = state_of(ring)
-    received = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    receives = [(received, ring.behind(1))]
+    state = ring.state
+    arriving = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+    receives = [(arriving, ring.behind(1))]
     is_first, is_origin = state.nonce is None, ring.rank == 0
     if is_first and is_origin:
         assert ring.group is not None
@@ -201,18 +220,15 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> Head
         state.nonce = secrets.randbits(64)
     elif is_first:
         ring.start([], receives).wait()
-        theirs = _header_in(received)
+        theirs = Header.read(bytes(arriving.cpu().numpy()))
         state.nonce = 0 if theirs is None else theirs.nonce
     assert state.nonce is not None
-    mine = torch.frombuffer(header._replace(nonce=state.nonce).bytes(), dtype=torch.uint8)
-    ring.start([(mine.to(device), ring.ahead(1))], [] if is_first else receives).wait()
+    sent = header._replace(nonce=state.nonce).bytes()
+    mine = torch.frombuffer(sent, dtype=torch.uint8).to(device)
+    ring.start([(mine, ring.ahead(1))], [] if is_first else receives).wait()
     if is_first and is_origin:
         ring.start([], receives).wait()
-    return _header_in(received)
-
-
-def _header_in(received: torch.Tensor) -> Header | None:
-    return Header.read(bytes(received.cpu().numpy()))
+    return bytes(sent), bytes(arriving.cpu().numpy())
 
 
 def _check_on_stream(
@@ -239,7 +255,7 @@ def _note_agreed(
     ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
     """Note that all ranks make such calls; what they said before this one, all have read."""
-    state = state_of(ring)
+    state = ring.state
     if state.last is not None and ring.rank == 0:
         last, read = state.last
         last.clear(read)
@@ -251,7 +267,7 @@ def _note_agreed(
 
 def has_agreed(ring: Ranks, signature: CallSignature) -> bool:
     """Whether this group has compared such calls in words before."""
-    return signature.digest in state_of(ring).agreed
+    return signature.digest in ring.state.agreed
 
 
 def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> None:
@@ -280,18 +296,19 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         RankMismatchError: Ranks make different calls.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if ring.group is None or ring.size == 1:
+    if ring.size == 1:
         yield
         return
-    state_of(ring).check()
+    ring.state.check()
     name = signature.fields["pass"]
     try:
         yield
-        _note_queued(ring, f"call {number} ({name})")
+        if ring.state.is_watched:
+            _note_queued(ring, f"call {number} ({name})")
     except RankMismatchError:
         raise
     except PeerError as error:
-        note, failure = _read_mismatch(ring, number, name), read_failure(ring.group)
+        note, failure = _read_mismatch(ring, number, name), read_failure(not_none(ring.group))
         own = f"call {number} ({name}): rank {ring.rank} {error}"
         fail(ring, note or failure or own, report=False)
         if note is not None:
@@ -305,7 +322,7 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
 
 def _read_mismatch(ring: Ranks, number: int, name: str) -> str | None:
     """Return the note of a rank that found a difference in a pass, if there is one."""
-    nonce = state_of(ring).nonce
+    nonce = ring.state.nonce
     if nonce is None:  # nobody behind this rank has come as far as that
         return None
     assert ring.group is not None
@@ -317,9 +334,7 @@ def _note_queued(ring: Ranks, name: str) -> None:
 
     Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
     """
-    state = state_of(ring)
-    if not state.is_watched:
-        return
+    state = ring.state
     state.queued = None
     if not is_capturing():
         ended = torch.cuda.current_stream().record_event()
@@ -329,7 +344,7 @@ def _note_queued(ring: Ranks, name: str) -> None:
 def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
     """Close a group for later calls, and say why to the others."""
     assert ring.group is not None
-    state_of(ring).failure = text
+    ring.state.failure = text
     if report:
         report_failure(ring.group, text)
 
@@ -342,12 +357,3 @@ def _differ_in_length(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
         if a[1] != b[1] and (a[0], a[2:]) == (b[0], b[2:]):
             return True
     return False
-
-
-def _cut(value: Any) -> Any:
-    """A field that leaves room for the others: its beginning, and a digest of all of it."""
-    text = json.dumps(value)
-    if len(text) <= _LONGEST:
-        return value
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return f"{text[: _LONGEST - 12]}... {digest}"

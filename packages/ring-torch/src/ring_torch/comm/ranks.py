@@ -53,7 +53,6 @@ class QueuedPass(NamedTuple):
 class GroupState:
     """What has happened on a group."""
 
-    ring: Ranks
     calls: int = 0
     nonce: int | None = None  # drawn by rank 0, and told ahead with the first header
     agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
@@ -76,10 +75,6 @@ class GroupState:
             )
 
 
-# Facts about groups, which are not ours to extend.
-_state_of: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
-
-
 @dataclass(frozen=True)
 class Ranks:
     """This rank's place among those that hold one sequence; without a group it is alone.
@@ -91,6 +86,7 @@ class Ranks:
     group_ref: ref[dist.ProcessGroup] | None
     rank: int
     size: int
+    state: GroupState = field(default_factory=GroupState, compare=False, repr=False)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -122,13 +118,12 @@ class Ranks:
         Raises:
             RuntimeError: A pass of an earlier call failed.
         """
-        if self.group is None:
+        if self.group_ref is None:
             return 0
-        state = state_of(self)
         if self.size > 1:
-            state.check()
-        state.calls += 1
-        return state.calls
+            self.state.check()
+        self.state.calls += 1
+        return self.state.calls
 
     def start(
         self,
@@ -140,18 +135,26 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        group = None if self.group_ref is None else self.group_ref()
+        if group is None:
+            group = self.group  # which says what is wrong
         queued = [
-            dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+            dist.P2POp(function, tensor, group=group, group_peer=peer)
             for function, pairs in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in pairs
         ]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
-        with peer_errors(peers):
+        try:
             pending = dist.batch_isend_irecv(queued) if queued else []
-        return Transfer(tuple(pending), tuple(tensor for tensor, _ in sends), peers)
+        except RuntimeError as error:
+            raise PeerError(peers, error) from error
+        return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)
 
 
 ALONE = Ranks(None, 0, 1)
+
+# Facts about groups, which are not ours to extend.
+_ranks_of: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,11 @@ class Transfer:
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
-        with peer_errors(self.peers):
+        try:
             for work in self.pending:
                 work.wait()
+        except RuntimeError as error:
+            raise PeerError(self.peers, error) from error
 
 
 DONE = Transfer()
@@ -196,7 +201,7 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
     """
-    state_of(ring).check()
+    ring.state.check()
     try:
         with peer_errors(others(ring)):
             yield
@@ -235,14 +240,6 @@ def others(ring: Ranks) -> list[int]:
     return [rank for rank in range(ring.size) if rank != ring.rank]
 
 
-def state_of(ring: Ranks) -> GroupState:
-    """What has happened on a ring's group."""
-    assert ring.group is not None
-    if (state := _state_of.get(ring.group)) is None:
-        state = _state_of[ring.group] = GroupState(ring)
-    return state
-
-
 def ranks_of(group: Any) -> Ranks:
     """The ring of a process group, a one-dimensional ``DeviceMesh``, or ``None``.
 
@@ -259,8 +256,8 @@ def ranks_of(group: Any) -> Ranks:
     if isinstance(group, dist.ProcessGroup):
         if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001 - no public way
             raise ValueError("the process group was destroyed; give another group")
-        if (state := _state_of.get(group)) is not None:
-            return state.ring
+        if (ranks := _ranks_of.get(group)) is not None:
+            return ranks
     if hasattr(group, "get_group"):  # a DeviceMesh
         if group.ndim != 1:
             raise ValueError(
@@ -280,7 +277,7 @@ def ranks_of(group: Any) -> Ranks:
         raise ValueError(
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
-    return Ranks(ref(group), rank, dist.get_world_size(group))
+    return _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
 
 
 def check_device(ring: Ranks, device: torch.device) -> None:
@@ -344,7 +341,7 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
         except (RuntimeError, ValueError):  # it was destroyed
             return
         assert ring.group is not None
-        text, state = read_failure(ring.group), state_of(ring)
+        text, state = read_failure(ring.group), ring.state
         if state.failure is not None:
             return
         if text is not None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 _SAME = b"the same"
 _DIGEST_BYTES = 8
+LONGEST_FIELD = 96  # characters
 _PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds between two looks at a key
 
@@ -37,13 +38,15 @@ class CallSignature:
 
     fields: dict[str, Any]  # anything that ``json`` writes
     digest: bytes
+    text: bytes  # the fields as a message holds them: JSON, long ones cut
 
     @classmethod
     def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
         """The signature of the pass of this name."""
         fields = {"pass": name, **fields}
-        text = json.dumps(fields, sort_keys=True).encode()
-        return cls(fields, hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+        whole = json.dumps(fields, sort_keys=True).encode()
+        short = json.dumps({key: _cut(x) for key, x in fields.items()}, sort_keys=True).encode()
+        return cls(fields, hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest(), short)
 
     def for_call(self, number: int, seed: int) -> bytes:
         """What tells this call from any other: the digest of all, number and seed included."""
@@ -114,6 +117,15 @@ class StoreAgreement:
     def _count(self, digest: bytes) -> str:
         """Under which name ranks that make one call are counted."""
         return f"{self._key}/{digest.hex()}"
+
+
+def _cut(value: Any) -> Any:
+    """Cut a field that is long to its beginning and a digest of all of it."""
+    text = json.dumps(value)
+    if len(text) <= LONGEST_FIELD:
+        return value
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{text[: LONGEST_FIELD - 12]}... {digest}"
 
 
 def report_failure(group: dist.ProcessGroup, text: str) -> None:

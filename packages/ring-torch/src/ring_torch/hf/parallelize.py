@@ -22,7 +22,14 @@ from ring_torch.hf.models.check import (
 )
 from ring_torch.hf.models.classes import has_written_attention
 from ring_torch.hf.models.code import forward_of
-from ring_torch.hf.models.hooks import Logits, ModelHooks, Reduction, hooks_of
+from ring_torch.hf.models.hooks import (
+    Logits,
+    ModelHooks,
+    Reduction,
+    hooks_of,
+    refuse_generation,
+    replace_attribute,
+)
 from ring_torch.hf.register import is_ring, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.verify import Target, VerifyReport, verify_target, warn_of_untested
@@ -229,13 +236,15 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
         joins_router=not is_pooling and has_router_loss(inner),
     )  # fmt: skip
-    undo = [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
+    undo = [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
     handle = hooks.owner = Handle(undo, (_split_module(model), hooks))
     return handle
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
     """Put the hooks on; yields what takes each off."""
+    if hasattr(inner, "generate"):
+        yield replace_attribute(inner, "generate", refuse_generation)
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
     if hooks.is_pooling:
         yield inner.score.register_forward_hook(hooks.join_rows).remove
@@ -279,18 +288,35 @@ def _attend(model: Any) -> Callable[[], object]:
 
     Towers that see images or sound see whole ones, and keep theirs.
     """
-    own = _attention_of(model)
-    if is_ring(own):
+    if is_ring(_attention_of(model)):
         return lambda: None
+    before = [
+        (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
+        for config in _configs(model)
+    ]
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
     set_attention = model.set_attn_implementation
     if has_written_attention(model):  # of which transformers has no other to set
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
-    for config, name in kept:
-        if config is not model.config:
-            config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
-    return lambda: set_attention(own)
+    _set([(config, name) for config, name in kept if config is not model.config])
+    return partial(_set, before)
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """Yield configs of a model and of its parts, each before those within it."""
+    found = [model.config, *(x.config for x in model.modules() if is_of_transformers(x))]
+    while found:
+        config = found.pop(0)
+        yield config
+        inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+        found += [x for x in inner if x is not None]
+
+
+def _set(attention: Iterable[tuple[Any, str]]) -> None:
+    """Set the attention of configs, in this order: each sets those within it, too."""
+    for config, name in attention:
+        config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
 
 
 def _attention_of(model: Any) -> str:

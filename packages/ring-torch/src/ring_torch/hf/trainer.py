@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +50,23 @@ def check_trainer(trainer: Any, logits: str) -> None:
             f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
             f"in a way of its own; leave it out"
         )
-    if trainer.compute_loss_func is not None and logits == "local":
+    name = "compute_loss_func" if trainer.compute_loss_func is not None else _own_loss(trainer)
+    if name and logits == "local":
         raise ValueError(
-            "the Trainer's compute_loss_func reads logits of the whole sequence: give "
-            "logits='gather' to hf.parallelize"
+            f"the Trainer's {name} reads logits of the whole sequence: give logits='gather' to "
+            f"hf.parallelize"
         )
+
+
+def _own_loss(trainer: Any) -> str | None:
+    """Return the name of a user's ``compute_loss`` that reads logits, if there is one."""
+    method = trainer.compute_loss
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    if function.__module__.partition(".")[0] in ("transformers", "trl"):
+        return None  # trl's metrics are of a rank's logits, its losses of the whole batch
+    code = function.__code__
+    is_reading = "logits" in {*code.co_names, *map(str, code.co_consts)}
+    return f"compute_loss ({function.__qualname__})" if is_reading else None
 
 
 class TrainerHooks:
@@ -88,7 +102,7 @@ class TrainerHooks:
         for name in ("prepare_data_loader", "prepare_model", "gather_for_metrics"):
             yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (
-            "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
+            "evaluation_loop", "prediction_step", "get_tp_size", "get_total_train_batch_size", "floating_point_ops",
             "_track_num_input_tokens",
         ):  # fmt: skip
             yield replace_attribute(self.trainer, name, getattr(self, name))
@@ -162,6 +176,18 @@ class TrainerHooks:
             return own(input_data)
         finally:
             undo()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the Trainer; steps a second are those of a ring's ranks, which count as one."""
+        output = self._own(self.trainer, "evaluation_loop")(*args, **kwargs)
+        batch = self.trainer.args.eval_batch_size
+        counted, steps = (
+            math.ceil(output.num_samples / (batch * devices))
+            for devices in (self.trainer.args.world_size, len(self.firsts))
+        )
+        metrics = _Metrics(output.metrics)
+        metrics.steps_of_one_counted = steps / max(counted, 1)
+        return output._replace(metrics=metrics)
 
     def prediction_step(
         self,
@@ -246,6 +272,24 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
             f"dimension of a mesh over all ranks"
         )
     return starts, starts.index(first)
+
+
+class _Metrics(dict[str, float]):
+    """Metrics of an evaluation: the Trainer adds its speed, and counts a step of each rank.
+
+    It divides samples by its batches on all ranks, in the middle of methods that log the result.
+    """
+
+    steps_of_one_counted = 1.0
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As of a dictionary, with steps a second of rings."""
+        more = dict(*args, **kwargs)
+        share = self.steps_of_one_counted
+        super().update(
+            (name, round(x * share, 3) if name.endswith("_steps_per_second") else x)
+            for name, x in more.items()
+        )
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,9 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
 
         merge_on_gpu(into.out, into.lse, out, lse)
         return
+    if out.shape[1] <= _MERGED_ROWS:
+        _merge_rows(into, out, lse)
+        return
     for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
         rows = slice(start, start + _MERGED_ROWS)
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])

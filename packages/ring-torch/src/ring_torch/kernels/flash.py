@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -43,7 +44,17 @@ from ring_torch.records import (
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default."""
+    """Compute capability of a CUDA device, of the current one by default.
+
+    Torch looks for devices anew each time, which takes the host longer than many a launch.
+    """
+    if not torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device is None else device)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

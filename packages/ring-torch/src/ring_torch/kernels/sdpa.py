@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, Options, merge_into, rounded_to_8
-from ring_torch.kernels.eager import EagerKernel, is_clean
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
 from ring_torch.records import (
     AttentionState,
@@ -56,7 +56,7 @@ class CpuFlashKernel(AccumulatingKernel):
         into: AttentionState,
     ) -> None:
         """One launch for each query head of a K/V head, so that K/V are not repeated."""
-        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, columns.v):
+        if _reads_nonfinite(item, rows.q, columns.k, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -73,11 +73,11 @@ class CpuFlashKernel(AccumulatingKernel):
     ) -> None:  # fmt: skip
         """The kernel computes ``delta`` itself, from the global ``out``."""
         others = columns.v, upstream.dout, upstream.out
-        if not (is_clean(rows.q) and is_clean(columns.k)) or _reads_nonfinite(item, *others):
+        if _reads_nonfinite(item, rows.q, columns.k, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
-            dout, out = (x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out))
+            dout, out = [x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out)]
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout,
                 q,
@@ -214,9 +214,13 @@ def _lengths(
     return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
-def _reads_nonfinite(item: WorkItem, *tensors: Tensor) -> bool:
-    """Whether a masked weight of an item meets something that 0 times it is not 0."""
-    return not (item.is_full or all(map(is_clean, tensors)))
+def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Return True if scores are not finite, or masked weights, which are 0, meet what is not.
+
+    Where nothing of an item is masked, what the weights meet may be anything.
+    """
+    read = (q, k) if item.is_full else (q, k, *others)
+    return False in [bool(torch.isfinite(x).all()) for x in read]
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

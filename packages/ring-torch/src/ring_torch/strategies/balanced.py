@@ -1,106 +1,291 @@
-"""Queries that other ranks compute for their owner, and the results on their way back."""
+"""A ring over contiguous shards whose idle ranks compute for busy ones.
+
+Beside the keys, queries travel: to a helper, which computes over its own keys for them, and its
+results travel back to be merged. They move in pieces of rows, one ahead of the piece that is being
+computed, so that a helper holds two.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import HELP_PIECES, Stage, WorkItem
-from ring_torch.call import Call
-from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.records import QueryBlock
+from ring_core import HELP_PIECES, RingProgram, Stage, StrategyName, WorkItem
+from ring_torch.buffers import packing_of
+from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.comm.handshake import agree
+from ring_torch.comm.ranks import DONE, Ranks, Transfer
+from ring_torch.kernels.api import merge_into
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
+)
+from ring_torch.strategies.ring import (
+    Launch,
+    RingStep,
+    RotatingKeyGrads,
+    attend_step,
+    differentiate_step,
+    ring_steps,
+)
 
-#: What arrives at a helper, and where: the tensors of the rows of each piece of an item.
-QueryChunk = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
+
+class HelpPiece(NamedTuple):
+    """A piece of what ranks compute for each other in a step, resolved for a rank.
+
+    Attributes:
+        helper: The rank that computes for this one.
+        helped: Rows of this rank's queries for which it does.
+        launches: What this rank computes for others, over its own keys.
+    """
+
+    helper: int
+    helped: tuple[slice, ...]
+    launches: tuple[Launch, ...]
 
 
-@dataclass
+class BalancedStep(NamedTuple):
+    """A step of a ring, and what ranks compute for each other after their own launches."""
+
+    own: RingStep
+    pieces: tuple[HelpPiece, ...]
+
+
+def balanced_steps(
+    program: RingProgram, rank: int, stages: tuple[Stage, ...]
+) -> tuple[BalancedStep, ...]:
+    """Resolve the stages of a pass for a rank."""
+
+    def pieces(stage: Stage) -> tuple[HelpPiece, ...]:
+        if not stage.helps:
+            return ()
+        helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
+        helped = [item.cut(HELP_PIECES) for item in program.remote_items(rank, stage.step)]
+        others = [
+            item.cut(HELP_PIECES) for item in program.items(rank, stage.step) if item.q_rank != rank
+        ]
+        return tuple(
+            HelpPiece(
+                helper,
+                tuple(cut[n].q_slice for cut in helped if n < len(cut)),
+                tuple(Launch.of(cut[n]) for cut in others if n < len(cut)),
+            )
+            for n in range(HELP_PIECES)
+        )
+
+    steps = ring_steps(program, rank, stages)
+    return tuple(BalancedStep(*x) for x in zip(steps, map(pieces, stages), strict=True))
+
+
+@dataclass(frozen=True)
+class Balanced(Strategy):
+    """A ring with helpers. What a forward saves are the packed keys that arrived last, if any."""
+
+    forward_steps: tuple[BalancedStep, ...]
+    backward_steps: tuple[BalancedStep, ...]
+    name: StrategyName = "balanced"
+
+    @classmethod
+    def of(cls, program: RingProgram, rank: int) -> Self:
+        """Resolve a program for a rank."""
+        return cls(
+            balanced_steps(program, rank, program.forward),
+            balanced_steps(program, rank, program.backward),
+        )
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
+        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
+        own = call.columns(call.ring.rank, keys)
+        into = empty_state(rows.q, inputs.v.shape[3])
+        saved: Saved = ()
+        if len(self.forward_steps) > 1:
+            packing = packing_of(keys)
+            held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+        remote = RemoteQueries(
+            call.ring, self.forward_steps,
+            take=lambda part: rows_tensors(rows.take(part)),
+            like=into.take,
+            add=lambda part, tensors: merge_into(into.take(part), *tensors),
+        )  # fmt: skip
+
+        def attend(launch: Launch, tensors: list[Tensor]) -> AttentionState:
+            theirs = helped_rows(call, launch.item, rows, tensors)
+            result = empty_state(theirs.q, inputs.v.shape[3])
+            if theirs.q.shape[0] > 0:
+                keys = own.take(launch.columns)
+                call.kernel.attend_into(theirs, keys, launch.item, call.params, result)
+            return result
+
+        for step, pieces in self.forward_steps:
+            # Kernels read the keys in ``held`` while they are sent on; what ``spare`` held went on
+            # in the step before.
+            transfer = DONE
+            if step.keys_to is not None and step.keys_from is not None:
+                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+            columns = own
+            if not step.is_own:
+                columns = call.columns(step.keys_of, packing.views(held))
+            attend_step(call, step.launches, rows, columns, into)
+            remote.finish()
+            remote.help(pieces, attend)
+            transfer.wait()
+            if step.keys_to is not None:
+                held, spare = spare, held
+                saved = (held,)
+        remote.finish()
+        return into, saved
+
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """The gradients in the accumulators' dtype; as in a ring, with queries that travel."""
+        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
+        own = call.columns(call.ring.rank, keys)
+        packing = packing_of(keys)
+        row_grads = zero_row_grads(call, rows)
+        key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
+
+        def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
+            theirs = helped_rows(call, launch.item, rows, tensors)
+            grads = zero_row_grads(call, theirs)
+            if theirs.q.shape[0] > 0:
+                dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
+                given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
+                into: KeyGrads = key_grads.grads(home=True).take(launch.columns)
+                call.kernel.grads_into(
+                    theirs, own.take(launch.columns), given, launch.item, call.params, grads, into
+                )
+            return _row_grad_tensors(grads)
+
+        def add(part: slice, tensors: list[Tensor]) -> None:
+            for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
+                total.add_(x)
+
+        remote = RemoteQueries(
+            call.ring, self.backward_steps,
+            take=lambda part: [
+                *rows_tensors(rows.take(part)),
+                *(x for x in upstream.take(part) if x is not None),
+            ],
+            like=lambda part: _row_grad_tensors(row_grads.take(part)),
+            add=add,
+        )  # fmt: skip
+        held = next(iter(saved), None)
+        for step, pieces in self.backward_steps:
+            transfer, arriving = DONE, held
+            if held is not None and step.keys_to is not None and step.keys_from is not None:
+                # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
+                arriving = packing.buffer(call.device)
+                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+            columns = own
+            if not step.is_own:
+                assert held is not None
+                columns = call.columns(step.keys_of, packing.views(held))
+            if step.launches:
+                differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
+            remote.finish()
+            remote.help(pieces, differentiate)
+            # The sum of the ranks before has to be here now; with this rank's part it goes on.
+            key_grads.hop(step)
+            transfer.wait()
+            held = arriving
+        remote.finish()
+        home = key_grads.grads(home=True)
+        return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """A message of K/V, also where this plan moves none: another may."""
+        del plan_known
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+
+
+#: What arrives at a helper, and where: the tensors of the rows of each launch.
+_Arriving = tuple[Transfer, list[tuple[Launch, list[Tensor]]]]
+
+
 class RemoteQueries:
     """Ships what a call's rows need to their helpers, helps others, and brings results home.
 
-    Rows travel in pieces, one ahead of the piece that is computed, so that a helper holds two.
-
-    Attributes:
-        call: The call.
-        stages: The pass.
+    Args:
+        ring: The ranks.
+        steps: The pass.
         take: Cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
             are equal on all ranks, it also tells what a shipment from another rank looks like.
         like: Tensors of the shapes and dtypes of the results of a slice of rows.
         add: Adds results that came home in their place.
     """
 
-    call: Call
-    stages: Sequence[Stage]
-    take: Callable[[slice], list[Tensor]]
-    like: Callable[[slice], Sequence[Tensor]]
-    add: Callable[[slice, list[Tensor]], None]
-
-    def __post_init__(self) -> None:
-        self._ahead = iter(
-            [(s.step, n) for s in self.stages if s.helps for n in range(HELP_PIECES)]
-        )
-        self._in_flight: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
-        self._next_chunk = self._send_queries()
+    def __init__(
+        self,
+        ring: Ranks,
+        steps: Sequence[BalancedStep],
+        *,
+        take: Callable[[slice], list[Tensor]],
+        like: Callable[[slice], Sequence[Tensor]],
+        add: Callable[[slice, list[Tensor]], None],
+    ) -> None:
+        self._ring, self._take, self._like, self._add = ring, take, like, add
+        self._to_send = iter([piece for step in steps for piece in step.pieces])
+        self._returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self._arriving = self._send_next()
 
     def help(
-        self, step: int, compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]]
+        self,
+        pieces: Sequence[HelpPiece],
+        compute: Callable[[Launch, list[Tensor]], Sequence[Tensor]],
     ) -> None:
         """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
-        for piece in range(HELP_PIECES):
-            transfer, arriving = self._next_chunk
+        for piece in pieces:
+            transfer, arriving = self._arriving
             transfer.wait()
-            self._next_chunk = self._send_queries()
-            results = [(item.out_rank, compute(item, x)) for item, x in arriving]
+            self._arriving = self._send_next()  # the next piece travels while this one is computed
+            results = [(launch.item.out_rank, compute(launch, x)) for launch, x in arriving]
             self.finish()
-            self._return_results(step, piece, results)
+            self._return_results(piece, results)
 
     def finish(self) -> None:
         """Wait for results sent home, and add each in its place."""
-        for transfer, expected in self._in_flight:
+        for transfer, expected in self._returning:
             transfer.wait()
             for rows, tensors in expected:
-                self.add(rows, tensors)
-        self._in_flight.clear()
+                self._add(rows, tensors)
+        self._returning.clear()
 
-    def _send_queries(self) -> QueryChunk:
+    def _send_next(self) -> _Arriving:
         """Start sending the next piece that others compute, and receiving the next one to do."""
-        found = next(self._ahead, None)
-        if found is None:
+        piece = next(self._to_send, None)
+        if piece is None:
             return DONE, []
-        step, piece = found
-        ring, program = self.call.ring, self.call.program
-        peer = ring.ahead(program.steps[step].shift)
-        helped = _piece(program.remote_items(ring.rank, step), piece)
-        sends = [(x.contiguous(), peer) for item in helped for x in self.take(item.q_slice)]
-        others = [item for item in program.items(ring.rank, step) if item.q_rank != ring.rank]
+        sends = [(x.contiguous(), piece.helper) for rows in piece.helped for x in self._take(rows)]
         arriving = [
-            (item, [x.new_empty(x.shape) for x in self.take(item.q_slice)])
-            for item in _piece(others, piece)
+            (launch, [x.new_empty(x.shape) for x in self._take(launch.rows)])
+            for launch in piece.launches
         ]
-        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
-        return ring.start(sends, receives), arriving
+        receives = [(x, launch.item.q_rank) for launch, tensors in arriving for x in tensors]
+        return self._ring.start(sends, receives), arriving
 
     def _return_results(
-        self, step: int, piece: int, results: Sequence[tuple[int, Sequence[Tensor]]]
+        self, piece: HelpPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Start sending results to the ranks they belong to, and receiving this rank's own."""
-        ring, program = self.call.ring, self.call.program
-        peer = ring.ahead(program.steps[step].shift)
-        helped = [item.q_slice for item in _piece(program.remote_items(ring.rank, step), piece)]
-        expected = [(rows, [x.new_empty(x.shape) for x in self.like(rows)]) for rows in helped]
-        transfer = ring.start(
+        expected = [
+            (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.helped
+        ]
+        transfer = self._ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],
-            [(x, peer) for _, tensors in expected for x in tensors],
+            [(x, piece.helper) for _, tensors in expected for x in tensors],
         )
-        self._in_flight.append((transfer, expected))
-
-
-def _piece(items: Sequence[WorkItem], number: int) -> list[WorkItem]:
-    """The piece of each item that has so many."""
-    pieces = [item.cut(HELP_PIECES) for item in items]
-    return [cut[number] for cut in pieces if number < len(cut)]
+        self._returning.append((transfer, expected))
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:
@@ -118,3 +303,7 @@ def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tens
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
     return QueryBlock(q, index, position, segments, bias, like.slopes, bias_shift=shift)
+
+
+def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
+    return [x for x in grads if x is not None]

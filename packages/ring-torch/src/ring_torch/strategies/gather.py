@@ -24,12 +24,11 @@ from ring_core import (
     RingProgram,
     StrategyName,
     WorkItem,
-    gather_program,
     longest_gather,
 )
 from ring_core.checks import Sizes
 from ring_torch.call import Call, Saved, Shapes, Strategy
-from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload, keys_of
+from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -84,6 +83,7 @@ class Gather(Strategy):
     """For kernels that know bands. Gathered keys are saved where they are few."""
 
     groups: HeadGroups
+    gather: GatherProgram
     name: StrategyName = "gather"
     depends_on_kernel = True
 
@@ -91,7 +91,7 @@ class Gather(Strategy):
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
         groups = self.groups.forward
         session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
-        gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
+        gather, keys = self.gather, session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
         rows = call.rows(inputs)
@@ -120,7 +120,7 @@ class Gather(Strategy):
         """
         groups = self.groups.backward
         session = open_session(call, inputs, call.backward_signature, groups=groups, own=True)
-        gather, keys = gather_program(call.plan, call.ring.rank), session.spec.keys
+        gather, keys = self.gather, session.spec.keys
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # A kernel's parts add, where launches by themselves write what comes first.
@@ -164,7 +164,7 @@ class Gather(Strategy):
         keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self._saves(call, keys):
             return []
-        length = gather_program(call.plan, call.ring.rank).length
+        length = self.gather.length
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
         return (both + ids) * self.groups.forward
@@ -340,5 +340,5 @@ def _in_place(
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
-    own = call.columns(call.ring.rank, keys_of(head_group(inputs, n, groups)))
+    own = call.columns(call.ring.rank, head_group(inputs, n, groups).key_tensors())
     return [(own, item) for item in gather.in_place]

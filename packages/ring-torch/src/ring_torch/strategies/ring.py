@@ -1,22 +1,17 @@
-"""K/V go round a ring of ranks: a kernel for each work item of a step, its result merged.
-
-Ranks that would be idle may compute for busy ones: queries travel to them, and the results back.
-"""
+"""Keys and values go round a ring of ranks: kernels run for each step, and their results merge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import StrategyName, WorkItem
-from ring_torch.buffers import BufferSpec
+from ring_core import RingProgram, Stage, StrategyName, WorkItem
+from ring_torch.buffers import BufferSpec, packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
-from ring_torch.kernels.api import merge_into
-from ring_torch.payload import keys_of, packing_of
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -28,130 +23,182 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.balanced import RemoteQueries, helped_rows, rows_tensors
+
+
+class Launch(NamedTuple):
+    """A kernel launch: a work item, and what it takes of local queries and keys."""
+
+    item: WorkItem
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def of(cls, item: WorkItem) -> Self:
+        """The launch of an item."""
+        return cls(item, item.q_slice, item.k_slice)
+
+
+class RingStep(NamedTuple):
+    """What a rank does in one step of a pass, resolved.
+
+    Attributes:
+        launches: For its own queries, over the keys that it holds.
+        keys_of: The rank whose keys these are.
+        is_own: They are its own, which lie where they were given.
+        keys_to: While the launches run, the keys go on to this rank; ``None`` if no step needs
+            them.
+        keys_from: And those of the next step arrive from this one.
+        grads_to: Backward: after the launches the gradients of the keys go on to this rank, summed
+            up with what arrived; ``None`` if they are home.
+        grads_from: And those of the next step's keys arrive from this one.
+    """
+
+    launches: tuple[Launch, ...]
+    keys_of: int
+    is_own: bool
+    keys_to: int | None
+    keys_from: int | None
+    grads_to: int | None
+    grads_from: int | None
+
+
+def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
+    """Resolve the stages of a pass for a rank."""
+    size = program.plan.cp_size
+
+    def away(hop: int | None, direction: int) -> int | None:
+        return None if hop is None else (rank + direction * hop) % size
+
+    return tuple(
+        RingStep(
+            tuple(
+                Launch.of(item) for item in program.items(rank, stage.step) if item.q_rank == rank
+            ),
+            (rank - program.steps[stage.step].shift) % size,
+            program.steps[stage.step].shift == 0,
+            away(stage.kv_hop, 1), away(stage.kv_hop, -1),
+            away(stage.grad_hop, 1), away(stage.grad_hop, -1),
+        )
+        for stage in stages
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ring(Strategy):
-    """A ring whose plan says who computes what: each rank for itself, or for others too.
+    """A ring in which each rank computes for itself.
 
-    What a forward saves is the packed K/V that arrived last, if any travelled.
+    What a forward saves are the packed keys and values that arrived last, if any travelled.
     """
 
-    name: StrategyName
+    forward_steps: tuple[RingStep, ...]
+    backward_steps: tuple[RingStep, ...]
+    name: StrategyName = "ring"
 
-    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the accumulators' dtype, and the packed K/V that arrived last, if any did.
-
-        K/V move in two slots: while a kernel reads one, it is sent on and the next arrives in the
-        other.
-        """
-        program, ring = call.program, call.ring
-        agree(ring, call.number, call.seed, call.forward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
-        own = columns = call.columns(ring.rank, keys)
-        into = empty_state(rows.q, inputs.v.shape[3])
-        packing = packing_of(keys)
-        slots: list[Tensor] = []
-        if program.num_steps > 1:
-            slots = [packing.pack(keys, call.device), packing.buffer(call.device)]
-        remote = RemoteQueries(
-            call,
-            program.forward,
-            take=lambda part: rows_tensors(rows.take(part)),
-            like=into.take,
-            add=lambda part, tensors: merge_into(into.take(part), *tensors),
+    @classmethod
+    def of(cls, program: RingProgram, rank: int) -> Self:
+        """Resolve a program for a rank."""
+        return cls(
+            ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
         )
 
-        def attend_remote(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
-            theirs = helped_rows(call, item, rows, tensors)
-            result = empty_state(theirs.q, inputs.v.shape[3])
-            if theirs.q.shape[0] > 0:
-                call.kernel.attend_into(theirs, own.take(item.k_slice), item, call.params, result)
-            return result
-
-        for stage in program.forward:
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
+        """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
+        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
+        own = call.columns(call.ring.rank, keys)
+        into = empty_state(rows.q, inputs.v.shape[3])
+        saved: Saved = ()
+        if len(self.forward_steps) > 1:
+            # Two buffers: kernels read the keys in one, which are sent on meanwhile, and the next
+            # arrive in the other, whose keys went on in the step before.
+            packing = packing_of(keys)
+            held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+        for step in self.forward_steps:
             transfer = DONE
-            if stage.kv_hop is not None:
-                kv, spare = slots
-                transfer = ring.start(
-                    [(kv, ring.ahead(stage.kv_hop))], [(spare, ring.behind(stage.kv_hop))]
-                )
-            _attend(call, rows, columns, own, stage.step, into)
-            remote.finish()
-            if stage.helps:
-                remote.help(stage.step, attend_remote)
+            if step.keys_to is not None and step.keys_from is not None:
+                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+            columns = own
+            if not step.is_own:
+                columns = call.columns(step.keys_of, packing.views(held))
+            attend_step(call, step.launches, rows, columns, into)
             transfer.wait()
-            if stage.kv_hop is not None:
-                slots.reverse()
-                columns = call.columns(
-                    ring.behind(program.steps[stage.step + 1].shift), packing.views(slots[0])
-                )
-        remote.finish()
-        return into, tuple(slots[:1])
+            if step.keys_to is not None:
+                held, spare = spare, held
+                saved = (held,)
+        return into, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype.
 
-        The stages of the forward in reverse, from the K/V that arrived last. dK/dV travel with the
-        K/V they belong to, one stage late: while a stage computes its own, those of the ranks
-        before are still arriving. The own block, run last, hides the last hop.
+        The forward's steps in reverse, from the keys that arrived last. The gradients of keys
+        travel with them, a step late: while a step computes its part, the sum of the ranks before
+        still arrives. A rank's own keys come last, and hide the last hop of their gradients home.
         """
-        program, ring = call.program, call.ring
-        agree(ring, call.number, call.seed, call.backward_signature, call.device)
-        rows, keys = call.rows(inputs), keys_of(inputs)
-        own = columns = call.columns(ring.rank, keys)
-        packing, kv = packing_of(keys), saved[0] if program.num_steps > 1 else None
-        if kv is not None:
-            columns = call.columns(ring.behind(program.steps[-1].shift), packing.views(kv))
+        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        rows, keys = call.rows(inputs), inputs.key_tensors()
+        own = call.columns(call.ring.rank, keys)
+        packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        remote, differentiate_remote = _remote_backward(
-            call, rows, own, upstream, row_grads, key_grads
-        )
-        for stage in program.backward:
-            transfer, arriving = DONE, kv
-            if stage.kv_hop is not None:
-                assert kv is not None
+        held = next(iter(saved), None)
+        for step in self.backward_steps:
+            transfer, arriving = DONE, held
+            if held is not None and step.keys_to is not None and step.keys_from is not None:
+                # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
                 arriving = packing.buffer(call.device)
-                transfer = ring.start(
-                    [(kv, ring.ahead(stage.kv_hop))], [(arriving, ring.behind(stage.kv_hop))]
-                )
-            _differentiate(call, rows, columns, own, upstream, stage.step, row_grads, key_grads)
-            remote.finish()
-            if stage.helps:
-                remote.help(stage.step, differentiate_remote)
-            key_grads.hop(stage.grad_hop, home=program.steps[stage.step].shift == 0)
+                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+            columns = own
+            if not step.is_own:
+                assert held is not None
+                columns = call.columns(step.keys_of, packing.views(held))
+            if step.launches:
+                differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
+            # The sum of the ranks before has to be here now; with this rank's part it goes on.
+            key_grads.hop(step)
             transfer.wait()
-            kv = arriving
-            if stage.kv_hop is not None:
-                assert kv is not None
-                columns = call.columns(
-                    ring.behind(program.steps[stage.step - 1].shift), packing.views(kv)
-                )
-        remote.finish()
+            held = arriving
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(keys_of(inputs)).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
 
 
-def _attend(
-    call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, step: int, into: AttentionState
+def attend_step(
+    call: Call,
+    launches: tuple[Launch, ...],
+    rows: QueryBlock,
+    columns: KeyBlock,
+    into: AttentionState,
 ) -> None:
-    """Run a step's items for this rank's own queries."""
-    for item in call.program.items(call.ring.rank, step):
-        if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
-            keys = (own if item.kv_rank == call.ring.rank else columns).take(item.k_slice)
-            place = into.take(item.q_slice)
-            call.kernel.attend_into(rows.take(item.q_slice), keys, item, call.params, place)
+    """Run launches of a forward, and merge what each gives."""
+    if rows.q.shape[0] == 0:
+        return
+    for item, at, keys_at in launches:
+        call.kernel.attend_into(
+            rows.take(at), columns.take(keys_at), item, call.params, into.take(at)
+        )
+
+
+def differentiate_step(
+    call: Call, step: RingStep, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
+    row_grads: QueryGrads, key_grads: RotatingKeyGrads,
+) -> None:  # fmt: skip
+    """Run the launches of a backward's step, and add what each gives."""
+    if rows.q.shape[0] == 0:
+        return
+    column_grads = key_grads.grads(home=step.is_own)
+    for item, at, keys_at in step.launches:
+        call.kernel.grads_into(
+            rows.take(at), columns.take(keys_at), upstream.take(at), item, call.params,
+            row_grads.take(at), column_grads.take(keys_at),
+        )  # fmt: skip
 
 
 class RotatingKeyGrads:
-    """dK/dV: those of this rank's own keys, and those of the keys it holds for now.
+    """Gradients of keys: those of this rank's own, and those of the keys that it holds for now.
 
     At most three buffers live: one computing, one arriving, one leaving.
     """
@@ -168,9 +215,13 @@ class RotatingKeyGrads:
             self._sums[home] = self._packing.buffer(self._call.device).zero_()
         return KeyGrads(*self._packing.views(self._sums[home]))
 
-    def hop(self, hop: int | None, *, home: bool) -> None:
-        """Add what arrived to what was computed, and send the sum on."""
+    def hop(self, step: RingStep) -> None:
+        """Add what arrived to what was computed in a step, and send the sum on.
+
+        The sum that leaves is read until the next hop waits for it; nothing else writes it.
+        """
         self._transfer.wait()
+        home = step.is_own
         total, arrived = self._sums.pop(home, None), self._arriving
         self._arriving, self._transfer = None, DONE
         if total is None:
@@ -180,61 +231,10 @@ class RotatingKeyGrads:
             total.view(acc_dtype).add_(arrived.view(acc_dtype))
         if home and total is not None:
             self._sums[home] = total
-        if hop is None:
+        if step.grads_to is None or step.grads_from is None:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
-        ring = self._call.ring
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = ring.start([(sent, ring.ahead(hop))], [(self._arriving, ring.behind(hop))])
-
-
-def _remote_backward(
-    call: Call, rows: QueryBlock, own: KeyBlock, upstream: BackwardInputs, row_grads: QueryGrads,
-    key_grads: RotatingKeyGrads,
-) -> tuple[RemoteQueries, Callable[[WorkItem, list[Tensor]], list[Tensor]]]:  # fmt: skip
-    """This rank's queries that others differentiate, and how it does others'."""
-
-    def differentiate_remote(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
-        theirs = helped_rows(call, item, rows, tensors)
-        grads = zero_row_grads(call, theirs)
-        if theirs.q.shape[0] > 0:
-            dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
-            given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-            column_grads = key_grads.grads(home=True).take(item.k_slice)
-            call.kernel.grads_into(
-                theirs, own.take(item.k_slice), given, item, call.params, grads, column_grads
-            )
-        return _row_grad_tensors(grads)
-
-    def add(part: slice, tensors: list[Tensor]) -> None:
-        for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
-            total.add_(x)
-
-    return RemoteQueries(
-        call,
-        call.program.backward,
-        take=lambda part: [
-            *rows_tensors(rows.take(part)),
-            *(x for x in upstream.take(part) if x is not None),
-        ],
-        like=lambda part: _row_grad_tensors(row_grads.take(part)),
-        add=add,
-    ), differentiate_remote
-
-
-def _differentiate(
-    call: Call, rows: QueryBlock, columns: KeyBlock, own: KeyBlock, upstream: BackwardInputs, step: int,
-    row_grads: QueryGrads,
-    key_grads: RotatingKeyGrads,
-) -> None:  # fmt: skip
-    for item in call.program.items(call.ring.rank, step):
-        if item.q_rank == call.ring.rank and rows.q.shape[0] > 0:
-            is_own = item.kv_rank == call.ring.rank
-            keys, column_grads = own if is_own else columns, key_grads.grads(home=is_own)
-            part = rows.take(item.q_slice), keys.take(item.k_slice), upstream.take(item.q_slice)
-            into = row_grads.take(item.q_slice), column_grads.take(item.k_slice)
-            call.kernel.grads_into(*part, item, call.params, *into)
-
-
-def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
-    return [x for x in grads if x is not None]
+        self._transfer = self._call.ring.start(
+            [(sent, step.grads_to)], [(self._arriving, step.grads_from)]
+        )

@@ -9,7 +9,6 @@ import torch
 from ring_core import Plan, StrategyName, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
-from ring_torch.payload import keys_of
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 
 
@@ -26,7 +25,7 @@ class Single(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider; nothing is saved."""
-        rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
+        rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         item = self.item
         covered = item.q_stop - item.q_start == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
@@ -48,7 +47,7 @@ class Single(Strategy):
     ) -> Grads:
         """The gradients in the inputs' dtype or wider."""
         item = self.item
-        rows, columns = call.rows(inputs), call.columns(0, keys_of(inputs))
+        rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         found = call.kernel.grads(*part, item, call.params)
         dbias = found.dbias

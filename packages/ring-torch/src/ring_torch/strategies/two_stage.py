@@ -6,11 +6,14 @@ others', and then the own ones while the others' gradients travel home.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
-from ring_core import StrategyName, WorkItem, gather_program
+from ring_core import GatherProgram, Plan, StrategyName, WorkItem, gather_program
 from ring_torch.call import Call, Saved, Strategy, zero_row_grads
-from ring_torch.payload import KeyGradBuffer, keys_of
+from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -23,22 +26,30 @@ from ring_torch.records import (
 from ring_torch.strategies.sessions import gathered_columns, open_session
 
 
+@dataclass(frozen=True)
 class TwoStageGather(Strategy):
     """Nothing is saved: the backward fetches the keys again."""
 
+    gather: GatherProgram
+    own_items: tuple[WorkItem, ...]
     name: StrategyName = "gather"
     depends_on_kernel = True
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Self:
+        """Resolve a plan for a rank."""
+        return cls(gather_program(plan, rank, own=False), plan.items(rank, rank))
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype."""
         session = open_session(call, inputs, call.forward_signature, groups=1, own=False)
-        gather = gather_program(call.plan, call.ring.rank, own=False)
+        gather = self.gather
         (arriving,) = session.fetch(gather, inputs)
         columns = gathered_columns(call, gather, session.spec.keys, arriving.tensors)
         rows, rank = call.rows(inputs), call.ring.rank
         into = empty_state(rows.q, inputs.v.shape[3])
-        own = call.columns(rank, keys_of(inputs))
-        work = [(own, item, 0) for item in call.plan.items(rank, rank)]
+        own = call.columns(rank, inputs.key_tensors())
+        work = [(own, item, 0) for item in self.own_items]
         work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
         for keys, item, waits_for in work:
             arriving.wait(waits_for)
@@ -54,9 +65,8 @@ class TwoStageGather(Strategy):
     ) -> Grads:
         """The gradients in the accumulators' dtype."""
         session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
-        plan, rank, keys = call.plan, call.ring.rank, session.spec.keys
-        gather, rows = gather_program(plan, rank, own=False), call.rows(inputs)
-        own = call.columns(rank, keys_of(inputs))
+        gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
+        own = call.columns(call.ring.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
@@ -74,7 +84,7 @@ class TwoStageGather(Strategy):
         for item in gather.items:
             differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
         add_to = session.return_grads(gather, sums, others, 0, overlapped=True)
-        for item in plan.items(rank, rank):
+        for item in self.own_items:
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)

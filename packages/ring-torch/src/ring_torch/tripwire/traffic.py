@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_core import WorkItem, gather_program
 from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
-from ring_torch.buffers import BufferSpec
+from ring_torch.buffers import BufferSpec, packing_of
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
-from ring_torch.payload import KVPayload, keys_of, packing_of
+from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs
 from ring_torch.strategies.bias_shift import sent_for_shift
 from ring_torch.transports.api import counted_by
@@ -139,7 +139,7 @@ class Pass(NamedTuple):
 
 def _ring(one: Pass) -> int:
     call, inputs = one.call, one.inputs
-    program, rank, keys = call.program, call.ring.rank, keys_of(inputs)
+    program, rank, keys = call.program, call.ring.rank, inputs.key_tensors()
     sent = 0
     for stage in program.forward if one.forward else program.backward:
         if stage.kv_hop is not None:

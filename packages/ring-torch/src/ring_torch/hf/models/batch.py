@@ -33,14 +33,19 @@ _SPLIT = {
 #: Switches and numbers that mean the same on a part of a sequence.
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
+_NO_CACHE = (
+    "there is no cache of a split sequence; to generate call remove() of the handle of hf.parallelize "
+    "first, or use another attn_implementation"
+)
 _REASONS = {
-    "past_key_values": "there is no cache of a split sequence",
+    "past_key_values": _NO_CACHE,
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
     "compute it on every rank from ContextParallel.unshard(x, grad='slice') of start_logits and "
     "end_logits",
     "end_positions": "as start_positions",
-    "logits_to_keep": "it counts from the end of a rank's part; take the logits you need",
+    "logits_to_keep": "it counts from the end of a rank's part; take the logits you need, or give the "
+    "model to hf.parallelize with logits='gather'",
 }
 
 
@@ -85,7 +90,10 @@ def split_batch(
     _set_labels(given, segments, report)
     _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
-    more = -length % divisor_of(sharding.layout_name, sharding.ring.size)
+    gathers = "recurrent" in report.hooks
+    # With one token on a rank transformers takes a forward for a step of decoding, without a mask.
+    least = max(length, sharding.ring.size + 1) if gathers else length
+    more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
             continue
@@ -93,6 +101,7 @@ def split_batch(
         given[name] = sharding.shard(x, dim=1)
     if not report.shifts_labels and "labels" in given:
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
+    is_real = segments >= 0
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     last = [
         int(_array(positions)[:, at[at < length]].max(initial=0))
@@ -113,9 +122,17 @@ def split_batch(
         None if ids is None else sharding.shard(ids, dim=1),
         (min(last), max(last)),
         dropout_seed,
+        length,
+        given["position_ids"],
         has_padding=bool((segments < 0).any()),
-        gathers="recurrent" in report.hooks,
-        first=tuple((segments >= 0).argmax(axis=1).tolist()),
+        gathers=gathers,
+        whole=torch.from_numpy(is_real).to(tokens.device, torch.int64)
+        if gathers and not is_real.all()
+        else None,
+        first=tuple(is_real.argmax(axis=1).tolist()),
+        has_holes=bool(
+            (np.diff(is_real, axis=1, prepend=False, append=False).sum(axis=1) > 2).any()
+        ),
     )
     return given
 
@@ -177,7 +194,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
     known = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
     if given.get("use_cache"):
-        raise UnsupportedError("use_cache=True: there is no cache of a split sequence")
+        raise UnsupportedError(f"use_cache=True: {_NO_CACHE}")
     if reasons := [
         f"{name} ({_REASONS.get(name, 'how it lies along the sequence is not known')})"
         for name in given

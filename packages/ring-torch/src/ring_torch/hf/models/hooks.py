@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.models.parts import Merged, Pair, Part, is_merged
+from ring_torch.hf.models.parts import is_merged, split_labels, split_pair, split_text
 from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.sharding import Sharding
 
@@ -44,11 +44,23 @@ _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 @dataclass(frozen=True)
 class _Call:
-    """What the hooks after a forward have to know of the batch."""
+    """The forward that is under way, and what its hooks have to know of the batch.
 
-    is_shifted_here: bool  # labels came unshifted: the last token has none
+    Attributes:
+        mask: Names the sequence; of an encoder-decoder the decoder's.
+        is_whole: The text model is given whole embeddings, which are to be split.
+        is_shifted_here: Labels came unshifted, so that the last token has none.
+        has_labels: A loss is computed.
+        has_router_loss: A router's loss is computed, of the whole sequence.
+        kept: The rows of the whole sequence's logits that are asked for; ``None`` for all.
+    """
+
+    mask: ShardedMask
+    is_whole: bool
+    is_shifted_here: bool
     has_labels: bool
     has_router_loss: bool
+    kept: slice | Tensor | None
 
 
 @dataclass(eq=False)
@@ -66,9 +78,8 @@ class ModelHooks(ReductionChoice):
         takes_merged: Images may come, and a text model is hooked.
         undivided_share: Of losses by no count of labels, if multiplied outside.
         is_evaluating_logits: Logits are joined for a while.
-        call: The batch that is under way.
-        part: Its sequence.
-        source: That of an encoder, beside a decoder.
+        call: The forward that is under way. What runs again, for a backward, is given all it needs
+            as arguments, and does not read it: it would be that of a later batch.
     """
 
     sharding: Sharding
@@ -82,8 +93,6 @@ class ModelHooks(ReductionChoice):
     undivided_share: float = 1.0
     is_evaluating_logits: bool = False
     call: _Call | None = None
-    part: Part = field(default_factory=Part)
-    source: Part = field(default_factory=Part)
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Itself: a copy of the model belongs to the same ranks."""
@@ -133,17 +142,21 @@ class ModelHooks(ReductionChoice):
         given = self._checked(module, by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
+        kept = self._kept(module, given)
         if not self.divides_by_items(module):
             given.pop("num_items_in_batch", None)
-        shard = self._shard(module, given)
+        shard, mask, is_whole = self._shard(module, given)
         self.call = _Call(
+            mask,
+            is_whole=is_whole,
             is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
+            kept=kept,
         )
         if has_router_loss:
-            mask = given.get("attention_mask")
-            shard["attention_mask"] = None if mask is None else (mask != 0).to(mask.dtype)
+            padding = given.get("attention_mask")
+            shard["attention_mask"] = None if padding is None else (padding != 0).to(padding.dtype)
         takes = parameters_of(type(unwrapped(module)))
         if "use_cache" in takes:
             shard.setdefault("use_cache", False)
@@ -154,8 +167,10 @@ class ModelHooks(ReductionChoice):
                 shard.pop(name, None)
         return (), {**switches, **shard}
 
-    def _shard(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of one sequence, or of two."""
+    def _shard(
+        self, module: nn.Module, given: dict[str, Any]
+    ) -> tuple[dict[str, Any], ShardedMask, bool]:
+        """Return this rank's part of the batch, its mask, and if embeddings are still whole."""
         seed, weight = self._dropout_seed(module), _one_weight(module)
         rest = self.sharding, unwrapped(module), given, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
@@ -164,26 +179,37 @@ class ModelHooks(ReductionChoice):
                 f"told of documents on a ring; leave them out"
             )
         if self.is_pair:
-            return Pair(self.source, self.part).split(*rest)
+            shard = split_pair(*rest)
+            return shard, shard["decoder_attention_mask"], False
         if self.takes_merged and is_merged(given):
-            return Merged(self.part).split_labels(*rest)
-        self.part.is_whole = False
+            return *split_labels(*rest), True
         shard = split_batch(self.sharding, given, self.report, seed, weight)
-        self.part.take(shard, given)
-        return shard
+        return shard, shard["attention_mask"], False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def split_text(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a text model: split what it is given, if the batch came whole so far."""
+        if self.call is None or not self.call.is_whole:
+            return args, kwargs
+        self.call = replace(self.call, is_whole=False)
+        return split_text(self.call.mask, module, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
         """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
-        call, part = self._ended(), self.part
+        call = self._ended()
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
-            if isinstance(value, Tensor) and value.shape[:2] == part.mask.shape:
+            if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
                 output[name] = self.whole(
-                    value, part.length - (name in _PER_TOKEN and call.is_shifted_here)
+                    value, call.mask.length - (name in _PER_TOKEN and call.is_shifted_here)
                 )
+        if call.kept is not None and isinstance(output.get("logits"), Tensor):
+            output["logits"] = output["logits"][:, call.kept]
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
         return output
@@ -194,7 +220,7 @@ class ModelHooks(ReductionChoice):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before the part below a router's loss, which needs the whole mask: the split one."""
         if self.call is not None and self.call.has_router_loss:
-            kwargs = {**kwargs, "attention_mask": replace(self.part.mask, joins_router=True)}
+            kwargs = {**kwargs, "attention_mask": replace(self.call.mask, joins_router=True)}
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -204,7 +230,8 @@ class ModelHooks(ReductionChoice):
         """After it: the router's logits of the whole sequence."""
         if self.call is None or not self.call.has_router_loss:
             return output
-        shape, logits = self.part.mask.shape, output.get("router_logits")
+        mask = self.call.mask
+        shape, logits = mask.shape, output.get("router_logits")
         if not logits or any(x.shape[:-1].numel() != math.prod(shape) for x in logits):
             raise UnsupportedError(
                 f"{type(module).__name__} has no router_logits of every token, of which the "
@@ -212,15 +239,14 @@ class ModelHooks(ReductionChoice):
             )
         joined = torch.stack([x.reshape(*shape, -1) for x in logits])  # [L, B, T_local, E]
         output["router_logits"] = tuple(
-            x.flatten(0, 1) for x in self.whole(joined, self.part.length, dim=2)
+            x.flatten(0, 1) for x in self.whole(joined, mask.length, dim=2)
         )
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """After a head of which the model takes one row: those of the whole sequence."""
-        self._ended()
-        return self.whole(output, self.part.length)
+        return self.whole(output, self._ended().mask.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Join every rank's part; each rank computes the same loss of it, and keeps its slice."""
@@ -279,6 +305,25 @@ class ModelHooks(ReductionChoice):
             )
         return bool(asked)
 
+    def _kept(self, module: nn.Module, given: dict[str, Any]) -> slice | Tensor | None:
+        """Take ``logits_to_keep`` out of a batch; return the rows of whole logits that it names."""
+        kept = given.get("logits_to_keep")
+        if "logits_to_keep" not in parameters_of(type(unwrapped(module))):
+            return None  # whoever splits the batch refuses it
+        given.pop("logits_to_keep", None)
+        if kept is None or (isinstance(kept, int) and kept == 0):
+            return None
+        if not self.joins_logits:
+            raise UnsupportedError(
+                f"logits_to_keep={kept!r} asks for logits of the whole sequence, and each rank has a "
+                f"part of them: give logits='gather' to hf.parallelize, or leave it out"
+            )
+        if given.get("labels") is not None:
+            raise UnsupportedError(
+                "logits_to_keep beside labels: the loss is of all tokens; leave one of them out"
+            )
+        return slice(-kept, None) if isinstance(kept, int) else kept
+
     def check_reduction(self) -> None:
         """Refuse to sum gradients that are multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ring.size > 1:
@@ -291,6 +336,15 @@ class ModelHooks(ReductionChoice):
         """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
         is_dropping = module.training and any(_dropout_rates(module))
         return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
+
+
+def refuse_generation(*_: object, **__: object) -> Never:
+    """In place of a model's ``generate``: say what to do."""
+    raise UnsupportedError(
+        "generate() is not served after hf.parallelize: a split sequence has no KV cache, and tokens "
+        "come one by one. Call remove() of the handle first, which gives the model back as it was, and "
+        "hf.parallelize again to train on"
+    )
 
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:

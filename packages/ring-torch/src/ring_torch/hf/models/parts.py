@@ -8,15 +8,13 @@ holds, so that their sum over ranks counts each once.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.batch import split_batch, tokens_of
@@ -47,137 +45,62 @@ _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 _ALONG = ("inputs_embeds", "input_ids", "visual_pos_masks")
 
 
-class Part:
-    """One sequence of a model, of the batch that :meth:`take` was given last."""
+def split_pair(
+    sharding: Sharding,
+    model: Any,
+    given: dict[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
+    weight: float,
+) -> dict[str, Any]:
+    """Return this rank's part of an encoder-decoder's batch: both sequences, each by its length.
 
-    mask: ShardedMask
-    length: int
-    position_ids: Tensor  # [B, T_local]
-    whole_mask: Tensor | None  # [B, T] of 0 and 1; none where all are 1
-    is_whole = False  # it is split within the model, and was not yet
-
-    def __deepcopy__(self, _: object) -> Part:
-        """Itself, as the hooks that fill it: a copy of the model belongs to the same ranks."""
-        return self
-
-    def take(self, shard: Mapping[str, Any], batch: Mapping[str, Any]) -> None:
-        """Take this rank's part of a batch, and what is needed of the whole one."""
-        self.mask, self.position_ids = shard["attention_mask"], shard["position_ids"]
-        self.length = tokens_of(batch).shape[1]
-        mask = batch.get("attention_mask")
-        self.whole_mask = None if mask is None or bool((mask == 1).all()) else mask
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor of the whole sequence."""
-        more = self.mask.seq_len - x.shape[dim]
-        return self.mask.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
-
-    def counted_positions(self, *_: object, **__: object) -> Tensor:
-        """In place of positions that are counted among tokens: ``[B, T_local]``."""
-        return self.position_ids
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gather(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
-        """Before a layer that mixes tokens one after another: the whole sequence."""
-        given = by_name(module, args, kwargs)
-        name = next(iter(given))
-        whole = self.mask.sharding.unshard(given[name], grad="sum")
-        given[name] = whole.narrow(1, 0, self.length).contiguous()
-        if "attention_mask" in parameters_of(type(module)):
-            given["attention_mask"] = self.whole_mask
-        if isinstance(given.get("position_ids"), Tensor):
-            positions = self.mask.sharding.unshard(given["position_ids"])
-            given["position_ids"] = positions.narrow(1, 0, self.length)
-        return (), given
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """After it: this rank's part of what it made.
-
-        Raises:
-            UnsupportedError: It made something else than one row of each token.
-        """
-        first = output[0] if isinstance(output, tuple) else output
-        if first.shape[:2] != (self.mask.shape[0], self.length):
-            raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
-        own = self.shard(first)
-        return (own, *output[1:]) if isinstance(output, tuple) else own
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def add_positions(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module that is told a sequence's length: where the tokens stand.
-
-        What is round it makes positions from 0 on, or none.
-        """
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        at = self.mask.sharding.positions(self.mask.seq_len, device=self.position_ids.device)
-        old = given.arguments.get("position_ids")
-        if old is not None and old.shape != at.shape:
-            raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(old.shape)}, other than from 0 on"
-            )
-        given.arguments["position_ids"] = at.where(at < self.length, 0)  # 0 for the padding
-        return given.args[1:], given.kwargs
+    Raises:
+        ValueError: There is nothing that the decoder could be given.
+        UnsupportedError: The batch holds what cannot be split.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
+        if "labels" not in given:
+            raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
+        given["decoder_input_ids"] = _shifted(model, given["labels"])
+    report = replace(report, shifts_labels=False)
+    known = {*_SOURCE, *_TARGET, *_KEPT}
+    if more := sorted(given.keys() - known):
+        raise UnsupportedError(
+            f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
+            f"alone, and this one has {', '.join(more)}"
+        )
+    parts = []
+    for names, seed in (
+        (_SOURCE, None if dropout_seed is None else dropout_seed ^ 1),
+        (_TARGET, dropout_seed),
+    ):
+        batch = {inner: given[name] for name, inner in names.items() if name in given}
+        _check_padding(model, batch)
+        shard = split_batch(sharding, batch, report, seed, weight, with_ids=True)
+        parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
+    return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The two sequences of an encoder-decoder."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tell_keys(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Before a decoder: tell its cross attention which sequence queries are of, and which keys.
 
-    source: Part
-    target: Part
-
-    def split(
-        self,
-        sharding: Sharding,
-        model: Any,
-        given: dict[str, Any],
-        report: ModelReport,
-        dropout_seed: int | None,
-        weight: float,
-    ) -> dict[str, Any]:
-        """This rank's part of a batch: of both sequences, each split by its own length.
-
-        Raises:
-            ValueError: There is nothing that the decoder could be given.
-            UnsupportedError: The batch holds what cannot be split.
-        """
-        given = {name: x for name, x in given.items() if x is not None}
-        if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
-            if "labels" not in given:
-                raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
-            given["decoder_input_ids"] = _shifted(model, given["labels"])
-        report = replace(report, shifts_labels=False)
-        known = {*_SOURCE, *_TARGET, *_KEPT}
-        if more := sorted(given.keys() - known):
-            raise UnsupportedError(
-                f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
-                f"alone, and this one has {', '.join(more)}"
-            )
-        parts = []
-        for names, part, seed in (
-            (_SOURCE, self.source, None if dropout_seed is None else dropout_seed ^ 1),
-            (_TARGET, self.target, dropout_seed),
-        ):
-            batch = {inner: given[name] for name, inner in names.items() if name in given}
-            _check_padding(model, batch)
-            shard = split_batch(sharding, batch, report, seed, weight, with_ids=True)
-            part.take(shard, batch)
-            parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
-        return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def cross(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the decoder: whose keys its cross attention sees."""
-        return args, {
-            **kwargs, "encoder_attention_mask": CrossMask(self.target.mask, self.source.mask),
-        }  # fmt: skip
+    Raises:
+        UnsupportedError: It is not given the masks of both.
+    """
+    given = by_name(module, args, kwargs)
+    masks = [given.get(name) for name in ("attention_mask", "encoder_attention_mask")]
+    queries, keys = masks
+    if not isinstance(queries, ShardedMask) or not isinstance(keys, ShardedMask):
+        raise UnsupportedError(
+            f"{type(module).__name__} is given {' and '.join(type(x).__name__ for x in masks)} for "
+            f"the masks of its batch's two sequences: cross attention would not know its keys"
+        )
+    return (), {**given, "encoder_attention_mask": CrossMask(queries, keys)}
 
 
 def _shifted(model: Any, labels: Tensor) -> Tensor:
@@ -217,96 +140,84 @@ def is_merged(given: Mapping[str, Any]) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The sequence of a model whose text model is given embeddings."""
+def split_labels(
+    sharding: Sharding,
+    module: nn.Module,
+    given: Mapping[str, Any],
+    report: ModelReport,
+    dropout_seed: int | None,
+    weight: float,
+) -> tuple[dict[str, Any], ShardedMask]:
+    """Return the whole batch, with this rank's labels, and what the text model is to be given.
 
-    part: Part
+    Raises:
+        UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
+        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
+    text = {name: given[name] for name in _TEXT if name in given}
+    positions = text.get("position_ids")
+    if isinstance(positions, Tensor) and positions.ndim == _ROWS:
+        del text["position_ids"]
+        if len(positions) == _WITH_TEXT_ROW:
+            text["position_ids"] = positions[0]
+    mask = text.get("attention_mask")
+    if isinstance(mask, Tensor) and int(mask.max()) > 1:
+        raise UnsupportedError("attention_mask that numbers documents, beside images")
+    others = {name: x for name, x in given.items() if name not in text}
+    shard = split_batch(sharding, text, report, dropout_seed, weight, others)
+    whole = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
+    return whole | {name: shard[name] for name in _LABELS if name in shard}, shard["attention_mask"]
 
-    def split_labels(
-        self,
-        sharding: Sharding,
-        module: nn.Module,
-        given: Mapping[str, Any],
-        report: ModelReport,
-        dropout_seed: int | None,
-        weight: float,
-    ) -> dict[str, Any]:
-        """The whole batch, with this rank's labels; the text model's part is kept for it.
 
-        Raises:
-            UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
-        """
-        given = {name: x for name, x in given.items() if x is not None}
-        if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
-            raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
-        text = {name: given[name] for name in _TEXT if name in given}
-        positions = text.get("position_ids")
-        if isinstance(positions, Tensor) and positions.ndim == _ROWS:
-            del text["position_ids"]
-            if len(positions) == _WITH_TEXT_ROW:
-                text["position_ids"] = positions[0]
-        mask = text.get("attention_mask")
-        if isinstance(mask, Tensor) and int(mask.max()) > 1:
-            raise UnsupportedError("attention_mask that numbers documents, beside images")
-        others = {name: x for name, x in given.items() if name not in text}
-        shard = split_batch(sharding, text, report, dropout_seed, weight, others)
-        self.part.take(shard, given)
-        self.part.is_whole = True
-        return {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)} | {
-            name: shard[name] for name in _LABELS if name in shard
-        }
+def split_text(
+    mask: ShardedMask, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
+    """Return this rank's part of the embeddings and positions that a text model is given.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def split(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the text model: this rank's part of embeddings and positions.
-
-        Raises:
-            UnsupportedError: It is given what cannot be split.
-        """
-        part = self.part
-        if not part.is_whole:
-            return args, kwargs
-        part.is_whole = False
-        given = by_name(module, args, kwargs)
-        tokens = tokens_of(given)
-        shape = (part.mask.shape[0], part.length)
-        if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
-            raise UnsupportedError(
-                f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
-            )
-        out = {
-            name: self._split(module, name, x, given.get("visual_pos_masks"))
-            for name, x in given.items()
-        }
-        if out.get("position_ids") is None:
-            out["position_ids"] = part.position_ids
-        out["attention_mask"] = part.mask
-        return (), out
-
-    def _split(self, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
-        if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
-            return x
-        if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
-            return None  # the part's own
-        if name == "position_ids" and isinstance(x, Tensor):
-            return self.part.shard(x, dim=2) if x.ndim == _ROWS else self.part.position_ids
-        if name in _ALONG and isinstance(x, Tensor):
-            return self.part.shard(x)
-        if name == "deepstack_visual_embeds" and visual is not None:
-            return [self._rows(rows, visual) for rows in x]
+    Raises:
+        UnsupportedError: It is given what cannot be split.
+    """
+    given = by_name(module, args, kwargs)
+    tokens = tokens_of(given)
+    shape = (mask.shape[0], mask.length)
+    if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
         raise UnsupportedError(
-            f"{type(module).__name__} is given {name}, and how it lies along the sequence is not "
-            f"known; masks in which tokens of images see each other are not supported"
+            f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
         )
+    out = {
+        name: _split(mask, module, name, x, given.get("visual_pos_masks"))
+        for name, x in given.items()
+    }
+    if out.get("position_ids") is None:
+        out["position_ids"] = mask.position_ids
+    out["attention_mask"] = mask
+    return (), out
 
-    def _rows(self, rows: Tensor, visual: Tensor) -> Tensor:
-        """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
-        numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
-        numbers[visual] = torch.arange(len(rows), device=visual.device)
-        return rows[self.part.shard(numbers)[self.part.shard(visual)].to(rows.device)]
+
+def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
+    if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
+        return x
+    if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
+        return None  # the batch's own
+    if name == "position_ids" and isinstance(x, Tensor):
+        return mask.shard(x, dim=2) if x.ndim == _ROWS else mask.position_ids
+    if name in _ALONG and isinstance(x, Tensor):
+        return mask.shard(x)
+    if name == "deepstack_visual_embeds" and visual is not None:
+        return [_rows(mask, rows, visual) for rows in x]
+    raise UnsupportedError(
+        f"{type(module).__name__} is given {name}, and how it lies along the sequence is not "
+        f"known; masks in which tokens of images see each other are not supported"
+    )
+
+
+def _rows(mask: ShardedMask, rows: Tensor, visual: Tensor) -> Tensor:
+    """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
+    numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
+    numbers[visual] = torch.arange(len(rows), device=visual.device)
+    return rows[mask.shard(numbers)[mask.shard(visual)].to(rows.device)]
 
 
 def text_model(model: Any) -> nn.Module | None:

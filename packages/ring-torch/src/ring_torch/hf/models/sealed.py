@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Never, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
 from ring_torch.sharding import Sharding
@@ -156,8 +156,12 @@ class ShardedMask(Sealed):
         dropout_seed: Of the batch; layers derive theirs.
         joins_router: Whether a router's loss is computed of the whole sequence.
         has_padding: Whether there is any, of the batch or of the layout.
-        gathers: Whether recurrent layers are given whole sequences, and the whole mask.
+        length: Tokens of a row, the layout's padding left out.
+        position_ids: int64 ``[B, T_local]``, of this rank's tokens.
+        gathers: Recurrent layers are given whole sequences, which they are told by this mask.
+        whole: int64 ``[B, length]`` of 0 and 1, for those layers; ``None`` where all is 1.
         first: The first token of each row that is no padding.
+        has_holes: In some row padding lies between tokens.
     """
 
     sharding: Sharding
@@ -168,10 +172,14 @@ class ShardedMask(Sealed):
     segment_ids: Tensor | None
     last_positions: tuple[int, int]
     dropout_seed: int | None
+    length: int
+    position_ids: Tensor
     joins_router: bool = False
     has_padding: bool = False
     gathers: bool = False
+    whole: Tensor | None = None
     first: tuple[int, ...] = ()
+    has_holes: bool = False
 
     ndim = 2  # of a mask [B, T_local]
 
@@ -183,12 +191,32 @@ class ShardedMask(Sealed):
     )
 
     def __eq__(self, other: object) -> Any:
-        """Yes to whether all is 1, of recurrent layers that are given the mask elsewhere."""
+        """Answer no if a model asks whether all is 1: recurrent layers would be given no mask."""
         if self.gathers and isinstance(other, int) and other == 1:
-            return torch.ones((), dtype=torch.bool)
+            return torch.zeros((), dtype=torch.bool)
         return super().__eq__(other)
 
     __hash__ = object.__hash__
+
+    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]
+        """Return itself if a model cuts it to the tokens it runs, ``mask[:, -T_local:]``."""
+        if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
+            return self
+        raise SealedError(self._words)
+
+    def contiguous(self) -> ShardedMask:
+        """Itself."""
+        return self
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return this rank's part of a tensor of the whole sequence, ``[B, length, ...]``."""
+        more = self.seq_len - x.shape[dim]
+        return self.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
+
+    def unshard(self, x: Tensor) -> Tensor:
+        """Join every rank's part ``[B, T_local, ...]``, and leave out the layout's padding."""
+        whole = self.sharding.unshard(x, grad="sum" if x.is_floating_point() else None)
+        return whole.narrow(1, 0, self.length).contiguous()
 
     def with_chunks(self, size: int, position_ids: Tensor) -> ShardedMask:
         """With documents cut into chunks, which count from each document's first token.

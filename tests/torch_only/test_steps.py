@@ -1,0 +1,72 @@
+"""Steps of a ring, resolved for each rank: together they are the program, and messages meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from internals.torch import Balanced, Ring
+
+from ring_core import Mask, make_plan, ring_program
+
+T = 768
+MASKS = {
+    "causal": Mask(causal=True),
+    "full": Mask(),
+    "window": Mask(causal=True, window=(200, 0)),
+    "documents": Mask(causal=True, cu_seqlens=(0, 100, 500, T)),
+}
+RINGS: list[tuple[Any, str]] = [
+    ("ring", "zigzag"), ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"),
+]  # fmt: skip
+
+
+def _messages(steps: list[Any], kind: str) -> tuple[list[Any], list[Any]]:
+    """What ranks send and receive in a step: (from, to), sorted."""
+    sends = [(rank, getattr(step, f"{kind}_to")) for rank, step in enumerate(steps)]
+    receives = [(getattr(step, f"{kind}_from"), rank) for rank, step in enumerate(steps)]
+    return (
+        sorted(x for x in sends if x[1] is not None),
+        sorted(x for x in receives if x[0] is not None),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("strategy", "layout"), RINGS)
+def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) -> None:
+    plan = make_plan(MASKS[mask], seq_len=T, cp_size=size, layout=layout)
+    program = ring_program(plan, strategy)
+    of: Any = Ring if strategy == "ring" else Balanced
+    ranks = [of.of(program, rank) for rank in range(size)]
+    for stages, name in ((program.forward, "forward_steps"), (program.backward, "backward_steps")):
+        passes = [getattr(rank, name) for rank in ranks]
+        for n, stage in enumerate(stages):
+            steps = [each[n] if strategy == "ring" else each[n].own for each in passes]
+            for kind in ("keys", "grads"):
+                sends, receives = _messages(steps, kind)
+                assert sends == receives
+            for rank, step in enumerate(steps):
+                items = [x for x in program.items(rank, stage.step) if x.q_rank == rank]
+                assert [x.item for x in step.launches] == items
+                assert all(x.item.kv_rank == step.keys_of for x in step.launches)
+                assert step.is_own == (step.keys_of == rank)
+                if n + 1 < len(stages) and step.keys_from is not None:  # what arrives is used next
+                    after = passes[rank][n + 1]
+                    after = after if strategy == "ring" else after.own
+                    held = steps[step.keys_from].keys_of
+                    assert after.is_own or after.keys_of == held
+            if strategy == "balanced":
+                _check_help([each[n] for each in passes], program, stage)
+
+
+def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
+    """What a rank has others compute is what they do, piece by piece and row by row."""
+    for rank, step in enumerate(steps):
+        for piece, help_of in enumerate(step.pieces):
+            theirs = steps[help_of.helper].pieces[piece].launches
+            rows = [x.rows for x in theirs if x.item.q_rank == rank]
+            assert list(help_of.helped) == rows
+        done = sum(len(x.launches) for x in step.pieces)
+        others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
+        assert (done > 0) == (len(others) > 0)
