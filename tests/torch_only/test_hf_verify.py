@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from internals.torch_hf import hooks, parts, scores, wiring
+from internals.torch_hf import hooks, scores, wiring
 from sweep.compare import build as build_any
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -92,8 +93,9 @@ def next_token(result: Any) -> Any:
     return args, {**given, "hidden_states": given["hidden_states"].roll(1, dims=1)}
 
 
-def rolled_tokens(shard: dict[str, Any]) -> dict[str, Any]:
-    return {**shard, "input_ids": shard["input_ids"].roll(1, dims=1)}
+def rolled_tokens(result: Any) -> Any:
+    shard, *rest = result
+    return {**shard, "input_ids": shard["input_ids"].roll(1, dims=1)}, *rest
 
 
 #: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
@@ -109,7 +111,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "positions": (
         "BartForCausalLM", "bart", "plain",
-        lambda: changed(parts.Part, "add_positions", flipped_positions),
+        lambda: changed(wiring._Positions, "add", flipped_positions),
         "model.decoder.embed_positions (BartLearnedPositionalEmbedding)",
     ),
     "chunks": (
@@ -124,12 +126,12 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "encoder-decoder": (
         "BartForConditionalGeneration", "bart", "pair",
-        lambda: changed(parts.Pair, "cross", without_padding),
+        lambda: changed(wiring, "tell_keys", without_padding),
         "model.decoder.layers.0.encoder_attn (BartAttention)",
     ),
     "recurrent": (
         "Qwen3NextForCausalLM", "qwen3_next", "plain",
-        lambda: changed(parts.Part, "gather", next_token),
+        lambda: changed(wiring._WholeLayer, "gather", next_token),
         "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
     ),
     "batch split": (
@@ -380,3 +382,89 @@ def _read_padding(_: int) -> None:
 
 def test_noise_that_hides_all_is_no_verdict(two: LocalRanks) -> None:
     two.run(_read_padding)
+
+
+def _hub(_: int, case: str) -> list[str]:
+    """Return what is warned of in two calls of parallelize, and in verify."""
+    model = build("Llama") if case == "known" else unknown()
+    batch = whole("plain")
+    cp = ContextParallel()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hf.verify(model, cp, batch)
+        handle = hf.parallelize(model, cp)
+        assert hf.parallelize(model, cp) is handle
+        handle.verify(batch)
+    return [str(x.message) for x in caught if "no test has run" in str(x.message)]
+
+
+@pytest.mark.parametrize("case", ["known", "unknown"])
+def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: str) -> None:
+    for found in two.run(_hub, case):
+        assert len(found) == (case == "unknown")
+        assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in found)
+
+
+@pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
+def test_a_newer_transformers_is_warned_of(release: str) -> None:
+    with (
+        patch.object(transformers, "__version__", release),
+        pytest.warns(UserWarning, match=r"transformers is .*hf\.verify"),
+    ):
+        hf.parallelize(build("Llama"), ContextParallel())
+
+
+def test_a_tested_transformers_is_not_warned_of() -> None:
+    with patch.object(transformers, "__version__", "5.14.3"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.parallelize(build("Llama"), ContextParallel())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "numbers documents"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
+        ({"input_ids": None}, "must have input_ids"),
+    ],
+)
+def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], words: str) -> None:
+    handle = hf.parallelize(build("Llama"), ContextParallel())
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=words):
+        handle.verify(batch | change)
+    with pytest.raises(ValueError, match="batch must be a mapping"):
+        handle.verify([batch])  # type: ignore[arg-type]
+    handle.remove()
+    with pytest.raises(ValueError, match="not parallelized any more"):
+        handle.verify(batch)
+
+
+def _without_labels(_: int, head: str) -> None:
+    """Gradients are compared of what stands in for a loss."""
+    for options in ({}, {"logits": "gather", "reduction": "mean"}):
+        model = build("Llama", head=head).float()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            handle = hf.parallelize(model, ContextParallel(), **options)
+        report = handle.verify({"input_ids": whole("plain")["input_ids"]})
+        assert report.loss is None
+        assert report.logits is not None
+        assert report.gradients is not None
+        assert 0 < report.gradients.error <= report.gradients.limit
+
+
+@pytest.mark.parametrize("head", ["Model", "ForCausalLM"])
+def test_without_labels(two: LocalRanks, head: str) -> None:
+    two.run(_without_labels, head)
+
+
+def _trainer(_: int, folder: str) -> str:
+    arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to="none")
+    trainer = transformers.Trainer(build("Llama").float(), arguments)
+    handle = hf.parallelize(trainer, ContextParallel())
+    return verdict(handle, whole("packed"))
+
+
+def test_of_a_trainer(two: LocalRanks, tmp_path: Path) -> None:
+    assert two.run(_trainer, str(tmp_path)) == ["", ""]

@@ -13,7 +13,9 @@ class RankMismatchError(RuntimeError):
 
 
 class WrongResultError(RuntimeError):
-    """A checked call's result is not that of dense attention (``RING_CHECK``).
+    """A result that was checked is wrong.
 
-    The message names the rank, the call, the tensor and the entry, with both values.
+    Of a call of attention (``RING_CHECK``) it is not that of dense attention; the message names the
+    rank, the call, the tensor and the entry, with both values. Of a model
+    (``ring_torch.hf.verify``) it is not the whole model's; the message names the module.
     """

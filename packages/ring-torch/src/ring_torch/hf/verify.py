@@ -321,6 +321,11 @@ def _judged(
         for n, x in zip((5, 8, 11), shown, strict=True)
     ]
     report = VerifyReport(merged[0], merged[1], merged[2], len({key[0] for key in traced}))
+    if report.logits is None and report.loss is None:
+        raise ValueError(
+            f"verify: {name_of(runs.inner)} returns neither a loss nor outputs of tokens that could be "
+            f"compared; give it labels"
+        )
     if report.logits is not None and report.logits.limit >= 1:
         raise ValueError(
             f"verify: two whole runs of {name_of(runs.inner)} differ so much that nothing can be told of a "
