@@ -1,6 +1,11 @@
 """Of ring_torch, what needs transformers."""
 
-from ring_torch.hf import batch as batch_by_hand, scores as scores, wiring as wiring
+from ring_torch.hf import (
+    batch as batch_by_hand,
+    scores as scores,
+    verify as verify,
+    wiring as wiring,
+)
 from ring_torch.hf.batch import _REPORTS as _REPORTS
 from ring_torch.hf.models import hooks as hooks, parts as parts
 from ring_torch.hf.models.code import _undecorated as _undecorated

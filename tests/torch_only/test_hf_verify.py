@@ -408,14 +408,14 @@ def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: s
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
 def test_a_newer_transformers_is_warned_of(release: str) -> None:
     with (
-        patch.object(transformers, "__version__", release),
+        patch("ring_torch.hf.verify.installed_release", lambda: release),
         pytest.warns(UserWarning, match=r"transformers is .*hf\.verify"),
     ):
         hf.parallelize(build("Llama"), ContextParallel())
 
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
-    with patch.object(transformers, "__version__", "5.14.3"), warnings.catch_warnings():
+    with patch("ring_torch.hf.verify.installed_release", lambda: "5.14.3"), warnings.catch_warnings():
         warnings.simplefilter("error")
         hf.parallelize(build("Llama"), ContextParallel())
 
