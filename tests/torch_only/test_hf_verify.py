@@ -415,7 +415,10 @@ def test_a_newer_transformers_is_warned_of(release: str) -> None:
 
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
-    with patch("ring_torch.hf.verify.installed_release", lambda: "5.14.3"), warnings.catch_warnings():
+    with (
+        patch("ring_torch.hf.verify.installed_release", lambda: "5.14.3"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")
         hf.parallelize(build("Llama"), ContextParallel())
 

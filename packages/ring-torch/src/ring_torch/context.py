@@ -202,3 +202,9 @@ class ContextParallel:
             f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
             f"{viz.describe(call.program, pictures=False)}"
         )
+
+
+def check_context(cp: object) -> None:
+    """Raise a ``ValueError`` unless ``cp`` is a :class:`ContextParallel`."""
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")

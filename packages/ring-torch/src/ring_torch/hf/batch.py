@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ring_core import UnsupportedError
-from ring_torch.context import ContextParallel
+from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, check_model
 
@@ -80,9 +80,3 @@ def shard_batch(
             f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
         )
     return split_batch(cp._sharding, batch, report, dropout_seed)  # noqa: SLF001 - one package
-
-
-def check_context(cp: object) -> None:
-    """Raise a ``ValueError`` unless ``cp`` is a :class:`ring_torch.ContextParallel`."""
-    if not isinstance(cp, ContextParallel):
-        raise ValueError(f"cp must be a ContextParallel, got {type(cp).__name__}")

@@ -10,8 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import UnsupportedError, checks
-from ring_torch.context import ContextParallel
-from ring_torch.hf.batch import check_context
+from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
