@@ -141,7 +141,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
-        joins_router=not is_pooling and has_router_loss(inner),
+        joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     handle = hooks.owner = Handle(
         [_attend(inner), *wire(hooks, inner), *_register(hooks, split, inner)]
