@@ -56,13 +56,27 @@ QUICK_ON_LOWEST = (
     "torch_only/test_api",
     "torch_only/test_interplay",
     "regressions/torch/test_views",
+    "regressions/torch/test_names_of_transformers",
 )
+
+#: Releases of transformers that are tested beside the pinned one, with what they need, and the
+#: tests that run on them.
+RELEASES = {
+    "5.14": ["transformers==5.14.0", "huggingface-hub==1.33.0", "tokenizers==0.22.2"],
+    "5.24": ["transformers==5.24.0", "huggingface-hub==2.4.0", "tokenizers==0.23.3"],
+}
+ON_EACH = ("regressions/torch/test_names_of_transformers", "torch_only/test_sweep")
+ON_RELEASES = {
+    "5.14": ON_EACH,
+    "5.24": (*ON_EACH, "regressions/torch/test_check_model", "torch_only/test_hf_hooks"),
+}
 
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
     "lowest-3.12(torch)": [f"tests/{name}.py" for name in QUICK_ON_LOWEST],
+    "transformers-3.12(5.24)": [f"tests/{name}.py" for name in ON_EACH],
     "tests-3.12(core)": None,
     "tests-3.13(core)": [
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
@@ -141,6 +155,27 @@ def newest(session: nox.Session, backend: str) -> None:
     session.run(*command, *session.posargs)
 
 
+def install_release(session: nox.Session, release: str) -> None:
+    """Install what tests of torch need, with one release of transformers, all else as pinned."""
+    pins = RELEASES.get(release, [])
+    names = tuple(f"{pin.partition('==')[0]}==" for pin in pins)
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    path = Path(session.create_tmp()).resolve() / "constraints.txt"
+    path.write_text("\n".join([*(x for x in lines if not x.startswith(names)), *pins]) + "\n")
+    install(session, BACKENDS["torch"], GROUPS["torch"], "--constraint", str(path))
+
+
+@nox.session(python="3.12", default=False)
+@nox.parametrize("release", [nox.param(release, id=release) for release in RELEASES])
+def transformers(session: nox.Session, release: str) -> None:
+    """Run tests of models on another release of transformers than the pinned one."""
+    install_release(session, release)
+    is_told = any(argument.startswith("tests/") for argument in session.posargs)
+    paths = () if is_told else (f"tests/{name}.py" for name in ON_RELEASES[release])
+    command = ("pytest", "--backend=torch", "-n", workers_of("torch"))
+    session.run(*command, *paths, *session.posargs)
+
+
 @nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
@@ -168,9 +203,10 @@ def reliability(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
-def sweep(session: nox.Session) -> None:
+@nox.parametrize("release", [nox.param(release, id=release) for release in ("pinned", *RELEASES)])
+def sweep(session: nox.Session, release: str) -> None:
     """Run every class of models of transformers on two ranks; what was run before is skipped."""
-    install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
+    install_release(session, release)
     session.run("python", "tests/sweep", *session.posargs)
 
 

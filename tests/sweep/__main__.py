@@ -1,10 +1,11 @@
 """Run every class of models of transformers on two ranks, and write down what became of it.
 
 Results go to a file, a line of JSON each, and from there to a page of the documentation. What the
-file holds of the installed version of transformers is not run again::
+file holds of the installed version of transformers is not run again, and what it holds of other
+releases stays::
 
     nox -s sweep
-    nox -s sweep -- --only llama bert --again
+    nox -s "sweep-3.12(5.24)" -- --only llama bert --again
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from ring_torch.local import PRELOADED, LocalRanks
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, Result, read, rendered
+from sweep.page import PAGE, RESULTS, Result, read, rendered, written
 
 SECONDS = 60.0  # a class may take
 WAIT = 8.0  # a rank waits for another
@@ -59,7 +60,7 @@ def run(chosen: list[Entry], results: Path) -> None:
         outcome = compared(ranks.answers(compare, entry.name, entry.model_type, grace=WAIT + 4))
         result = Result(
             transformers.__version__, entry.name, entry.model_type, outcome.result, outcome.reason,
-            outcome.loss, outcome.padding, outcome.images, outcome.by,
+            outcome.loss, outcome.padding, outcome.images, outcome.by, entry.kind,
         )  # fmt: skip
         with results.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
@@ -69,6 +70,15 @@ def run(chosen: list[Entry], results: Path) -> None:
             ranks = None
     if ranks is not None:
         ranks.close()
+
+
+def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], list[Result]]:
+    """Return the latest results of the installed version, and those beside other releases'."""
+    version = transformers.__version__
+    mine = {x.name: x for x in results if x.version == version and x.name in names}
+    release = version.rpartition(".")[0]
+    others = [x for x in results if x.release != release]
+    return [*mine.values()], [*others, *mine.values()]
 
 
 def main() -> int:
@@ -90,15 +100,15 @@ def main() -> int:
         if (not options.only or any(w.lower() in entry.name.lower() for w in options.only))
         and (not options.auto or any(w in a for w in options.auto for a in entry.autos))
     ]
-    before = {x.name: x for x in read(options.results) if x.version == transformers.__version__}
+    earlier = read(options.results)
+    before = {x.name for x in earlier if x.version == transformers.__version__}
     run([x for x in chosen if options.again or x.name not in before], options.results)
-    results = {x.name: x for x in read(options.results) if x.version == transformers.__version__}
-    ordered = [results[entry.name] for entry in every if entry.name in results]
-    options.results.write_text("".join(json.dumps(asdict(x)) + "\n" for x in ordered))
+    mine, results = results_of(read(options.results), {entry.name for entry in every})
+    options.results.write_text(written(results))
     if options.results == RESULTS:
-        PAGE.write_text(rendered(ordered))
-    bad = [x.name for x in ordered if x.is_bad]
-    print(f"{len(ordered)} of {len(every)} classes, {len(bad)} neither exact nor refused: {bad}")
+        PAGE.write_text(rendered(results))
+    bad = [x.name for x in mine if x.is_bad]
+    print(f"{len(mine)} of {len(every)} classes, {len(bad)} neither exact nor refused: {bad}")
     return 1 if bad else 0
 
 

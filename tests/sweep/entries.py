@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from transformers.models.auto import modeling_auto
 
+#: Kinds of models that the page counts, by what makes them.
+KINDS = {
+    "AutoModelForCausalLM": "causal language models",
+    "AutoModelForSeq2SeqLM": "encoder-decoders",
+    "AutoModelForImageTextToText": "models of text and images",
+}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -20,6 +27,11 @@ class Entry:
     name: str
     model_type: str
     autos: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """First of :data:`KINDS` that makes it, if any."""
+        return next((kind for kind in KINDS if kind in self.autos), "")
 
 
 def entries() -> list[Entry]:

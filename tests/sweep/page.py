@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sweep.entries import entries
+from sweep.entries import KINDS
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
@@ -21,8 +21,9 @@ runs: none
 
 # Models of transformers
 
-{exact} classes of models of transformers {version} are exact on a ring, {refused} are refused by name, none is wrong and
-none hangs: `nox -s sweep` builds every class that an `AutoModelFor*` makes ({all}) from a small config with random
+{sums} None is wrong and none hangs on any of them.
+
+`nox -s sweep` builds every class that an `AutoModelFor*` makes from a small config with random
 weights, and compares two ranks with one in float64: outputs, the gradient of every weight, and the loss with its
 gradients, without padding and with padding on the right and on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
 are run on text, and where `images` says so on an image in each row, too. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
@@ -31,13 +32,14 @@ are run on text, and where `images` says so on an image in each row, too. `ring_
 """
 
 
-_LOSS = (
+_EXACT = (
     "By: *shard_batch* is of models whose batches can be split by hand, and by `hf.parallelize` as well; "
     "*hf.parallelize* of those that need its hooks.\n"
     "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
     "labels. The others are to be computed on every rank from outputs that "
     "`ContextParallel.unshard(x, grad='slice')` puts together.\n"
-    "Padding: *none* is of models that take no mask."
+    "Releases: these three columns are of the newest release on which a class is exact; the last ones say what "
+    "became of it on each, and what is otherwise there. `-` is of releases that have no such class."
 )
 
 
@@ -54,6 +56,12 @@ class Result:
     padding: str
     images: str = "none"
     by: str = "shard_batch"
+    kind: str = ""
+
+    @property
+    def release(self) -> str:
+        """Version without its last number, as ``5.23``."""
+        return self.version.rpartition(".")[0]
 
     @property
     def is_bad(self) -> bool:
@@ -73,67 +81,119 @@ def read(path: Path = RESULTS) -> list[Result]:
     return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
+def written(results: Iterable[Result]) -> str:
+    """Return lines of JSON, in the order of releases, types and names."""
+    ordered = sorted(results, key=lambda x: (_number(x.release), x.model_type, x.name))
+    return "".join(json.dumps(asdict(x)) + "\n" for x in ordered)
+
+
+def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
+    """Return results of a version's release by name; of the newest where there are none of it."""
+    by: defaultdict[str, dict[str, Result]] = defaultdict(dict)
+    for each in results:
+        by[each.release][each.name] = each
+    return by.get(version.rpartition(".")[0]) or by[max(by, key=_number)]
+
+
 def rendered(results: list[Result]) -> str:
     """The page."""
-    by = defaultdict(list)
-    for each in results:
-        by[each.result].append(each)
-    top = _TOP.format(
-        version=results[0].version, all=len(results), exact=len(by["exact"]),
-        refused=len(by["refused"]), counts=_counts(by["exact"]),
-    )  # fmt: skip
-    without = [x for x in by["refused"] if "has no sequence of tokens" in x.reason]
-    refused = [x for x in by["refused"] if x not in without]
-    apart = [x for x in results if x.result not in ("exact", "refused")]
+    releases = sorted({x.release for x in results}, key=_number)
+    found: dict[tuple[str, str], dict[str, Result]] = {}
+    for each in sorted(results, key=lambda x: (x.model_type, x.name)):
+        found.setdefault((each.model_type, each.name), {})[each.release] = each
+    exact, refused, without, apart = [], [], [], []
+    for by in found.values():
+        newest = by[max(by, key=_number)]
+        if any(x.result == "exact" for x in by.values()):
+            exact.append(by)
+        elif newest.result != "refused":
+            apart.append(by)
+        else:
+            (without if "has no sequence of tokens" in newest.reason else refused).append(by)
+    sums = " ".join(_sum([by[r] for by in found.values() if r in by], r) for r in releases)
+    newest_exact = [x for x in results if x.release == releases[-1] and x.result == "exact"]
     return "\n".join(
         [
-            top,
+            _TOP.format(sums=sums, counts=_counts(newest_exact, releases[-1])),
             "## Exact",
             "",
-            _LOSS,
+            _EXACT,
             "",
             *_table(
-                ("type", "class", "by", "loss", "images"),
-                ((x.model_type, x.name, x.by, _loss(x), _images(x)) for x in by["exact"]),
+                ("class", "by", "loss", "images", *releases), (_row(x, releases) for x in exact)
             ),
             "",
             "## Refused",
             "",
-            *_table(("type", "class", "why"), ((x.model_type, x.name, _why(x)) for x in refused)),
+            *_table(("class", "releases", "why"), (_reason(x, releases) for x in refused)),
             "",
             "## Refused: no sequence of tokens",
             "",
-            ", ".join(f"`{x.name}`" for x in without),
+            ", ".join(f"`{_newest(x).name}`" for x in without),
             "",
             "## Not run",
             "",
             "The small config does not build these, or the whole model does not run on tokens alone.",
             "",
-            *_table(
-                ("type", "class", "why"),
-                ((x.model_type, x.name, f"{x.result}: {_why(x)}") for x in apart),
-            ),
+            *_table(("class", "releases", "why"), (_reason(x, releases) for x in apart)),
             "",
         ]
     )
 
 
-def _counts(exact: list[Result]) -> str:
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+def _newest(by: dict[str, Result]) -> Result:
+    return by[max(by, key=_number)]
+
+
+def _sum(results: list[Result], release: str) -> str:
+    counts = Counter(x.result for x in results)
+    others = len(results) - counts["exact"] - counts["refused"]
+    return (
+        f"Of {len(results)} classes of models of transformers {release} {counts['exact']} are exact on a "
+        f"ring, {counts['refused']} are refused by name, and {others} are not run."
+    )
+
+
+def _row(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
+    """A class that is exact: what is so on the newest release where it is, and on each."""
+    best = _newest({release: x for release, x in by.items() if x.result == "exact"})
+    cells = (_cell(by.get(release), best) for release in releases)
+    return (best.name, best.by, _loss(best), _images(best), *cells)
+
+
+def _cell(result: Result | None, best: Result) -> str:
+    """What became of a class on one release, where it is other than on the best."""
+    if result is None:
+        return "-"
+    if result.result != "exact":
+        return result.result
+    pairs = {
+        "loss": (_loss(result), _loss(best)), "images": (_images(result), _images(best)),
+        "by": (result.by, best.by), "padding": (_padding(result), _padding(best)),
+    }  # fmt: skip
+    others = [f"{name}: {one}" for name, (one, two) in pairs.items() if one != two]
+    return "; ".join(["exact", *others])
+
+
+def _reason(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
+    newest = _newest(by)
+    why = _why(newest)
+    present = "all" if len(by) == len(releases) else ", ".join(sorted(by, key=_number))
+    return (newest.name, present, why if newest.result == "refused" else f"{newest.result}: {why}")
+
+
+def _counts(exact: list[Result], release: str) -> str:
     """How many types of each kind are exact."""
-    kinds = {
-        "causal language models": "AutoModelForCausalLM",
-        "encoder-decoders": "AutoModelForSeq2SeqLM",
-        "models of text and images": "AutoModelForImageTextToText",
-    }
-    autos = {entry.name: entry.autos for entry in entries()}
-    rows = []
-    for kind, auto in kinds.items():
-        every = {x.model_type for x in exact if auto in autos.get(x.name, ())}
-        if auto == "AutoModelForSeq2SeqLM":
-            every = {x.model_type for x in exact if auto in autos[x.name] and x.by != "shard_batch"}
-        rows.append(f"{len(every)} types of {kind}")
+    rows = [
+        f"{len({x.model_type for x in exact if x.kind == kind})} types of {words}"
+        for kind, words in KINDS.items()
+    ]
     images = sum(x.images == "exact" for x in exact)
-    return f"Exact are {', '.join(rows)}; {images} classes with images among their tokens."
+    return f"Exact on {release} are {', '.join(rows)}; {images} classes with images among their tokens."
 
 
 def _images(result: Result) -> str:
@@ -145,8 +205,8 @@ def _images(result: Result) -> str:
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
-    for kind, name, *texts in rows:
-        yield f"| {kind} | `{name}` | {' | '.join(texts)} |"
+    for name, *texts in rows:
+        yield f"| `{name}` | {' | '.join(texts)} |"
 
 
 def _padding(result: Result) -> str:

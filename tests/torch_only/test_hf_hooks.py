@@ -21,7 +21,7 @@ from ring_torch.local import LocalRanks
 
 #: One of each kind of hooks, and whether it tells documents by positions.
 DECODERS = {
-    "GPTJForCausalLM": ("gptj", True),  # written out
+    "FalconForCausalLM": ("falcon", True),  # written out
     "GPTNeoForCausalLM": ("gpt_neo", True),  # written out, with windows and masks of its own
     "BloomForCausalLM": ("bloom", False),  # written out, with slopes
     "XGLMForCausalLM": ("xglm", False),
@@ -106,7 +106,7 @@ def _decoder(_: int, name: str, kind: str, is_checkpointed: bool) -> None:
 
 @pytest.mark.nightly(
     unless=[
-        "GPTJForCausalLM-plain-",
+        "FalconForCausalLM-plain-",
         "XGLMForCausalLM-left-checkpointed",
         "BartForCausalLM-right-checkpointed",
         "BartForCausalLM-left-",
@@ -323,9 +323,9 @@ def test_which_models_are_refused(
 
 
 def test_scores_that_are_read_are_refused() -> None:
-    model = build("GPTJForCausalLM", "gptj")
+    model = build("GPTNeoForCausalLM", "gpt_neo")
     hf.parallelize(model, ContextParallel())
-    attention = model.transformer.h[0].attn
+    attention = model.transformer.h[0].attn.attention
     attention.attn_dropout = torch.nn.GELU()  # another thing that is done to the weights
     with pytest.raises(UnsupportedError, match="does more with its scores"):
         model(input_ids=TOKENS)
@@ -335,8 +335,9 @@ def test_scores_that_are_read_are_refused() -> None:
 
 def test_scores_that_are_scaled_by_what_is_learned_are_refused() -> None:
     """A number is all that a ring takes: the gradient of another would be lost."""
-    model = build("GPTJForCausalLM", "gptj")
+    model = build("BloomForCausalLM", "bloom")
     hf.parallelize(model, ContextParallel())
-    model.transformer.h[0].attn.scale_attn = torch.tensor(4.0, requires_grad=True)
+    attention = model.transformer.h[0].self_attention
+    attention.inv_norm_factor = torch.tensor(0.25, requires_grad=True)
     with pytest.raises(UnsupportedError, match="does more with its scores"):
         model(input_ids=TOKENS)

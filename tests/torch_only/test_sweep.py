@@ -1,4 +1,4 @@
-"""The page of all models of transformers: of the installed version, and true of a part of it."""
+"""The page of all models of transformers: of three releases, and true of a part of one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from internals.torch_hf import batch_by_hand
+from internals.torch_hf import TESTED_RELEASES, batch_by_hand
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, Result, read, rendered
+from sweep.page import PAGE, RESULTS, Result, of_release, read, rendered, written
 from sweep.tiny import config_of
 
 from ring_torch import hf
@@ -30,7 +30,16 @@ REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMa
 
 ALWAYS = {*CHOSEN, *REFUSED}
 
-LISTED = {result.name: result for result in read()}
+#: Classes of CHOSEN that a release refuses, or whose loss it does: T5 wrote its attention out.
+REFUSED_ON = {"5.14": ("T5ForConditionalGeneration", "Qwen3_5ForConditionalGeneration")}
+
+#: Classes that are exact on the pinned release and not on the newest, and what became of them.
+#: Llama 4's own forward, of all of it, reads an output that its text model does not have.
+NOT_ON_NEWEST = {"Llama4ForConditionalGeneration": "does not run"}
+
+ROWS = read()
+LISTED = of_release(ROWS, transformers.__version__)
+BY_RELEASE = {release: of_release(ROWS, f"{release}.0") for release in TESTED_RELEASES}
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +61,40 @@ def test_the_page_lists_every_class_of_the_installed_version() -> None:
         assert installed().keys() == LISTED.keys()
 
 
+def test_releases_that_are_tested_are_those_of_the_page() -> None:
+    assert list(dict.fromkeys(result.release for result in ROWS)) == list(TESTED_RELEASES)
+
+
 def test_the_page_shows_the_results() -> None:
-    assert PAGE.read_text() == rendered(read())
+    assert PAGE.read_text() == rendered(ROWS)
+    assert RESULTS.read_text() == written(ROWS)
 
 
-def test_none_is_wrong_and_none_hangs() -> None:
-    assert [result.name for result in LISTED.values() if result.is_bad] == []
-    assert {LISTED[name].result for name in CHOSEN} == {"exact"}
-    assert {LISTED[name].loss for name in CHOSEN} == {"exact"}
-    assert {LISTED[name].padding for name in CHOSEN} == {"exact"}
+@pytest.mark.parametrize("release", TESTED_RELEASES)
+def test_none_is_wrong_and_none_hangs(release: str) -> None:
+    results = BY_RELEASE[release]
+    assert [result.name for result in results.values() if result.is_bad] == []
+    chosen = [results[name] for name in CHOSEN if name not in REFUSED_ON.get(release, ())]
+    assert {(x.result, x.loss, x.padding) for x in chosen} == {("exact", "exact", "exact")}
+    for name in REFUSED_ON.get(release, ()):
+        assert (results[name].result, results[name].loss) != ("exact", "exact")
 
 
 def test_what_was_exact_before_models_were_checked_still_is() -> None:
     before = RESULTS.with_name("exact.txt").read_text().split()
     assert len(before) > 200
-    assert [name for name in before if LISTED[name].result != "exact"] == []
+    _, pinned, _ = TESTED_RELEASES
+    assert [name for name in before if BY_RELEASE[pinned][name].result != "exact"] == []
+
+
+def test_no_class_is_less_exact_on_the_newest_release() -> None:
+    _, pinned, newest = (BY_RELEASE[release] for release in TESTED_RELEASES)
+    less = {
+        name: newest[name].result
+        for name, result in pinned.items()
+        if result.result == "exact" and newest[name].result != "exact"
+    }
+    assert less == NOT_ON_NEWEST
 
 
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])

@@ -93,24 +93,29 @@ def with_class(model: Any, name: str, change: Callable[[type], dict[str, Any]]) 
 def renamed(function: Any, names: tuple[str, ...]) -> FunctionType:
     """Return a function without these names: arguments, variables, globals and attributes."""
     function = _undecorated(function)
-    code: CodeType = function.__code__
-    assert {*names} & {*code.co_varnames, *code.co_names, *code.co_freevars, *code.co_cellvars}
+    code = _renamed(function.__code__, names)
+    assert code != function.__code__, f"{function.__qualname__} has none of {', '.join(names)}"
+    return FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def _renamed(code: CodeType, names: tuple[str, ...]) -> CodeType:
+    """Return code, and what is within, without these names."""
 
     def others(old: tuple[str, ...]) -> tuple[str, ...]:
         return tuple("renamed" if name in names else name for name in old)
 
-    changed = code.replace(
+    def constant(x: object) -> object:
+        if isinstance(x, tuple) and all(isinstance(name, str) for name in x):
+            return others(x)  # keywords of a call
+        return _renamed(x, names) if isinstance(x, CodeType) else x
+
+    return code.replace(
         co_varnames=others(code.co_varnames), co_names=others(code.co_names),
-        co_cellvars=others(code.co_cellvars),
-        co_consts=tuple(others(x) if isinstance(x, tuple) and all(isinstance(y, str) for y in x) else x for x in code.co_consts),
+        co_cellvars=others(code.co_cellvars), co_freevars=others(code.co_freevars),
+        co_consts=tuple(map(constant, code.co_consts)),
     )  # fmt: skip
-    return FunctionType(
-        changed,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
 
 
 def is_served(model: Any) -> bool:

@@ -235,7 +235,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
-        joins_router=not is_pooling and has_router_loss(inner),
+        joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     undo = [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
     handle = hooks.owner = Handle(undo, (_split_module(model), hooks))

@@ -30,8 +30,8 @@ def _undecorated(function: Any) -> Any:
     if not isinstance(function, FunctionType) or function.__name__ == "forward":
         return function
     enclosed = inspect.getclosurevars(function).nonlocals.values()
-    inner = [x for x in enclosed if getattr(x, "__name__", "") == "forward"]
-    return _undecorated(inner[0]) if inner else function
+    inner = [_undecorated(x) for x in enclosed if isinstance(x, FunctionType)]
+    return next((x for x in inner if x.__name__ == "forward"), function)
 
 
 def parameters_of(cls: type) -> frozenset[str]:
