@@ -101,7 +101,10 @@ def rendered(results: list[Result]) -> str:
     found: dict[tuple[str, str], dict[str, Result]] = {}
     for each in sorted(results, key=lambda x: (x.model_type, x.name)):
         found.setdefault((each.model_type, each.name), {})[each.release] = each
-    exact, refused, without, apart = [], [], [], []
+    exact: list[dict[str, Result]] = []
+    refused: list[dict[str, Result]] = []
+    without: list[dict[str, Result]] = []
+    apart: list[dict[str, Result]] = []
     for by in found.values():
         newest = by[max(by, key=_number)]
         if any(x.result == "exact" for x in by.values()):

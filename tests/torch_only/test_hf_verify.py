@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
 
 def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
     """Return what verify says of a model as it is, and with the wrong hook."""
-    name, model_type, batch, wrong, _ = WRONG[kind]
+    name, model_type, batch, wrong, _words = WRONG[kind]
     model = build_any(name, model_type).float()
     handle = hf.parallelize(model, ContextParallel())
     right = verdict(handle, sequences(batch))
@@ -266,6 +266,8 @@ def is_same(one: Any, other: Any) -> bool:
 
 class Counter(nn.Module):
     """Counts its forwards in a buffer, and draws a random number in each."""
+
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +447,8 @@ def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], w
 
 def _without_labels(_: int, head: str) -> None:
     """Gradients are compared of what stands in for a loss."""
-    for options in ({}, {"logits": "gather", "reduction": "mean"}):
+    every: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
+    for options in every:
         model = build("Llama", head=head).float()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
