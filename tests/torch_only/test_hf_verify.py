@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from internals.torch_hf import hooks, scores, wiring
+from internals.torch_hf import hooks, scores, verification, wiring
 from sweep.compare import build as build_any
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
 
 def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
     """Return what verify says of a model as it is, and with the wrong hook."""
-    name, model_type, batch, wrong, _words = WRONG[kind]
+    name, model_type, batch, wrong = WRONG[kind][:4]
     model = build_any(name, model_type).float()
     handle = hf.parallelize(model, ContextParallel())
     right = verdict(handle, sequences(batch))
@@ -410,7 +410,7 @@ def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: s
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
 def test_a_newer_transformers_is_warned_of(release: str) -> None:
     with (
-        patch("ring_torch.hf.verify.installed_release", lambda: release),
+        patch.object(verification, "installed_release", lambda: release),
         pytest.warns(UserWarning, match=r"transformers is .*hf\.verify"),
     ):
         hf.parallelize(build("Llama"), ContextParallel())
@@ -418,7 +418,7 @@ def test_a_newer_transformers_is_warned_of(release: str) -> None:
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
     with (
-        patch("ring_torch.hf.verify.installed_release", lambda: "5.14.3"),
+        patch.object(verification, "installed_release", lambda: "5.14.3"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
@@ -447,8 +447,8 @@ def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], w
 
 def _without_labels(_: int, head: str) -> None:
     """Gradients are compared of what stands in for a loss."""
-    every: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
-    for options in every:
+    ways: tuple[dict[str, Any], ...] = ({}, {"logits": "gather", "reduction": "mean"})
+    for options in ways:
         model = build("Llama", head=head).float()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -198,10 +198,10 @@ class _Runs:
             if not _is_out_of_memory(error):
                 raise
         self.model.zero_grad(set_to_none=True)
-        is_short = torch.tensor(float(run is None), device=_device_of(self.ring))
+        is_full = torch.tensor(float(run is None), device=_device_of(self.ring))
         if not self.sharded:  # else others wait for this rank elsewhere
-            self._all_reduce(is_short, dist.ReduceOp.MAX)
-        if run is None or is_short:
+            self._all_reduce(is_full, dist.ReduceOp.MAX)
+        if run is None or is_full:
             length = "x".join(str(n) for n in tokens_of(self.batch).shape[:2])
             raise UnsupportedError(
                 f"verify: a {kind} run of {length} tokens does not fit into the memory of "
