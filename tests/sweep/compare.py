@@ -26,8 +26,8 @@ LIMIT = 1e-7  # of differences in float64, as a part of the largest number compa
 LARGEST = 80_000_000  # parameters of what counts as small
 FIRST_TOKEN = 4  # those below are special
 
-#: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal only
-#: where there is a mask.
+#: Types that are given a mask of ones: in transformers 5.14 their own eager attention is causal
+#: only where there is a mask.
 GIVEN_MASKS = ("moshi",)
 
 

@@ -101,7 +101,8 @@ def rendered(results: list[Result]) -> str:
     found: dict[tuple[str, str], dict[str, Result]] = {}
     for each in sorted(results, key=lambda x: (x.model_type, x.name)):
         found.setdefault((each.model_type, each.name), {})[each.release] = each
-    exact, refused, without, apart = [], [], [], []
+    exact: list[dict[str, Result]] = []
+    refused, without, apart = list(exact), list(exact), list(exact)
     for by in found.values():
         newest = by[max(by, key=_number)]
         if any(x.result == "exact" for x in by.values()):

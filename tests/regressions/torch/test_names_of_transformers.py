@@ -141,8 +141,7 @@ def test_a_name_that_is_another(case: str) -> None:
     (name, kind), owner, method, names, words = RENAMED[case]
     model = build(name, kind)
     if is_served(model):
-        change = {"method": method, "names": names}
-        assert with_class(model, owner, lambda cls: _with_other_names(cls, **change))
+        assert with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
         check_refused(model, words)
 
 
@@ -158,10 +157,11 @@ def test_a_reason_names_the_releases() -> None:
 def test_one_of_two_sequences_that_loses_its_positions() -> None:
     """The encoder's alone are found; the decoder would count a rank's tokens from 0."""
     model = build(*BART_PAIR)
-    change = {"method": "forward", "names": ("position_ids",)}
     decoder = model.get_decoder()
     assert with_class(
-        decoder, "BartLearnedPositionalEmbedding", lambda cls: _with_other_names(cls, **change)
+        decoder,
+        "BartLearnedPositionalEmbedding",
+        lambda cls: _with_other_names(cls, "forward", ("position_ids",)),
     )
     check_refused(model, "BartDecoder .* no position_ids, nor module that makes positions")
 
@@ -277,7 +277,7 @@ def hide_signatures(model: Any) -> None:
         return wrapped
 
     for owner in ("Qwen3NextGatedDeltaNet", "Lfm2ShortConv"):
-        with_class(model, owner, lambda cls: {"forward": decorated(cls.forward)})
+        with_class(model, owner, lambda cls: {"forward": decorated(vars(cls)["forward"])})
 
 
 @pytest.mark.parametrize(
