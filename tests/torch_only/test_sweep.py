@@ -31,7 +31,9 @@ REFUSED = ("LlamaForSequenceClassification", "RwkvForCausalLM", "MobileBertForMa
 ALWAYS = {*CHOSEN, *REFUSED}
 
 #: Classes of CHOSEN that a release refuses, or whose loss it does: T5 wrote its attention out.
-REFUSED_ON = {"5.14": ("T5ForConditionalGeneration", "Qwen3_5ForConditionalGeneration")}
+REFUSED_ON = {
+    "5.14": ("T5ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "XGLMForCausalLM")
+}
 
 #: Classes that are exact on the pinned release and not on the newest, and what became of them.
 #: Llama 4's own forward, of all of it, reads an output that its text model does not have.

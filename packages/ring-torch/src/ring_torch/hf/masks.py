@@ -92,7 +92,7 @@ def ring_mask(
     dtype: object = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
-    **others: object,
+    **unknown: object,
 ) -> LayerMask | NoMask:
     """Name the pattern that transformers asks for, in place of building a mask.
 
@@ -104,9 +104,9 @@ def ring_mask(
         UnsupportedError: The pattern is not known, or keys are others than the batch's.
     """
     del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
-    if others:  # in place of a TypeError
+    if unknown:  # in place of a TypeError
         raise UnsupportedError(
-            lacks("masking_utils", f"known use of {', '.join(others)} of mask functions")
+            lacks("masking_utils", f"known use of {', '.join(unknown)} of mask functions")
         )
     if cache_position is not None:
         q_length = cache_position.shape[0]

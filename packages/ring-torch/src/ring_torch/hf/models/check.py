@@ -21,6 +21,7 @@ from ring_torch.hf.models.classes import (
     is_recurrent,
     makes_chunks,
     makes_masks,
+    missing_names,
     name_of,
     of_pair,
     pooled_words,
@@ -33,7 +34,6 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_in_forward,
 )
-from ring_torch.hf.models.names import missing_names
 
 #: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
@@ -320,7 +320,8 @@ def _mixes(module: nn.Module) -> bool:
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
-    return _MIXERS.search(type(module).__name__) is not None and not any(
+    name = type(module).__name__.removeprefix("RecurrentGemma")  # of the model, not of a layer
+    return _MIXERS.search(name) is not None and not any(
         has_attention(x) or is_recurrent(x) for x in module.modules()
     )
 

@@ -21,6 +21,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_global,
 )
+from ring_torch.hf.models.releases import lacks
 
 
 @dataclass(frozen=True)
@@ -268,3 +269,96 @@ def pooled_words(model: Any, pooling: str) -> str:
         f"run the model without that head, pool ContextParallel.unshard(hidden states, grad='sum'), "
         f"and divide the loss by cp_size"
     )
+
+
+# A release of transformers may rename an argument or a method. A hook that found nothing would
+# leave each rank with positions, biases or masks of its own tokens, and nothing would tell.
+
+_COUNTER = "create_position_ids_from_input_ids"
+
+#: First arguments of recurrent layers, which are gathered, and others: gathered, unread, or none.
+_RECURRENT_INPUTS = frozenset({"hidden_states", "input_states"})
+_RECURRENT_OTHERS = CACHES | {
+    "**", "attention_mask", "cache_params", "position_embeddings", "position_ids", "self", "seq_idx",
+    "use_cache",
+}  # fmt: skip
+
+
+def missing_names(model: Any, parts: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield a reason for each name that a hook of this model needs, and its code does not have."""
+    for module in parts.values():
+        yield from (lacks(type(module).__name__, name) for name in _missing_in(module))
+    for name in {form.slopes for x in parts.values() if (form := written_form(x))} - {""}:
+        owners = [type(x) for x in parts.values() if callable(vars(type(x)).get(name))]
+        if not any(name in names_in_forward(cls) for cls in owners):
+            yield lacks(name_of(model), f"{name}()")
+    if is_pair(model):
+        yield from _missing_in_pair(model)
+    if not any(_COUNTER in names_in(type(x)) for x in parts.values()) and any(
+        isinstance(x, nn.Embedding) and x.padding_idx is not None and "position" in name
+        for name, x in parts.items()
+    ):
+        yield lacks(f"{name_of(model)}, whose position embeddings have a padding_idx,", _COUNTER)
+
+
+def _missing_in(module: nn.Module) -> Iterator[str]:
+    """Yield names that the hooks of one module need."""
+    names, parameters = names_in_forward(type(module)), parameters_of(type(module))
+    config = getattr(module, "config", None)
+    form = written_form(module)
+    if form is not None and form.local and not hasattr(module, form.local):
+        yield form.local
+    if form is not None and form.local and not hasattr(config, "window_size"):
+        yield "config.window_size"
+    if makes_chunks(module):
+        yield from sorted({"attention_mask", "position_ids"} - parameters)
+        if not hasattr(config, "attention_chunk_size"):
+            yield "config.attention_chunk_size"
+    elif "create_chunked_causal_mask" in names:
+        yield "causal_mask_mapping"
+    yield from _missing_for_bias(module, names)
+    yield from _missing_for_positions(module, names, parameters)
+    if is_recurrent(module):
+        if not _RECURRENT_INPUTS & parameters:
+            yield f"argument {' or '.join(sorted(_RECURRENT_INPUTS))}"
+        if others := sorted(parameters - _RECURRENT_INPUTS - _RECURRENT_OTHERS):
+            yield f"known use of its argument {', '.join(others)}"
+
+
+def _missing_for_bias(module: nn.Module, names: frozenset[str]) -> Iterator[str]:
+    if makes_bias(module):
+        yield from sorted({"compute_bias", "has_relative_attention_bias"} - names)
+    elif inspect.isfunction(getattr(type(module), "compute_bias", None)):
+        yield "argument past_seen_tokens of compute_bias"
+
+
+def _missing_for_positions(
+    module: nn.Module, names: frozenset[str], parameters: frozenset[str]
+) -> Iterator[str]:
+    """Yield what a module lacks that counts tokens from the first one that it is given."""
+    if counts_queries(module):
+        if len(CACHES & parameters) != 1:
+            yield f"argument {' or '.join(sorted(CACHES))}"
+        yield from sorted({"attention_mask", "hidden_states"} - parameters)
+    elif has_attention(module) and "arange" in names and "position_ids" not in names:
+        yield "get_seq_length of a cache, nor position_ids, beside its arange"
+    is_embedding = "Position" in type(module).__name__ and "position_ids" in parameters
+    if is_embedding and "arange" in names and not PAST_LENGTHS & parameters:
+        yield f"argument {' or '.join(sorted(PAST_LENGTHS))}"
+
+
+def _missing_in_pair(model: Any) -> Iterator[str]:
+    """Yield reasons that lie in an encoder-decoder's arguments, and in what places its tokens."""
+    for name in sorted({"attention_mask", "decoder_attention_mask"} - parameters_of(type(model))):
+        yield lacks(name_of(model), f"argument {name}")
+    for part in (model.get_encoder(), model.get_decoder()):
+        if any(_COUNTER not in names_in_forward(type(x)) for x in filter(_counts, part.modules())):
+            yield lacks(type(part).__name__, f"module that calls its {_COUNTER}")
+        if "position_ids" not in parameters_of(type(part)) and not any(
+            makes_positions(x) or counts_positions(x) or makes_bias(x) for x in part.modules()
+        ):
+            yield lacks(type(part).__name__, "position_ids, nor module that makes positions")
+
+
+def _counts(module: nn.Module) -> bool:
+    return counts_positions(module) and not makes_positions(module)
