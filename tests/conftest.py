@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import numpy.typing as npt
 import pytest
-from tiers import check_marks, runs_nightly
+from tiers import check_marks, expect_refusals, runs_nightly
 
 #: Folders that every framework runs.
 MATRICES = ("conformance", "docs", "fuzz", "meta")
@@ -111,6 +111,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs nightly alone, and on GPUs what asks for more than there are."""
     backend = config.getoption("--backend")
+    if backend == "torch":
+        expect_refusals(items)
     if not any("::" in argument for argument in config.args):  # else a part of a test's ids
         check_marks(items)
     if not config.getoption("--all"):

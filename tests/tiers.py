@@ -1,16 +1,20 @@
-"""The mark `nightly`: a test that runs in nightly builds alone (`--all`) says so where it stands.
+"""Marks of tests: what runs in nightly builds alone (`--all`), and what old releases are refused.
 
 `@pytest.mark.nightly` on a test, or as `marks` of a `pytest.param`, leaves it to nightly builds.
 With names of backends it does so in their runs alone. Of a parametrized test, `unless=` lists the
 ids of the parameters that run per change, and `only=` the ids of those that do not:
 
     @pytest.mark.nightly("jax", unless=["sinks", "bias-zigzag"])
+
+`@pytest.mark.refused_in("5.14", "T5For", ...)` says that this release of transformers has models
+which are refused: where it is installed, tests whose ids begin so have to fail.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
@@ -39,6 +43,21 @@ def check_marks(items: Iterable[pytest.Item]) -> None:
     for test, names in named.items():
         if unknown := names - ids[test]:
             raise pytest.UsageError(f"{test}: nightly names {sorted(unknown)}, which are no ids")
+
+
+def expect_refusals(items: Iterable[pytest.Item]) -> None:
+    """Expect tests of models to fail that the installed transformers has in a form refused."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        return
+    for item in items:
+        for mark in item.iter_markers("refused_in"):
+            release, *beginnings = mark.args
+            of_it = installed.startswith(f"{release}.")
+            if of_it and (not beginnings or _param_id(item).startswith(tuple(beginnings))):
+                reason = f"transformers {release}: refused"
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def _names(mark: pytest.Mark, param_id: str) -> bool:

@@ -131,6 +131,7 @@ def _matches(rank: int, name: str, way: str, checkpoints: str) -> None:
         torch.testing.assert_close(own, want, rtol=limit, atol=atol)
 
 
+@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "Qwen3_5", "Bloom")
 @pytest.mark.nightly(
     unless=[
         "GPTJForCausalLM-crossed-not-reentrant",

@@ -99,6 +99,7 @@ def test_models_that_mix_tokens_by_other_means_are_refused(name: str, model_type
     assert not report.exact and report.reasons
 
 
+@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
 @pytest.mark.parametrize(("name", "model_type"), HOOKED)
 def test_models_that_need_hooks_are_refused_without(name: str, model_type: str) -> None:
     model = on_meta(name, model_type)
