@@ -472,5 +472,6 @@ def _trainer(_: int, folder: str) -> str:
     return verdict(handle, whole("packed"))
 
 
+@pytest.mark.nightly
 def test_of_a_trainer(two: LocalRanks, tmp_path: Path) -> None:
     assert two.run(_trainer, str(tmp_path)) == ["", ""]

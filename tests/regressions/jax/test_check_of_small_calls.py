@@ -12,7 +12,7 @@ import pytest
 import ring_jax
 from ring_jax import ring_attention
 
-CALLS = 150
+CALLS = 60
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -19,8 +19,8 @@ from ring_torch import WrongResultError, ring_attention
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KERNELS = ("eager", "flash")
-CALLS = 150  # of each kernel and dtype, in a part
-PARTS = 4
+CALLS = 50  # of each kernel and dtype, in a part
+PARTS = 12
 
 
 class SmallCall(NamedTuple):
