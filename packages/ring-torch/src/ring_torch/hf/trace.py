@@ -52,7 +52,7 @@ class Difference:
 
     @classmethod
     def of(cls, error: float, noise: float, floor: float) -> Difference:
-        """Make one whose limit is :data:`NOISE_FACTOR` times the noise, and a floor."""
+        """Make one whose limit is ``NOISE_FACTOR`` times the noise, and a floor."""
         return cls(error, noise, NOISE_FACTOR * noise + floor)
 
     @property
