@@ -26,9 +26,6 @@ from ring_jax_gpu.launch import (
     stages_of as stages_of,
 )
 from ring_jax_gpu.operands import block_index as block_index
-from ring_jax_gpu.primitive import (
-    has_gluon as has_gluon,
-    triton_launch_p as triton_launch_p,
-)
+from ring_jax_gpu.primitive import triton_launch_p as triton_launch_p
 from ring_jax_gpu.tune import main as main
 from ring_jax_gpu.xla_flags import XLA_FLAGS as XLA_FLAGS
