@@ -88,7 +88,8 @@ def test_what_is_tested_is_what_is_pinned() -> None:
     for row in rows():
         name = row["what"].partition(" ")[0]
         (version,) = [row["oldest"]] if name == "Python" else pinned[name]
-        assert minor(version) == row["tested with"].split("."), row["what"]
+        first = row["tested with"].partition(", ")[0]  # others have sessions of their own
+        assert minor(version) == first.split("."), row["what"]
 
 
 LOWEST = {path.stem: pins(path) for path in sorted(ROOT.glob("constraints-lowest-*.txt"))}
