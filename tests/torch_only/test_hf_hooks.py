@@ -279,7 +279,7 @@ def test_a_compiled_model(two: LocalRanks, name: str, kind: str) -> None:
     two.run(_compiled, name, kind)
 
 
-@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "Falcon")
+@pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
 @pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
 def test_batches_cannot_be_split_by_hand(name: str) -> None:
     kind = PAIRS[name] if name in PAIRS else DECODERS[name][0]
