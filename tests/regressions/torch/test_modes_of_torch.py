@@ -97,6 +97,10 @@ def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -
         seen.append(device)
         return nullcontext()
 
+    monkeypatch.setattr(autograd, "on_device", spy)
+    autograd._on_device(torch.device("cuda", 1))
+    assert seen == [torch.device("cuda", 1)]
+    seen.clear()
     monkeypatch.setattr(autograd, "_on_device", spy)
     x = _x().requires_grad_()
     ring_attention(x, x, x).sum().backward()

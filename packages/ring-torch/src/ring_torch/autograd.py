@@ -144,13 +144,16 @@ _backward_alone = torch.compiler.disable(backward_pass)
 
 @contextmanager
 def _launches_on(device: torch.device) -> Iterator[None]:
-    """Launch on a GPU, without autocast."""
+    """Launch on a device, without autocast."""
     with on_device(device), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch there, without autocast; asking takes the host less time than entering."""
+    """Launch on a device, without autocast.
+
+    A context that changes nothing is not entered: that would take the host longer than asking.
+    """
     if torch.is_autocast_enabled(device.type):
         return _launches_on(device)
     return _NOTHING if device.type == "cpu" else on_device(device)

@@ -179,8 +179,8 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
     """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, length, heads, _ = q.shape
+    dtype = acc_dtype(q.dtype)
     return AttentionState(
         q.new_zeros(batch, length, heads, v_dim, dtype=dtype),
         q.new_full((batch, heads, length), -torch.inf, dtype=dtype),
