@@ -142,8 +142,9 @@ def lowest(session: nox.Session, backend: str) -> None:
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), "--constraint", pins)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    command = ("pytest", f"--backend={backend}", "-n", workers_of(backend))
-    session.run(*command, *warn, *session.posargs)  # without a path of theirs: all of `tests`
+    for each in (backend, *ALSO.get(backend, [])):
+        command = ("pytest", f"--backend={each}", "-n", workers_of(backend))
+        session.run(*command, *warn, *session.posargs)  # without a path of theirs: all of `tests`
 
 
 @nox.session(python="3.12", default=False)
