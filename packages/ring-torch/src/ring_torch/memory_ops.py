@@ -203,20 +203,20 @@ def _move_heads(
     DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy between a buffer ``[P, bytes]`` and up to three tensors, one for each program of axis 1."""
+    """Copy between a buffer ``[P, bytes]`` and up to three tensors; axis 1 of the grid picks one."""
     which = tl.program_id(1)
     if which == 0:
         _move_part(
             buffer, x0, order0, length0, width0, offset0, batch0, row0, head0, batch, ranks, size,
             DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
         )  # fmt: skip
-    if x1 is not None:
+    if x1 is not None:  # noqa: SIM102 - what is None is not compiled
         if which == 1:
             _move_part(
                 buffer, x1, order1, length1, width1, offset1, batch1, row1, head1, batch, ranks,
                 size, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
             )  # fmt: skip
-    if x2 is not None:
+    if x2 is not None:  # noqa: SIM102
         if which == 2:
             _move_part(
                 buffer, x2, order2, length2, width2, offset2, batch2, row2, head2, batch, ranks,
@@ -230,7 +230,7 @@ def _move_part(
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,
     PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tensor's blocks ``[P, B, T_local, H / P, D]``: rows of ``width = H / P * D`` numbers.
+    """Copy one tensor's blocks ``[P, B, T_local, H / P, D]``: rows of ``width = H / P * D``.
 
     ``BY_HEADS``: the tensor is ``[B, T_local, H, D]``, and rank n has the n-th range of its heads;
     otherwise it is ``[B, T, H / P, D]``, and rank n has the tokens that ``order`` names.
