@@ -203,7 +203,7 @@ def _move_heads(
     DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy between a buffer ``[P, bytes]`` and up to three tensors; axis 1 of the grid picks one."""
+    """Copy between a buffer ``[P, bytes]`` and up to three tensors, one a row of the grid."""
     which = tl.program_id(1)
     if which == 0:
         _move_part(
