@@ -101,8 +101,8 @@ def rolled_tokens(result: Any) -> Any:
 #: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
 WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     "attention": (
-        "GPTJForCausalLM", "gptj", "plain", scaled_scores,
-        "transformer.h.0.attn (GPTJAttention)",
+        "GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", "plain", scaled_scores,
+        "gpt_neox_japanese.layers.0.attention (GPTNeoXJapaneseAttention)",
     ),
     "alibi": (
         "BloomForCausalLM", "bloom", "right",
