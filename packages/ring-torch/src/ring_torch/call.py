@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
+from ring_core import KernelConfig, Mask, Plan, Request, RingProgram, StrategyConfig
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -28,9 +28,17 @@ from ring_torch.records import (
     folded,
     zero_bias_grad,
 )
+from ring_torch.transports.api import Transport
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class Traffic(NamedTuple):
+    """Bytes that move between a rank and its peers in a pass, beside the header."""
+
+    sent: int
+    received: int
 
 
 class Strategy(Protocol):
@@ -40,7 +48,7 @@ class Strategy(Protocol):
     hand plain tensors on: autograd stands around them.
     """
 
-    name: StrategyName  # what ``strategy=`` calls it
+    name: str  # what ``strategy=`` calls it
     depends_on_kernel: bool = False  # whether what travels is another with another kernel
     adds_sinks: bool = False  # whether the state that the forward returns includes the sinks
 
@@ -51,6 +59,16 @@ class Strategy(Protocol):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, /
     ) -> Grads:
         """Gradients of this rank's shards, wide or in the inputs' dtype."""
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of a pass from the steps that it runs, for the tripwire and ``explain``.
+
+        ``saved`` says that the backward has what the forward saved.
+        """
+
+    def visible_pairs(self, call: Call) -> float:
+        """Return how many visible (query, key) pairs this rank computes in a forward, a head."""
+        return float(call.program.work()[:, call.ring.rank].sum())
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
@@ -64,6 +82,7 @@ class Call(NamedTuple):
     ring: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
+    request: Request  # what it asks of kernels and strategies
     params: KernelParams
     kernel: Kernel
     choice: Selection
@@ -73,7 +92,7 @@ class Call(NamedTuple):
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
     strategy: Strategy
-    transport: str
+    transport: Transport
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature

@@ -194,12 +194,9 @@ class ContextParallel:
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
         tensors = {name: given.pop(name) for name in Operands._fields if name in given}
         x, static = with_dense_mask(Operands(q, k, v, **tensors), Options(**given), self.cp_size)
-        call, _ = check_call(self._sharding.ring, 0, self.layout_name, x, static)
-        widths = (
-            q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
-        )  # fmt: skip
+        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, x, static)
         return (
-            f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
+            f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"
         )
 

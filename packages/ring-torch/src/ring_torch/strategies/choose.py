@@ -2,121 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
-from ring_core import (
-    Plan,
-    StrategyConfig,
-    StrategyName,
-    UnsupportedError,
-    gather_memory,
-    gather_refusals,
-)
-from ring_torch.call import Call
+from ring_core import Request, RingProgram, UnsupportedError
+from ring_torch import strategies, transports
+from ring_torch.call import Call, Traffic
 from ring_torch.comm.ranks import Ranks
-from ring_torch.strategies.sessions import TRANSPORTS
+from ring_torch.records import Inputs
+from ring_torch.strategies.api import StrategySpec
+from ring_torch.transports.api import Transport
 
-#: ``auto`` does not gather where that takes more than this many times a ring's memory.
-MOST_MEMORY = 3.0
+Way = tuple[StrategySpec, Transport]
 
-#: Strategies and transports that a name may mean, the fastest first.
-_PAIRS: dict[str, tuple[tuple[StrategyName, str], ...]] = {
-    "auto": (("gather", "symm_mem"), ("ring", "p2p")),
-    "ring": (("ring", "p2p"),),
-    "balanced": (("balanced", "p2p"),),
-    "gather": (("gather", "symm_mem"), ("gather", "p2p")),
-    "ulysses": (("ulysses", "p2p"),),
-}
 
-TRANSPORT_NAMES = ("auto", *TRANSPORTS)
+def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:
+    """Yield the strategies over transports that a call's names may mean, the first choice first."""
+    for spec in strategies.STRATEGIES:
+        for each in transports.TRANSPORTS:
+            is_meant = spec.is_automatic(each) if strategy == "auto" else spec.name == strategy
+            if is_meant and transport in ("auto", each.name) and spec.runs_over(each):
+                yield spec, each
 
 
 def choose_strategy(
     strategy: str,
     transport: str,
     ring: Ranks,
-    plan: Plan,
+    program: RingProgram,
     device: torch.device,
     *,
-    widths: tuple[int, int, int],
+    request: Request,
     probe: bool,
-) -> tuple[StrategyName, str]:
-    """The strategy and the transport of a call, or with ``auto`` the fastest that can do it.
-
-    ``auto`` gathers by copies out of the peers' memory where it can and that takes no more than
-    ``MOST_MEMORY`` times what a ring does.
+) -> Way:
+    """Choose the strategy and the transport of a call, or with ``auto`` the fastest that can do it.
 
     Args:
-        strategy: A name.
-        transport: One of ``TRANSPORT_NAMES``.
+        strategy: A name, one of ``strategy_names()``.
+        transport: One of ``transport_names()``.
         ring: The ranks.
-        plan: What they compute.
+        program: What they compute. On one rank, where nothing travels, its own order is taken.
         device: Where the tensors are.
-        widths: Numbers a query token and a key token, and bytes of a number.
-        probe: Whether peers may be asked if they reach each other's memory.
+        request: What the call asks.
+        probe: Whether peers may be asked, e.g. if they reach each other's memory.
 
     Raises:
         UnsupportedError: What was named cannot do this call.
     """
-    alone = StrategyConfig(strategy).ring_strategy
-    pairs = [(name, way) for name, way in _PAIRS[strategy] if transport in ("auto", way)]
-    if not pairs:
+    meant = list(ways(strategy, transport))
+    if not meant:
+        senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
+        others = [f"strategy={x.name!r}" for x in strategies.STRATEGIES if x.opens_sessions]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
-            f"peers' memory. Instead: use transport='p2p' or 'auto', or strategy='gather'"
+            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(others)}"
         )
     if ring.size == 1:
-        return alone, "p2p"
-    for name, way in pairs:
-        reasons = list(gather_refusals(plan)) if name == "gather" else []
-        if way == "symm_mem":
-            reasons += _symm_mem_refusals(ring, device, probe=probe)
-        if name == "gather" and (strategy, transport) == ("auto", "auto") and not reasons:
-            reasons += _memory_refusals(plan, *widths)
+        return next(ways(program.strategy))
+    for spec, each in meant:
+        reasons = _reasons(spec, each, ring, program, device, request, probe=probe)
+        if not reasons and (strategy, transport) == ("auto", "auto"):
+            reasons = [*spec.automatic_refusals(program.plan, request)]
         if not reasons:
-            return name, way
+            return spec, each
     raise UnsupportedError(
-        f"strategy {strategy!r} over transport {pairs[-1][1]!r}: {'; '.join(reasons)}. "
+        f"strategy {strategy!r} over transport {meant[-1][1].name!r}: {'; '.join(reasons)}. "
         f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
     )
 
 
-def _memory_refusals(plan: Plan, q_width: int, kv_width: int, itemsize: int) -> list[str]:
-    if gather_memory(plan, q_width=q_width, kv_width=kv_width, itemsize=itemsize) <= MOST_MEMORY:
-        return []
-    return [f"it takes more than {MOST_MEMORY:g} times the memory of a ring"]
+def _reasons(
+    spec: StrategySpec, transport: Transport, ring: Ranks, program: RingProgram,
+    device: torch.device, request: Request, *, probe: bool,
+) -> list[str]:  # fmt: skip
+    """Return why a strategy over a transport cannot do a call, as far as is known."""
+    unreachable = transport.refusals(ring, device, probe) or ()
+    return [*spec.refusals(program.plan, request), *unreachable]
 
 
-def _symm_mem_refusals(ring: Ranks, device: torch.device, *, probe: bool) -> list[str]:
-    if device.type != "cuda" or dist.get_backend(ring.group) != "nccl":
-        return ["copies out of the peers' memory need CUDA tensors and a nccl group"]
-    return list(peer_refusals(ring, probe=probe) or ())
+def ask_ranks(ring: Ranks) -> None:
+    """Let ranks ask each other now what transports need to know: later they may not."""
+    if ring.size > 1:
+        device = torch.device("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
+        for transport in transports.TRANSPORTS:
+            transport.refusals(ring, device, True)
 
 
-def peer_refusals(ring: Ranks, *, probe: bool) -> tuple[str, ...] | None:
-    """Why ranks cannot copy out of each other's memory; they talk about it once a group.
-
-    ``None`` if they have not talked yet and, without ``probe``, shall not.
-    """
-    if ring.size == 1 or dist.get_backend(ring.group) != "nccl":
-        return ()
-    from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
-
-    found = symm_buffer_of(ring) if probe else known_buffer(ring)
-    return None if found is None else found.refusals
-
-
-def describe_strategy(call: Call, widths: tuple[int, int, int]) -> str:
-    """A few lines for ``explain``: how a call's tokens move, and why not in a faster way."""
-    ring, plan = call.ring, call.plan
-    lines = [f"strategy {call.strategy.name}, transport {call.transport}"]
+def describe_strategy(call: Call, inputs: Inputs) -> str:
+    """Return a few lines for ``explain``: how tokens move, and why not in a faster way."""
+    ring, transport = call.ring, call.transport
+    lines = [f"strategy {call.strategy.name}, transport {transport.name}"]
     if ring.size == 1:
         return f"{lines[0]} (one rank: nothing travels)"
-    if call.transport == "symm_mem" and peer_refusals(ring, probe=False) is None:
-        lines[0] += ", if the ranks' GPUs reach each other's memory: the first call asks them"
-    if call.transport != "symm_mem":
-        reasons = [*gather_refusals(plan), *_symm_mem_refusals(ring, call.device, probe=False)]
-        reasons = reasons or _memory_refusals(plan, *widths)
-        lines.append(f"  not gather over symm_mem: {'; '.join(reasons) or 'another one was named'}")
+    if transport.refusals(ring, call.device, False) is None:
+        lines[0] += f", if {transport.asks}"
+    spec, fastest = next(ways())
+    if transport is not fastest:
+        reasons: list[str] | tuple[str, ...] = _reasons(
+            spec, fastest, ring, call.program, call.device, call.request, probe=False
+        )
+        reasons = reasons or spec.automatic_refusals(call.plan, call.request)
+        why = "; ".join(reasons) or "another one was named"
+        lines.append(f"  not {spec.name} over {fastest.name}: {why}")
+    saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
+    passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
+    moved = [
+        f"{name} {_in_words(call.strategy.traffic(call, inputs, forward=forward, saved=saved))}"
+        for name, forward in passes.items()
+    ]
+    lines.append(f"  this rank moves {', '.join(moved)}")
     return "\n".join(lines)
+
+
+def _in_words(traffic: Traffic) -> str:
+    return f"{traffic.sent:,} bytes out and {traffic.received:,} in"

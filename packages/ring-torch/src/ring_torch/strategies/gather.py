@@ -21,14 +21,18 @@ from torch import Tensor
 from ring_core import (
     Fetch,
     GatherProgram,
+    Plan,
+    Request,
     RingProgram,
-    StrategyName,
     WorkItem,
+    gather_memory,
+    gather_program,
+    gather_refusals,
     longest_gather,
 )
 from ring_core.checks import Sizes
-from ring_torch.call import Call, Saved, Shapes, Strategy
-from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload
+from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic
+from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -42,8 +46,19 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.sessions import gathered_columns, open_session
-from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
+from ring_torch.strategies.api import Resolution, StrategySpec
+from ring_torch.strategies.sessions import gathered_columns, gathered_traffic, open_session
+from ring_torch.strategies.two_stage import TwoStageGather
+from ring_torch.transports.api import (
+    GatherSession,
+    PendingGrads,
+    PendingKV,
+    Refusals,
+    add_staged,
+)
+
+#: ``auto`` does not gather where that takes more than this many times a ring's memory.
+MOST_MEMORY = 3.0
 
 #: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
 #: host is not ahead of the GPU.
@@ -84,7 +99,7 @@ class Gather(Strategy):
 
     groups: HeadGroups
     gather: GatherProgram
-    name: StrategyName = "gather"
+    name: str = "gather"
     depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -168,6 +183,11 @@ class Gather(Strategy):
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
         return (both + ids) * self.groups.forward
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that are fetched, unless the forward left them, and gradients that go home."""
+        fetches = forward or not saved
+        return gathered_traffic(call, inputs, self.gather, forward=forward, fetches=fetches)
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Whether the forward leaves the keys it gathered to the backward."""
@@ -342,3 +362,32 @@ def _in_place(
         return []
     own = call.columns(call.ring.rank, head_group(inputs, n, groups).key_tensors())
     return [(own, item) for item in gather.in_place]
+
+
+def _resolve(given: Resolution) -> Strategy:
+    """Resolve gathering for a rank: one launch over all keys, if the kernel knows bands."""
+    program = given.program
+    if given.kernel.capabilities.bands != "any":
+        return TwoStageGather.of(program.plan, given.rank)
+    groups = ONE_GROUP
+    if not (given.needs_index or given.segment_ids):
+        groups = head_groups_of(program, given.sizes, given.itemsize)
+    return Gather(groups, gather_program(program.plan, given.rank))
+
+
+def _memory_refusals(plan: Plan, request: Request) -> Refusals:
+    memory = gather_memory(
+        plan, q_width=request.q_heads * request.head_dim,
+        kv_width=request.kv_heads * (request.head_dim + request.v_head_dim),
+        itemsize=getattr(torch, request.dtype).itemsize,
+    )  # fmt: skip
+    if memory <= MOST_MEMORY:
+        return ()
+    return (f"it takes more than {MOST_MEMORY:g} times the memory of a ring",)
+
+
+GATHER = StrategySpec(
+    "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
+    is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
+    automatic_refusals=_memory_refusals,
+)  # fmt: skip

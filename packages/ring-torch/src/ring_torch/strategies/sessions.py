@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ring_core import GatherProgram
 from ring_core.triton.tile_configs import positions_aligned8
-from ring_torch.call import Call
-from ring_torch.comm.handshake import agree, has_agreed
+from ring_torch.call import Call, Traffic
 from ring_torch.comm.store import CallSignature
 from ring_torch.payload import KVPayload
 from ring_torch.positions import gathered_positions, gathered_runs
 from ring_torch.records import Inputs, KeyBlock
-from ring_torch.transports.api import GatherSession, SessionSpec
-from ring_torch.transports.p2p import Messages
-
-
-def _out_of_peers(spec: SessionSpec) -> GatherSession:
-    """Copies out of the peers' memory, with room for them in that of all ranks; few in a kernel.
-
-    The first time that a group makes such a call, its signature is compared in words and the host
-    waits for it; from then on each call's digest travels with its keys.
-
-    Raises:
-        RankMismatchError: A peer is making another call.
-    """
-    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, room_of
-    from ring_torch.transports.symm_buffer import symm_buffer_of
-
-    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
-    if not has_agreed(ranks, signature):
-        agree(ranks, spec.number, spec.seed, signature, spec.device)
-    room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
-    digest = signature.as_int64(spec.number, spec.seed)
-    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
-        from ring_torch.transports.one_kernel import OneKernel
-
-        return OneKernel.of(spec, room, digest)
-    window = symm_buffer_of(ranks)
-    window.reserve(spec.groups * (keys.message.size + room))
-    return PeerCopies(spec, window, room, digest)
-
-
-#: What opens a session over gathered keys: messages of ``torch.distributed``, or copies out of the
-#: peers' memory.
-TRANSPORTS: MappingProxyType[str, Callable[[SessionSpec], GatherSession]] = MappingProxyType(
-    {"p2p": Messages.open, "symm_mem": _out_of_peers}
-)
+from ring_torch.transports.api import GatherSession, SessionSpec, requests_to
 
 
 def open_session(
@@ -60,7 +24,7 @@ def open_session(
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    return TRANSPORTS[call.transport](SessionSpec(
+    return call.transport.open(SessionSpec(
         call.ring, call.plan, own, KVPayload.of(inputs, groups), groups, call.device,
         call.acc_dtype, call.needs_grad, signature, call.number, call.seed,
     ))  # fmt: skip
@@ -79,3 +43,23 @@ def gathered_columns(
         aligned8=positions_aligned8(gather.positions),
         runs=gathered_runs(*which),
     )
+
+
+def gathered_traffic(
+    call: Call, inputs: Inputs, gather: GatherProgram, *, forward: bool, fetches: bool
+) -> Traffic:
+    """Count the bytes of keys that others fetch from here, and of gradients that go back.
+
+    ``fetches`` says that this pass moves keys. Groups of heads add up to all of them.
+    """
+    rank, keys = call.ring.rank, KVPayload.of(inputs)
+    requests = [one for _, one in requests_to(call.plan, rank, own=gather.own)]
+    fetched = [one for one in gather.fetches if one.rank != rank]
+    asked, given = (
+        sum(one.source.stop - one.source.start for one in some) for some in (requests, fetched)
+    )
+    kv = Traffic(keys.size(asked), keys.size(given)) if fetches else Traffic(0, 0)
+    if forward:
+        return kv
+    token = keys.batch * keys.width * call.acc_dtype.itemsize
+    return Traffic(kv.sent + given * token, kv.received + asked * token)

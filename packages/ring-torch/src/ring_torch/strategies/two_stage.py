@@ -11,8 +11,8 @@ from typing import Self
 
 import torch
 
-from ring_core import GatherProgram, Plan, StrategyName, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Strategy, zero_row_grads
+from ring_core import GatherProgram, Plan, WorkItem, gather_program
+from ring_torch.call import Call, Saved, Strategy, Traffic, zero_row_grads
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import (
     AttentionState,
@@ -23,7 +23,7 @@ from ring_torch.records import (
     KeyGrads,
     empty_state,
 )
-from ring_torch.strategies.sessions import gathered_columns, open_session
+from ring_torch.strategies.sessions import gathered_columns, gathered_traffic, open_session
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TwoStageGather(Strategy):
 
     gather: GatherProgram
     own_items: tuple[WorkItem, ...]
-    name: StrategyName = "gather"
+    name: str = "gather"
     depends_on_kernel = True
 
     @classmethod
@@ -88,3 +88,8 @@ class TwoStageGather(Strategy):
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that are fetched in both passes, and gradients that go home."""
+        del saved  # it saves nothing
+        return gathered_traffic(call, inputs, self.gather, forward=forward, fetches=True)

@@ -15,12 +15,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes, Strategy, attend
+from ring_core import Plan, Request
+from ring_core.base.arguments import not_none
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.strategies.api import StrategySpec
+from ring_torch.transports.api import Refusals
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Ulysses(Strategy):
     """
 
     inner: Call
-    name: StrategyName = "ulysses"
+    name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
 
@@ -75,6 +79,25 @@ class Ulysses(Strategy):
         batch, length, heads, _ = shapes[0]
         shapes.append((batch, length, heads, shapes[2][3]))  # the output's
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Parts of heads of all tokens there, and of results back; packed as they are sent."""
+        del saved
+        parts, (q, k, v) = call.ring.size, inputs[:3]
+        batch, length, heads, _ = q.shape
+        qkv = [
+            ((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype) for x in (q, k, v)
+        ]
+        out = ((batch, length, heads // parts, v.shape[3]), call.dtype)
+        row = ((batch, length, heads // parts), call.acc_dtype)
+        delta = [row] if call.kernel.needs_delta else []
+        messages = (qkv, [out, row]) if forward else ([out, *delta], qkv)
+        size = (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
+        return Traffic(size, size)
+
+    def visible_pairs(self, call: Call) -> float:
+        """Return those of all tokens for its heads: as many as any other rank computes."""
+        return float(call.program.work().sum(axis=0).mean())
 
     def _to_heads(
         self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
@@ -130,3 +153,24 @@ def _orders(plan: Plan, keys: bool, device: torch.device) -> Orders:
     if (np.diff(found) == 1).all():
         return Orders(None, None)
     return Orders(*(torch.as_tensor(x, device=device) for x in (found, np.argsort(found))))
+
+
+def _refusals(plan: Plan, request: Request) -> Refusals:
+    """Return the counts of heads that ranks do not divide, and options that it has not got yet."""
+    counts = (("q has", request.q_heads), ("k and v have", request.kv_heads))
+    options = (
+        ("bias", request.bias), ("segment_ids", request.segment_ids), ("dropout_p", request.dropout)
+    )  # fmt: skip
+    return (
+        *(
+            f"{name} {count} heads, which {plan.cp_size} ranks do not divide"
+            for name, count in counts
+            if count % plan.cp_size
+        ),
+        *(f"it has no {name} yet" for name, is_asked in options if is_asked),
+    )
+
+
+ULYSSES = StrategySpec(
+    "ulysses", lambda given: Ulysses(not_none(given.inner)), _refusals, splits_heads=True
+)

@@ -1,4 +1,4 @@
-"""What carries keys to who needs them, and gradients back: sessions, and what they share."""
+"""What carries keys to who needs them, and gradients back: transports, their sessions."""
 
 from __future__ import annotations
 
@@ -82,6 +82,41 @@ class GatherSession(Protocol):
         All of them, or those that :meth:`ring_core.GatherProgram.is_early`, or then the others.
         ``overlapped`` says that kernels go on meanwhile, and are not to be held up.
         """
+
+
+Refusals = tuple[str, ...]  # reasons, each a clause; empty if there is none
+
+
+def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way in which bytes move between ranks, as it describes itself.
+
+    Attributes:
+        name: The name that ``transport=`` takes.
+        open: Opens a session for a pass over gathered keys. Raises a ``RankMismatchError`` if a
+            peer is making another call.
+        refusals: Reasons why these ranks cannot use it for tensors on a device, the same on all
+            ranks; ``None`` if they would have to ask each other first, and, without ``probe``,
+            shall not.
+        sends_messages: Bytes move as messages of the process group, which a strategy may also send
+            itself, and are counted as sent; otherwise ranks read them from their peers' memory.
+        asks: What the ranks ask each other at the first call, after "if", for ``explain``.
+        devices: Types of devices that it is for; empty means any.
+        missing: Reason why it cannot run between processes of a machine, from the type of its
+            devices and, for each GPU, the others whose memory it reaches; empty if it can.
+    """
+
+    name: str
+    open: Callable[[SessionSpec], GatherSession]
+    refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
+    sends_messages: bool
+    asks: str = ""
+    devices: tuple[str, ...] = ()
+    missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
 
 
 @dataclass(frozen=True)

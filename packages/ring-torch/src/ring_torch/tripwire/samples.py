@@ -193,7 +193,7 @@ class Sample(NamedTuple):
         return (
             f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
-            f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+            f"{call.transport.name!r}, layout {str(call.plan.q_layout.name)!r}, mask "
             f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
             f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
             f"strategy='ring'"
