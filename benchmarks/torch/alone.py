@@ -20,7 +20,7 @@ from ring_torch import autograd, prepare, transports
 from ring_torch.comm.ranks import Ranks
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
-from ring_torch.strategies.choose import Way, ways
+from ring_torch.strategies import Way, ways
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
 from ring_torch.transports.p2p import Messages
 

@@ -24,9 +24,11 @@ def test_a_name_stands_for_its_record() -> None:
         assert config == StrategyConfig(name) == strategy_config(config)
         assert hash(config) == hash(StrategyConfig(name))
         assert config.ring_strategy == ("balanced" if name == "balanced" else "ring")
-    for wrong in ("rdma", "", "Ring"):
+    for wrong in ("rdma", "Ring"):
         with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather, ulysses$"):
             strategy_config(wrong)
+    with pytest.raises(ValueError, match="name must be that of a strategy, or 'auto', got ''"):
+        strategy_config("")
     assert strategy_config("rdma", ("auto", "rdma")) == StrategyConfig("rdma")
     with pytest.raises(ValueError, match=r"unknown strategy name 'ring'; known: auto, rdma$"):
         strategy_config(StrategyConfig("ring"), ("auto", "rdma"))

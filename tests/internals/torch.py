@@ -18,7 +18,11 @@ from ring_torch.call import (
     Call as Call,
     Operands as Operands,
     Options as CallOptions,
+    Resolution as Resolution,
+    Strategy as Strategy,
+    StrategySpec as StrategySpec,
     add_sinks as add_sinks,
+    zero_row_grads as zero_row_grads,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
@@ -32,6 +36,7 @@ from ring_torch.comm.ranks import (
     QueuedPass as QueuedPass,
     Ranks as Ranks,
     Transfer as Transfer,
+    exchange as exchange,
     ranks_of as ranks_of,
     watch as watch,
 )
@@ -81,6 +86,8 @@ from ring_torch.prepare import _prepare as _prepare, check_call as check_call
 from ring_torch.records import (
     AttentionState as AttentionState,
     BackwardInputs as BackwardInputs,
+    Grads as Grads,
+    Inputs as Inputs,
     KernelParams as KernelParams,
     KeyBlock as KeyBlock,
     KeyGrads as KeyGrads,
@@ -93,20 +100,15 @@ from ring_torch.records import (
 from ring_torch.strategies import (
     STRATEGIES as STRATEGIES,
     bias_shift as bias_shift,
-    gather as gather_strategy,
-    ring as ring_strategy,
-    sessions as sessions,
-)
-from ring_torch.strategies.api import Resolution as Resolution, StrategySpec as StrategySpec
-from ring_torch.strategies.balanced import Balanced as Balanced
-from ring_torch.strategies.choose import (
     choose_strategy as choose_strategy,
     describe_strategy as describe_strategy,
+    gather as gather_strategy,
+    ring as ring_strategy,
 )
+from ring_torch.strategies.balanced import Balanced as Balanced
 from ring_torch.strategies.gather import GATHER as GATHER, head_groups_of as head_groups_of
 from ring_torch.strategies.ring import Ring as Ring
-from ring_torch.strategies.sessions import open_session as open_session
-from ring_torch.strategies.ulysses import ULYSSES as ULYSSES, Ulysses as Ulysses
+from ring_torch.strategies.ulysses import Ulysses as Ulysses
 from ring_torch.tools import bench as bench, doctor as doctor
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (
@@ -118,6 +120,7 @@ from ring_torch.transports import (
 from ring_torch.transports.api import (
     GatherSession as GatherSession,
     SessionSpec as SessionSpec,
+    Traffic as Traffic,
     Transport as Transport,
     add_staged as add_staged,
 )

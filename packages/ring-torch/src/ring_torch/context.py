@@ -17,7 +17,7 @@ from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
-from ring_torch.strategies.choose import describe_strategy
+from ring_torch.strategies import describe_strategy
 
 
 class ContextParallel:

@@ -31,8 +31,7 @@ from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_
 from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
-from ring_torch.strategies import strategy_names
-from ring_torch.strategies.choose import ask_ranks
+from ring_torch.strategies import ask_ranks, strategy_names
 
 _LOW = (1 << 32) - 1
 

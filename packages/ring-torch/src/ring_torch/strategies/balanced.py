@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_core import HELP_PIECES, RingProgram, Stage, WorkItem
 from ring_torch.buffers import packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
@@ -29,7 +29,6 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.api import StrategySpec
 from ring_torch.strategies.ring import (
     Launch,
     RingStep,
@@ -39,6 +38,7 @@ from ring_torch.strategies.ring import (
     ring_steps,
     ring_traffic,
 )
+from ring_torch.transports.api import Traffic
 
 
 class HelpPiece(NamedTuple):

@@ -31,7 +31,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.checks import Sizes
-from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
 from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
@@ -46,15 +46,15 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.api import Resolution, StrategySpec
-from ring_torch.strategies.sessions import gathered_columns, gathered_traffic, open_session
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
     PendingGrads,
     PendingKV,
     Refusals,
+    Traffic,
     add_staged,
+    gathered_traffic,
 )
 
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
@@ -105,7 +105,7 @@ class Gather(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
         groups = self.groups.forward
-        session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
+        session = call.open_session(inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
@@ -114,7 +114,7 @@ class Gather(Strategy):
         gathered: list[Tensor] = []
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
-            columns = gathered_columns(call, gather, keys, arriving.tensors)
+            columns = call.gathered_columns(gather, keys, arriving.tensors)
             in_place = _in_place(call, gather, inputs, n, groups)
             part, place = head_group(rows, n, groups), head_group(whole, n, groups)
             results.append(_attend(call, part, columns, in_place, gather, arriving, place))
@@ -134,7 +134,7 @@ class Gather(Strategy):
         in place come after, and add up gradients of their own.
         """
         groups = self.groups.backward
-        session = open_session(call, inputs, call.backward_signature, groups=groups, own=True)
+        session = call.open_session(inputs, call.backward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
@@ -187,7 +187,10 @@ class Gather(Strategy):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Keys that are fetched, unless the forward left them, and gradients that go home."""
         fetches = forward or not saved
-        return gathered_traffic(call, inputs, self.gather, forward=forward, fetches=fetches)
+        return gathered_traffic(
+            self.gather, call.plan, call.ring.rank, KVPayload.of(inputs), call.acc_dtype,
+            forward=forward, fetches=fetches,
+        )  # fmt: skip
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Whether the forward leaves the keys it gathered to the backward."""
@@ -277,13 +280,13 @@ def _keys_by_group(
     if not saved:
         for arriving in session.fetch(gather, inputs):
             arriving.wait(None)
-            yield gathered_columns(call, gather, keys, arriving.tensors)
+            yield call.gathered_columns(gather, keys, arriving.tensors)
         return
     before, each = groups.forward, len(saved) // groups.forward
     cuts = groups.backward // before  # the forward's groups are cut once more
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
-        columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])
+        columns = call.gathered_columns(gather, keys, saved[n * each : (n + 1) * each])
         yield from (head_group(columns, n, cuts) for n in range(cuts))
 
 

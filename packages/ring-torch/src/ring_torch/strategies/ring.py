@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_core import RingProgram, Stage, WorkItem
 from ring_torch.buffers import BufferSpec, packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
@@ -24,7 +24,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.api import StrategySpec
+from ring_torch.transports.api import Traffic
 
 
 class Launch(NamedTuple):

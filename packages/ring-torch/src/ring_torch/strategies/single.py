@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ring_core import Plan, WorkItem
-from ring_torch.call import Call, Saved, Strategy, Traffic
+from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
+from ring_torch.transports.api import Traffic
 
 
 @dataclass(frozen=True)

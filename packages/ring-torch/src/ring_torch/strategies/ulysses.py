@@ -18,13 +18,12 @@ import torch
 from ring_core import Plan, Request
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
-from ring_torch.call import Call, Saved, Shapes, Strategy, Traffic, attend
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
-from ring_torch.strategies.api import StrategySpec
-from ring_torch.transports.api import Refusals
+from ring_torch.transports.api import Refusals, Traffic
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ring_torch.kernels import in_order
 from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.sharding import Sharding
-from ring_torch.strategies.choose import Way, ways
+from ring_torch.strategies import Way, ways
 
 LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",

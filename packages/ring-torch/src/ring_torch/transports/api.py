@@ -133,6 +133,33 @@ class PendingKV:
 PendingGrads = Callable[[torch.Tensor, int, Where], None]
 
 
+class Traffic(NamedTuple):
+    """Bytes that move between a rank and its peers in a pass, beside the header."""
+
+    sent: int
+    received: int
+
+
+def gathered_traffic(
+    gather: GatherProgram, plan: Plan, rank: int, keys: KVPayload, acc_dtype: torch.dtype, *,
+    forward: bool, fetches: bool,
+) -> Traffic:  # fmt: skip
+    """Count the bytes of keys that others fetch from a rank, and of gradients that go back.
+
+    ``keys`` are of all heads: groups add up to them. ``fetches`` says that the pass moves keys.
+    """
+    requests = [one for _, one in requests_to(plan, rank, own=gather.own)]
+    fetched = [one for one in gather.fetches if one.rank != rank]
+    asked, given = (
+        sum(one.source.stop - one.source.start for one in some) for some in (requests, fetched)
+    )
+    kv = Traffic(keys.size(asked), keys.size(given)) if fetches else Traffic(0, 0)
+    if forward:
+        return kv
+    token = keys.batch * keys.width * acc_dtype.itemsize
+    return Traffic(kv.sent + given * token, kv.received + asked * token)
+
+
 @lru_cache(maxsize=256)
 def requests_to(
     plan: Plan, rank: int, *, own: bool, early: bool | None = None

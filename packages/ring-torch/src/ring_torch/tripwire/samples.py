@@ -200,7 +200,9 @@ class Sample(NamedTuple):
         )
 
 
-def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch) -> str | None:
+def forward_faults(
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch, *, sent_before: int
+) -> str | None:
     """What is wrong with a forward on any rank, in words; ``None`` if nothing is found.
 
     Args:
@@ -208,7 +210,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         inputs: This rank's.
         out: ``[B, T_local, H, Dv]``, in the inputs' dtype.
         lse: ``[B, H, T_local]``, sinks included.
-        seen: What its strategy sent, and when.
+        seen: What was sent, and when.
+        sent_before: Bytes of messages before those of its strategy.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -230,7 +233,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         )
         nothing = torch.zeros_like(plain_lse)
         results["lse"] = lse, exact_lse, plain_lse, nothing, torch.ones(len(rows))
-    found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
+    found = sample.faults("queries", results)
+    found += Pass(call, inputs, forward=True, sent_before=sent_before).faults(seen)
     return sample.agree(found, "forward")
 
 

@@ -13,7 +13,6 @@ from ring_core.tripwire import peak_tflops
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.records import Inputs
-from ring_torch.strategies.bias_shift import sent_for_shift
 from ring_torch.transports.api import counted_by
 
 
@@ -74,6 +73,7 @@ class Pass(NamedTuple):
     inputs: Inputs
     forward: bool
     fetches: bool = True  # whether gathered keys are fetched; a backward may have them saved
+    sent_before: int = 0  # bytes of messages before the strategy's own
 
     def faults(self, seen: Watch) -> list[str]:
         """What is wrong with bytes and time, a line each."""
@@ -86,8 +86,7 @@ class Pass(NamedTuple):
             expected, moved, done, word = traffic.received, seen.read, "read from peers", "reads"
             if call.transport.sends_messages:
                 expected, moved, done, word = traffic.sent, seen.sent, "sent", "sends"
-                expected += HEADER_BYTES
-                expected += sent_for_shift(call, self.inputs) if self.forward else 0
+                expected += HEADER_BYTES + self.sent_before
             if moved != expected:
                 found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
         most = peak_tflops(
