@@ -25,7 +25,12 @@ from ring_torch.call import (
     zero_row_grads as zero_row_grads,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
-from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
+from ring_torch.comm import (
+    handshake as handshake,
+    head_exchange as head_exchange,
+    ranks as ranks,
+    store as store,
+)
 from ring_torch.comm.handshake import (
     _COMPARED as _COMPARED,
     Header as Header,
@@ -108,7 +113,11 @@ from ring_torch.strategies import (
 from ring_torch.strategies.balanced import Balanced as Balanced
 from ring_torch.strategies.gather import GATHER as GATHER, head_groups_of as head_groups_of
 from ring_torch.strategies.ring import Ring as Ring
-from ring_torch.strategies.ulysses import Ulysses as Ulysses
+from ring_torch.strategies.ulysses import (
+    Ulysses as Ulysses,
+    _orders as ulysses_orders,
+    exchanges_of as exchanges_of,
+)
 from ring_torch.tools import bench as bench, doctor as doctor
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (

@@ -6,6 +6,7 @@ import time
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_core.cost import BACKWARD_FLOPS, Model
@@ -42,8 +43,12 @@ class Watch(TorchDispatchMode):
         self._mark()
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "c10d::send":  # noqa: SLF001 - all that is sent are messages
+        name = func._schema.name  # noqa: SLF001
+        if name == "c10d::send":
             self.sent += sum(x.nbytes for x in args[0])
+        elif name == "c10d::alltoall_base_":  # in equal parts, of which a rank keeps its own
+            ranks = dist.ProcessGroup.unbox(args[2]).size()
+            self.sent += args[1].nbytes // ranks * (ranks - 1)
         return func(*args, **(kwargs or {}))
 
     @property
