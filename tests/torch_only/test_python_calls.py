@@ -21,7 +21,7 @@ import ring_torch
 MOST = {
     (1, "ring", "zigzag"): ((41, 14), (39, 10)),
     (4, "ring", "zigzag"): ((99, 15), (108, 10)),
-    (4, "gather", "zigzag"): ((87, 18), (120, 14)),
+    (4, "gather", "zigzag"): ((87, 17), (120, 13)),
     (4, "balanced", "contiguous"): ((260, 16), (313, 11)),
     (2, "ulysses", "zigzag"): ((92, 16), (88, 12)),
 }

@@ -31,7 +31,7 @@ from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_
 from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
-from ring_torch.strategies.choose import peer_refusals
+from ring_torch.strategies import ask_ranks, strategy_names
 
 _LOW = (1 << 32) - 1
 
@@ -53,7 +53,7 @@ def static_text(
     Layout, kernel and strategy are names, or what :func:`fields_of` reads of their records.
     """
     ring = ranks_of(group)
-    peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
+    ask_ranks(ring)  # operations may not, while they are traced
     return json.dumps({
         **group_fields(ring),
         "layout": layout,
@@ -169,10 +169,10 @@ def _call(
         )
 
     options = static.options(numbers)
-    named = (strategy_config(options.strategy).name, options.transport)
+    named = (strategy_config(options.strategy, strategy_names()).name, options.transport)
     if numbers.has_plan_numbers and "auto" in named:
         widest = checked(static.options(_widest(numbers)))[0]
-        options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
+        options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
     return checked(options)
 
 
