@@ -210,6 +210,17 @@ def test_attention_that_is_not_set() -> None:
         hf.parallelize(model, ContextParallel())
 
 
+def test_attention_of_a_text_part_alone() -> None:
+    """GOT-OCR2's own module has attention of images, which is kept; the text part's is set."""
+    model = build("GotOcr2ForConditionalGeneration", "got_ocr2")
+    language = next(x for x in model.modules() if type(x).__name__ == "Qwen2Model")
+    before = language.config._attn_implementation, model.config._attn_implementation
+    handle = hf.parallelize(model, ContextParallel())
+    assert language.config._attn_implementation.startswith("ring")
+    handle.remove()
+    assert (language.config._attn_implementation, model.config._attn_implementation) == before
+
+
 def test_a_routers_loss_of_another_name() -> None:
     """It would be counted on each rank."""
     model = build_known("Mixtral", output_router_logits=True)
