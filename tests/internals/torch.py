@@ -65,7 +65,9 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.library import (
+    Documents as FlashDocuments,
     HeadDims as HeadDims,
+    Mods as FlashMods,
     Options as FlashOptions,
     rounded_to_8 as rounded_to_8,
 )
