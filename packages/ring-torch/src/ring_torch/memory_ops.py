@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_torch.triton_launch import DirectKernel
+
 _ROWS = 16
 _MARK_ROWS = 1024
 _MORE_ROWS = 64  # of one head, whose sum is one number
@@ -135,6 +137,7 @@ def _assert_unit_strides(*tensors: Tensor) -> None:
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
     k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
@@ -149,6 +152,7 @@ def _pack(
     tl.store(place + K, y, mask=at < V)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(
     total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
@@ -177,6 +181,7 @@ def _add(
     tl.store(place, x, mask=inside)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _largest(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
@@ -210,6 +215,7 @@ def _largest(
     tl.store(place, tl.where(top == float("-inf"), 0.0, top), mask=inside)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -223,6 +229,7 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
     tl.store(place, float("nan"), mask=odd & (row < rows))
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_dots(
     x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
@@ -249,6 +256,7 @@ def _row_dots(
         tl.store(place + row, found, mask=row < rows)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(
     acc, acc_lse, out, lse, rows,
