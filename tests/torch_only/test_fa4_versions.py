@@ -161,9 +161,8 @@ class Library:
 
     def _round(self) -> Any:
         def bwd_postprocess_convert(sums: Tensor, grad: Tensor, scale: float, cu: Any) -> None:
-            bwd_postprocess_convert.compile_cache[grad.dtype](
-                sums, grad, scale, cu, None, None, None
-            )  # type: ignore[attr-defined]
+            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]
+            cache[grad.dtype](sums, grad, scale, cu, None, None, None)
 
         def round_to(
             sums: Tensor, grad: Tensor, scale: float, cu: Any, _: None, sink: None, total: None
@@ -311,11 +310,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library
         public = public_functions(library.asked)
         # Of another version nothing but public functions is there.
         private = library.module if version == KNOWN else None
-        for name, module in (
-            ("flash_attn", SimpleNamespace()), ("flash_attn.cute", public),
-            ("flash_attn.cute.interface", private),
-        ):  # fmt: skip
-            monkeypatch.setitem(sys.modules, name, module)
+        modules = {
+            "flash_attn": SimpleNamespace(), "flash_attn.cute": public,
+            "flash_attn.cute.interface": private,
+        }  # fmt: skip
+        for name, stub in modules.items():
+            monkeypatch.setitem(sys.modules, name, stub)
         forget()
         return library
 
@@ -592,7 +592,7 @@ def program(mask: Mask) -> RingProgram:
 def test_other_versions_refuse_what_has_no_public_function(
     asked: dict[str, bool], mask: Mask, install: Callable[[str], Library]
 ) -> None:
-    request = Request("cuda", "bfloat16", 64, 64, grad=True, **asked)  # type: ignore[arg-type]
+    request = Request("cuda", "bfloat16", 64, 64, grad=True, **asked)
     for version, wanted in ((KNOWN, []), (UNKNOWN, [KNOWN])):
         install(version)
         assert fa4.FA4.unavailable_reason() is None
