@@ -25,6 +25,7 @@ from ring_torch.call import (
     zero_row_grads as zero_row_grads,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
+from ring_torch.buffers import HeadBuffer as HeadBuffer, HeadPart as HeadPart
 from ring_torch.comm import (
     handshake as handshake,
     head_exchange as head_exchange,
@@ -74,7 +75,9 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.library import (
+    Documents as FlashDocuments,
     HeadDims as HeadDims,
+    Mods as FlashMods,
     Options as FlashOptions,
     rounded_to_8 as rounded_to_8,
 )
