@@ -47,10 +47,8 @@ from ring_torch.comm.ranks import (
 )
 from ring_torch.comm.relayout import relayout_between as relayout_between
 from ring_torch.comm.store import CallSignature as CallSignature
-from ring_torch.compat import documents as documents, hf as compat_hf
-from ring_torch.compat.hf import RingFlashAttention as RingFlashAttention
+from ring_torch.compat import documents as documents
 from ring_torch.compiled import attention as compiled
-from ring_torch.hf.models.documents import stated_documents as stated_documents
 from ring_torch.kernels import (
     KERNELS as KERNELS,
     choose as choose,
