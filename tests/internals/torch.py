@@ -12,7 +12,12 @@ from ring_torch import (
     transports as transports,
 )
 from ring_torch.autograd import _sink_grads as _sink_grads
-from ring_torch.buffers import BufferSpec as BufferSpec, flat as flat
+from ring_torch.buffers import (
+    BufferSpec as BufferSpec,
+    HeadBuffer as HeadBuffer,
+    HeadPart as HeadPart,
+    flat as flat,
+)
 from ring_torch.call import (
     AttentionOptions as AttentionOptions,
     Call as Call,
@@ -25,7 +30,6 @@ from ring_torch.call import (
     zero_row_grads as zero_row_grads,
 )
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
-from ring_torch.buffers import HeadBuffer as HeadBuffer, HeadPart as HeadPart
 from ring_torch.comm import (
     handshake as handshake,
     head_exchange as head_exchange,

@@ -110,7 +110,7 @@ class HeadPart(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadBuffer:
-    """A message for each rank, with its part of several tensors: ``[B, T_local, H / P, D]`` of each.
+    """A message for each rank, with its part of several tensors, ``[B, T_local, H / P, D]`` each.
 
     Attributes:
         ranks: How many ranks there are, P.

@@ -63,8 +63,7 @@ def _exchange(
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     pack, unpack = _pack, _unpack
     if device.type == "cuda" and has_triton():
-        from ring_torch.memory_ops import pack_heads_on_gpu as pack
-        from ring_torch.memory_ops import unpack_heads_on_gpu as unpack
+        from ring_torch.memory_ops import pack_heads_on_gpu as pack, unpack_heads_on_gpu as unpack
     pack(layout, sent, *given, by_heads=splits_heads)
     with peer_errors(others(ranks)):
         # Rank n gets row n. The stream waits for the exchange: `sent` may be freed behind it.
@@ -101,7 +100,5 @@ def _blocks(layout: HeadBuffer, buffer: Tensor) -> list[Tensor]:
     message = layout.message
     return [
         buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
-        for shape, dtype, offset in zip(
-            layout.blocks, message.dtypes, message.offsets, strict=True
-        )
+        for shape, dtype, offset in zip(layout.blocks, message.dtypes, message.offsets, strict=True)
     ]
