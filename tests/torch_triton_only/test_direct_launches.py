@@ -57,10 +57,24 @@ def test_a_repeat_calls_what_was_compiled(state: SimpleNamespace) -> None:
     assert kernel.direct == [(*launch, fresh.data_ptr(), None, 7, 8, 4)]
 
 
+def test_numbers_of_a_kind_share_what_was_compiled(state: SimpleNamespace) -> None:
+    """A digest, which is another in each call, is one of them."""
+    del state
+    kernel = Kernel()
+    direct = DirectKernel(kernel)
+    for number in (7, 9, -5):
+        direct[1,](X, None, number, SIZE=8, ROWS=4)
+    assert len(kernel.asked) == 1
+    assert [launch[-3] for launch in kernel.direct] == [9, -5]
+
+
 X = torch.zeros(4, 16)
 Given = tuple[Tensor | None, Tensor | None, int]
 UNLIKE: dict[str, tuple[Given, dict[str, int]]] = {
-    "a number": ((X, None, 8), {}),
+    "one": ((X, None, 1), {}),
+    "a multiple of 16": ((X, None, 32), {}),
+    "a wider number": ((X, None, 1 << 40), {}),
+    "an unsigned number": ((X, None, (1 << 64) - 1), {}),
     "an alignment": ((X.view(-1)[1:], None, 7), {}),
     "a dtype": ((X.half(), None, 7), {}),
     "a tensor more": ((X, X, 7), {}),
