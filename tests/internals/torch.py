@@ -12,13 +12,7 @@ from ring_torch import (
 )
 from ring_torch.autograd import _sink_grads as _sink_grads
 from ring_torch.buffers import BufferSpec as BufferSpec, flat as flat
-from ring_torch.call import (
-    AttentionOptions as AttentionOptions,
-    Call as Call,
-    Operands as Operands,
-    Options as CallOptions,
-    add_sinks as add_sinks,
-)
+from ring_torch.call import Call as Call, add_sinks as add_sinks
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
 from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
 from ring_torch.comm.handshake import (
@@ -70,6 +64,7 @@ from ring_torch.kernels.library import (
     rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
+from ring_torch.options import AttentionOptions as AttentionOptions, CallOptions as CallOptions
 from ring_torch.payload import (
     ONE_GROUP as ONE_GROUP,
     HeadGroups as HeadGroups,

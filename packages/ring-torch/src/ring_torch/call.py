@@ -1,16 +1,16 @@
-"""Everything static about one call, the options it was made with, and its forward."""
+"""Everything static about one call, and its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
+from ring_core import Plan, RingProgram, StrategyName
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -128,66 +128,6 @@ class Call(NamedTuple):
             aligned8=_positions_aligned8(self.plan, rank),
             runs=key_runs(self.plan, rank),
         )
-
-
-Window = tuple[int | None, int | None]
-
-
-class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
-
-    causal: bool
-    window: Window | None
-    chunk_size: int | None
-    cu_seqlens: Sequence[int] | None
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None
-    mask: Mask | Tensor | None
-    softmax_scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    kernel: str | KernelConfig
-    strategy: str | StrategyConfig
-    transport: str
-
-
-class Operands(NamedTuple):
-    """A call's tensors, as given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-
-class Options(NamedTuple):
-    """A call's options beside tensors, as given."""
-
-    causal: bool = False
-    window: Window | None = None
-    chunk_size: int | None = None
-    cu_seqlens: Sequence[int] | None = None
-    mask: Mask | Tensor | None = None  # no tensor once the bias says it
-    softmax_scale: float | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    deterministic: bool = False
-    return_lse: bool = False
-    kernel: str | KernelConfig = "auto"
-    strategy: str | StrategyConfig = "auto"
-    transport: str = "auto"
-    bias_masks: bool = False  # the bias says a mask that was a tensor
-    bias_adds: bool = True  # it adds to scores as well
-    drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
-    check: int = 0  # every which call the tripwire checks
 
 
 @lru_cache(maxsize=256)
