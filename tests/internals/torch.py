@@ -14,7 +14,12 @@ from ring_torch.autograd import _sink_grads as _sink_grads
 from ring_torch.buffers import BufferSpec as BufferSpec, flat as flat
 from ring_torch.call import Call as Call, add_sinks as add_sinks
 from ring_torch.capture import capture_safe_cache as capture_safe_cache
-from ring_torch.comm import handshake as handshake, ranks as ranks, store as store
+from ring_torch.comm import (
+    handshake as handshake,
+    head_exchange as head_exchange,
+    ranks as ranks,
+    store as store,
+)
 from ring_torch.comm.handshake import (
     _COMPARED as _COMPARED,
     Header as Header,
@@ -98,7 +103,11 @@ from ring_torch.strategies.choose import (
 from ring_torch.strategies.gather import head_groups_of as head_groups_of
 from ring_torch.strategies.ring import Ring as Ring
 from ring_torch.strategies.sessions import open_session as open_session
-from ring_torch.strategies.ulysses import Ulysses as Ulysses
+from ring_torch.strategies.ulysses import (
+    Ulysses as Ulysses,
+    _orders as ulysses_orders,
+    exchanges_of as exchanges_of,
+)
 from ring_torch.tools import bench as bench, doctor as doctor
 from ring_torch.tools.cli import main as main
 from ring_torch.transports import (

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from internals.torch import (
     CallOptions,
     KeyGradBuffer,
-    Ulysses,
     check_call,
+    exchanges_of,
     open_session,
     ranks_of,
     relayout_between,
+    ulysses_orders,
 )
 from torch import Tensor
 
@@ -98,13 +99,14 @@ def _ulysses(rank: int, layout: Any) -> None:
     k, v = numbers(rank, *2 * [(2, TOKENS // SIZE, 3, 4)])
     ring = ranks_of(None)
     options = CallOptions(strategy="ulysses")
-    call, _ = check_call(ring, ring.next_call(), layout, q, k, v, options)
-    strategy = call.strategy
-    assert isinstance(strategy, Ulysses)
-    (there,) = strategy._to_heads(call, [q], [False])
-    (back,) = strategy._to_tokens(call, [y], [False])
-    same([(there, y)], [(q, back)])
-    assert torch.equal(strategy._to_tokens(call, [there], [False])[0], q)
+    call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
+    exchange, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
+    every = (orders[0], orders[1], orders[1])
+    there = exchange.to_heads(ring, (q, k, v), every)
+    back = exchange.to_tokens(ring, [y, *there[1:]], every)
+    same([(there[0], y)], [(q, back[0])])
+    for moved, x in zip(exchange.to_tokens(ring, there, every), (q, k, v), strict=True):
+        assert torch.equal(moved, x)
 
 
 def _gather(rank: int, layout: Any, own: bool) -> None:

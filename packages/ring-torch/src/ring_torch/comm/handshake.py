@@ -42,6 +42,8 @@ from ring_torch.comm.store import (
 )
 
 HEADER_BYTES = 2048
+_WORD_BYTES = 8
+_WORDS = HEADER_BYTES // _WORD_BYTES
 _MOST_AGREED = 4096
 _UNLIKE_SHARDS = (
     " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
@@ -59,14 +61,16 @@ class Header(NamedTuple):
     bytes   field
     ======  =====  ============================================================
     0-3     magic  ``RING``: tensors that arrive in a header's place have none
-    4-7     kind 1: all is here; 2: this call was compared before, and the
-                   digest is that of signature, number and seed
+    4-7     kind 1: all is here
     8-15    number of the call on the group
     16-23   digest of the signature
     24-31   seed   of dropout, two words of 32 bits
     32-39   nonce  of the group, for the names of its notes in the store
     40-     fields JSON, padded with zeros
     ======  =====  ============================================================
+
+    A GPU sends the header of a call that was compared before without fields: 256 times the same
+    eight bytes, which are the digest of signature, number and seed. One kernel writes them.
     """
 
     kind: int
@@ -84,14 +88,19 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, message: bytes) -> Self | None:
-        """The header in a message, unless that is something else."""
+        """Return the header in a message, or None if the message is something else."""
         word, kind, number, digest, seed, nonce = _HEAD.unpack_from(message)
-        if word != _MAGIC or kind not in {_IN_WORDS, _COMPARED}:
+        repeated = message[:_WORD_BYTES]
+        if any(repeated) and message == repeated * _WORDS:
+            return cls(_COMPARED, 0, repeated, 0, 0, b"")
+        if (word, kind) != (_MAGIC, _IN_WORDS):
             return None
         return cls(kind, number, digest, seed, nonce, message[_HEAD.size :].rstrip(b"\0"))
 
     def bytes(self) -> bytearray:
-        """As it is sent."""
+        """Return the message that is sent."""
+        if self.kind == _COMPARED:
+            return bytearray(self.digest * _WORDS)
         head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed, self.nonce)
         return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
@@ -235,14 +244,12 @@ def _check_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call compared before; a difference ends the stream in an error."""
-    mine = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    words = mine.view(torch.int64)
-    words[0].fill_(int.from_bytes(struct.pack("<4sI", _MAGIC, _COMPARED), "little"))
-    words[2].fill_(signature.as_int64(number, seed))
+    digest = signature.as_int64(number, seed)
+    mine = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
     theirs = torch.empty_like(mine)
     ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    same = words[2] == theirs.view(torch.int64)[2]
-    torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
+    # What is queued behind this runs only if the rank behind means the same call.
+    torch._assert_async(mine[0] == theirs[0], "ranks of a ring make different calls")  # noqa: SLF001
 
 
 def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
 from ring_torch.comm.store import StoreAgreement, read_failure
 
@@ -136,16 +137,22 @@ class Ranks:
             PeerError: A peer is gone.
         """
         group = None if self.group_ref is None else self.group_ref()
-        if group is None:
-            group = self.group  # which says what is wrong
-        queued = [
-            dist.P2POp(function, tensor, group=group, group_peer=peer)
-            for function, pairs in ((dist.isend, sends), (dist.irecv, receives))
-            for tensor, peer in pairs
-        ]
+        if group is None:  # it was destroyed
+            group = not_none(self.group)
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
+        if not peers:
+            return DONE
+        device = (*sends, *receives)[0][0].device
+        # These are the calls inside of `torch.distributed.batch_isend_irecv`, whose checks of each
+        # message take the host as long as NCCL's own work does.
+        coalesces = group._get_backend(device).supports_coalescing  # noqa: SLF001
         try:
-            pending = dist.batch_isend_irecv(queued) if queued else []
+            if coalesces:
+                group._start_coalescing(device)  # noqa: SLF001
+            pending = [group.send([tensor], peer, 0) for tensor, peer in sends]
+            pending += [group.recv([tensor], peer, 0) for tensor, peer in receives]
+            if coalesces:  # all messages are under way together, and one handle stands for them
+                pending = [group._end_coalescing(device)]  # noqa: SLF001
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)

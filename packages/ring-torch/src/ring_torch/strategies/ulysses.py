@@ -1,15 +1,15 @@
 """Ulysses: ranks exchange tokens for heads, and each attends to the whole sequence with its own.
 
-Four all-to-all exchanges, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): of Q, K
-and V from tokens to heads and of the output back, and the same of the gradients. In between a call
-of one rank runs, for ``H / P`` query and ``K / P`` key heads, over all tokens in natural order; so
-every layout will do.
+Two all-to-all exchanges a pass, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
+Q, K and V go from tokens to heads and the output goes back; in the backward their gradients go the
+other way. In between a call of one rank runs, for ``H / P`` query and ``K / P`` key heads, over all
+tokens in natural order; so every layout will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from ring_core import Plan, StrategyName
 from ring_torch.call import Call, Saved, Shapes, Strategy, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.ranks import Ranks, exchange
+from ring_torch.comm.head_exchange import Exchanged, HeadExchange
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 
 
@@ -36,34 +37,42 @@ class Ulysses(Strategy):
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the inputs' dtype, rounded before it travels."""
+        """Return the state in the inputs' dtype, rounded before it travels."""
         agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
-        q, k, v = self._to_heads(call, [inputs.q, inputs.k, inputs.v], [False, True, True])
+        moves = exchanges_of(call, inputs)
+        rows, columns = _orders(call)
+        # Ranks trade tokens for heads ...
+        q, k, v = moves.qkv.to_heads(call.ring, inputs[:3], (rows, columns, columns))
+        # ... each attends to the whole sequence with its own heads ...
         (out, lse), _ = attend(self.inner, _of_heads(call.ring, inputs, q, k, v))
         out = out.to(call.dtype)
-        state = self._to_tokens(call, [out, lse.transpose(1, 2)], [False, False])
+        # ... and results go back to the ranks that hold their tokens.
+        sent = out, lse.transpose(1, 2).unsqueeze(-1)
+        own_out, own_lse = moves.results.to_tokens(call.ring, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
-        return AttentionState(state[0], state[1].transpose(1, 2).contiguous()), saved
+        return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """The gradients in the inputs' dtype: each is whole before it travels."""
+        """Return the gradients in the inputs' dtype: each is whole before it travels."""
         agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        moves = exchanges_of(call, inputs)
+        rows, columns = _orders(call)
         q, k, v, out, lse = saved
         sent = [upstream.dout]
         if upstream.delta is not None:
-            sent.append(upstream.delta.transpose(1, 2))
-        dout, *rest = self._to_heads(call, sent, [False] * len(sent))
-        delta = rest[0].transpose(1, 2).contiguous() if rest else None
-        found = self.inner.strategy.backward(
+            sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
+        dout, *rest = moves.upstream.to_heads(call.ring, sent, [rows] * len(sent))
+        delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
+        grads = self.inner.strategy.backward(
             self.inner, _of_heads(call.ring, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
-        grads = [x.to(call.dtype) for x in (found.dq, found.dk, found.dv)]
-        dq, dk, dv = self._to_tokens(call, grads, [False, True, True])
+        sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
+        dq, dk, dv = moves.qkv.to_tokens(call.ring, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """All tokens of this rank's heads, whatever the plan."""
+        """Return the shapes of all tokens of this rank's heads, whatever the plan."""
         del plan_known
         if not call.needs_grad:
             return []
@@ -76,26 +85,46 @@ class Ulysses(Strategy):
         shapes.append((batch, length, heads, shapes[2][3]))  # the output's
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
 
-    def _to_heads(
-        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
-    ) -> list[torch.Tensor]:
-        """``[B, T_local, H, ...]`` of all heads as ``[B, T, H / P, ...]`` of all tokens.
 
-        ``keys`` says which lie as keys do; tokens come in natural order.
-        """
-        parts = [list(x.chunk(call.ring.size, dim=2)) for x in tensors]
-        found = [torch.cat(came, dim=1) for came in exchange(call.ring, parts, call.device)]
-        orders = [_orders(call.plan, which, call.device).natural for which in keys]
-        return [x if at is None else x[:, at] for x, at in zip(found, orders, strict=True)]
+class Exchanges(NamedTuple):
+    """The exchanges of a call, two a pass.
 
-    def _to_tokens(
-        self, call: Call, tensors: Sequence[torch.Tensor], keys: Sequence[bool]
-    ) -> list[torch.Tensor]:
-        """The inverse of :meth:`_to_heads`."""
-        orders = [_orders(call.plan, which, call.device).by_rank for which in keys]
-        moved = [x if at is None else x[:, at] for x, at in zip(tensors, orders, strict=True)]
-        parts = [list(x.chunk(call.ring.size, dim=1)) for x in moved]
-        return [torch.cat(came, dim=2) for came in exchange(call.ring, parts, call.device)]
+    Attributes:
+        qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
+        results: ``out`` and ``lse`` from heads to tokens.
+        upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
+    """
+
+    qkv: HeadExchange
+    results: HeadExchange
+    upstream: HeadExchange
+
+
+def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
+    """Lay out the exchanges of a call; those of equal calls are laid out once."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return _exchanges(
+        call.ring.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
+        call.kernel.needs_delta,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _exchanges(
+    ranks: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype,
+    acc_dtype: torch.dtype, needs_delta: bool,
+) -> Exchanges:  # fmt: skip
+    q, k = (
+        Exchanged(batch, length, heads // ranks, dim, dtype)
+        for batch, length, heads, dim in (q_shape, k_shape)
+    )
+    out = q._replace(dim=v_dim)
+    row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
+    return Exchanges(
+        qkv=HeadExchange.of(ranks, q, k, k._replace(dim=v_dim)),
+        results=HeadExchange.of(ranks, out, row),
+        upstream=HeadExchange.of(ranks, out, *([row] if needs_delta else [])),
+    )
 
 
 def _of_heads(
@@ -110,23 +139,15 @@ def _of_heads(
     return Inputs(q, k, v, None, None, sinks, None, slopes)
 
 
-class Orders(NamedTuple):
-    """Indices of tokens; ``None`` leaves them where they are.
-
-    Attributes:
-        by_rank: Of tokens in natural order: those of rank 0, then those of rank 1, ...
-        natural: The inverse.
-    """
-
-    by_rank: torch.Tensor | None
-    natural: torch.Tensor | None
+def _orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the positions of all queries by rank, and of all keys; ``None`` is natural order."""
+    return _order(call.plan, False, call.device), _order(call.plan, True, call.device)
 
 
 @capture_safe_cache(maxsize=64)
-def _orders(plan: Plan, keys: bool, device: torch.device) -> Orders:
-    """Of a plan's queries, or keys."""
+def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
     positions = plan.k_positions if keys else plan.positions
-    found = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
-    if (np.diff(found) == 1).all():
-        return Orders(None, None)
-    return Orders(*(torch.as_tensor(x, device=device) for x in (found, np.argsort(found))))
+    by_rank = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
+    if (np.diff(by_rank) == 1).all():
+        return None
+    return torch.as_tensor(by_rank, device=device)

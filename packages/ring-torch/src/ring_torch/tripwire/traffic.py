@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_core import WorkItem, gather_program
 from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
-from ring_torch.buffers import BufferSpec, packing_of
+from ring_torch.buffers import packing_of
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs
 from ring_torch.strategies.bias_shift import sent_for_shift
+from ring_torch.strategies.ulysses import exchanges_of
 from ring_torch.transports.api import counted_by
 
 
@@ -47,8 +49,12 @@ class Watch(TorchDispatchMode):
         self._mark()
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "c10d::send":  # noqa: SLF001 - all that is sent are messages
+        name = func._schema.name  # noqa: SLF001
+        if name == "c10d::send":
             self.sent += sum(x.nbytes for x in args[0])
+        elif name == "c10d::alltoall_base_":  # in equal parts, of which a rank keeps its own
+            ranks = dist.ProcessGroup.unbox(args[2]).size()
+            self.sent += args[1].nbytes // ranks * (ranks - 1)
         return func(*args, **(kwargs or {}))
 
     @property
@@ -177,15 +183,9 @@ def _gather(one: Pass) -> int:
 
 def _ulysses(one: Pass) -> int:
     """Parts of heads of all tokens there, and of results back; packed as they are sent."""
-    call, (q, k, v) = one.call, one.inputs[:3]
-    parts = call.ring.size
-    batch, length, heads, _ = q.shape
-    qkv = [((batch, x.shape[1], x.shape[2] // parts, x.shape[3]), call.dtype) for x in (q, k, v)]
-    out = ((batch, length, heads // parts, v.shape[3]), call.dtype)
-    row = ((batch, length, heads // parts), call.acc_dtype)
-    delta = [row] if call.kernel.needs_delta else []
-    messages = (qkv, [out, row]) if one.forward else ([out, *delta], qkv)
-    return (parts - 1) * sum(BufferSpec.of(*each).size for each in messages)
+    moves = exchanges_of(one.call, one.inputs)
+    both = (moves.qkv, moves.results) if one.forward else (moves.upstream, moves.qkv)
+    return (one.call.ring.size - 1) * sum(x.message.size for x in both)
 
 
 #: Bytes that a rank sends in a pass beside its header, or reads from peers, by strategy.

@@ -1,0 +1,190 @@
+"""A call like an earlier one is known again, and its tensors are not those of the earlier one.
+
+What is kept of a call holds no tensor of it and nothing that can change: each repeat here follows
+plain calls of the same shapes and options, and is compared with dense attention in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from views import VIEWS
+
+from ring_core import Layout
+from ring_torch import ring_attention
+
+HEADS, TOKENS, DIM = (4, 2, 2), 24, 8
+#: How tokens and heads move, on how many ranks.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "ring": (2, {"strategy": "ring", "layout": "zigzag"}),
+    "balanced": (3, {"strategy": "balanced"}),
+    "gather": (2, {"strategy": "gather", "transport": "p2p", "layout": "zigzag"}),
+    "ulysses": (2, {"strategy": "ulysses", "layout": "striped"}),
+}
+View = Callable[[Tensor], Tensor]
+
+
+class Numbers:
+    """A call's numbers, drawn alike on all ranks: whole sequences, and this rank's shards."""
+
+    def __init__(self, rank: int, size: int, layout: Any, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.whole = [
+            torch.randn(1, TOKENS, heads, DIM, generator=generator, dtype=torch.float64)
+            for heads in (*HEADS, HEADS[0])
+        ]
+        self.positions = torch.as_tensor(Layout(layout, TOKENS, size).positions(rank))
+
+    def shards(self, view: View = torch.clone) -> tuple[list[Tensor], Tensor]:
+        """Q, K and V of this rank, each a view, and the gradient of the output."""
+        *qkv, dout = (x[:, self.positions].clone() for x in self.whole)
+        return [view(x).detach().requires_grad_() for x in qkv], view(dout)
+
+    def check(self, out: Tensor, grads: Any, mask: Tensor | None = None) -> None:
+        """Compare this rank's results with dense attention."""
+        q, k, v = (x.clone().requires_grad_() for x in self.whole[:3])
+        keys = [x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in (k, v)]
+        visible = torch.ones(TOKENS, TOKENS).tril().bool() if mask is None else mask
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, *keys)), attn_mask=visible
+        ).transpose(1, 2)
+        wanted = torch.autograd.grad(expected, (q, k, v), self.whole[3])
+        for x, y in zip((out, *grads), (expected, *wanted), strict=True):
+            torch.testing.assert_close(x, y[:, self.positions])
+
+
+class Attend:
+    """Calls of one kind, causal, and the numbers that they are made with."""
+
+    def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None:
+        self._place = rank, size, options.get("layout", "contiguous")
+        self._options = options
+
+    def __call__(self, *qkv: Tensor, **more: Any) -> Tensor:
+        return ring_attention(*qkv, **{"causal": True, **self._options, **more})
+
+    def numbers(self, seed: int) -> Numbers:
+        return Numbers(*self._place, seed)
+
+    def once(self, seed: int, view: View = torch.clone) -> None:
+        numbers = self.numbers(seed)
+        qkv, dout = numbers.shards(view)
+        out = self(*qkv)
+        numbers.check(out, torch.autograd.grad(out, qkv, dout))
+
+
+def fresh_tensors(attend: Attend) -> None:
+    attend.once(1)
+
+
+def offset_by_one_number(attend: Attend) -> None:
+    attend.once(1, VIEWS["offset"])
+    attend.once(2)
+
+
+def changed_strides(attend: Attend) -> None:
+    attend.once(1, VIEWS["heads_first"])
+    attend.once(2, VIEWS["strided"])
+    attend.once(3)
+
+
+def two_forwards_first(attend: Attend) -> None:
+    for order in ((0, 1), (1, 0)):
+        numbers = [attend.numbers(seed) for seed in (1, 2)]
+        shards = [x.shards() for x in numbers]
+        outs = [attend(*qkv) for qkv, _ in shards]
+        for n in order:
+            qkv, dout = shards[n]
+            numbers[n].check(outs[n], torch.autograd.grad(outs[n], qkv, dout))
+
+
+def backward_in_another_thread(attend: Attend) -> None:
+    numbers = attend.numbers(1)
+    qkv, dout = numbers.shards()
+    out, grads = attend(*qkv), list[Tensor]()
+    thread = threading.Thread(target=lambda: grads.extend(torch.autograd.grad(out, qkv, dout)))
+    thread.start()
+    thread.join()
+    numbers.check(out, grads)
+
+
+def recomputed(attend: Attend) -> None:
+    for reentrant in (False, True):
+        numbers = [attend.numbers(seed) for seed in (1, 2)]
+        shards = [x.shards() for x in numbers]
+        outs = [checkpoint(attend, *qkv, use_reentrant=reentrant) for qkv, _ in shards]
+        for out, (_, dout) in zip(outs, shards, strict=True):
+            out.backward(dout)
+        for n, (qkv, _) in enumerate(shards):
+            numbers[n].check(outs[n], [x.grad for x in qkv])
+
+
+def tensors_changed_in_place(attend: Attend) -> None:
+    first, then = attend.numbers(1), attend.numbers(2)
+    (qkv, _), (others, dout) = first.shards(), then.shards()
+    attend(*qkv)
+    with torch.no_grad():
+        for x, y in zip(qkv, others, strict=True):
+            x.copy_(y)
+    out = attend(*qkv)
+    then.check(out, torch.autograd.grad(out, qkv, dout))
+
+
+def documents_changed_in_place(attend: Attend) -> None:
+    numbers = attend.numbers(1)
+    offsets: Any = [0, 8, TOKENS]
+    for bound in (8, 16, 5):
+        offsets[1] = bound
+        qkv, dout = numbers.shards()
+        out = attend(*qkv, cu_seqlens=offsets)
+        document = torch.arange(TOKENS) >= bound
+        mask = torch.ones(TOKENS, TOKENS).tril().bool() & (document[:, None] == document)
+        numbers.check(out, torch.autograd.grad(out, qkv, dout), mask)
+
+
+REPEATS = {
+    repeat.__name__: repeat
+    for repeat in (
+        fresh_tensors, offset_by_one_number, changed_strides, two_forwards_first,
+        backward_in_another_thread, recomputed, tensors_changed_in_place,
+        documents_changed_in_place,
+    )
+}  # fmt: skip
+
+
+def _repeats(rank: int, size: int, options: dict[str, Any]) -> None:
+    attend = Attend(rank, size, options)
+    for repeat in REPEATS.values():
+        attend.once(0)
+        repeat(attend)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_repeats(way: str, backend: Any) -> None:
+    size, options = WAYS[way]
+    backend.pool(size).run(_repeats, size, options)
+
+
+def test_two_threads() -> None:
+    """Each makes calls of its own on one rank alone, some like the other's at the same time."""
+    finished: list[int] = []
+
+    def work(seed: int) -> None:
+        attend = Attend(0, 1, {})
+        for n in range(8):
+            attend.once(seed + n, VIEWS["offset" if n % 2 else "heads_first"])
+        finished.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(finished) == [0, 100]
