@@ -17,7 +17,6 @@ from internals.torch import (
     KeyGradBuffer,
     check_call,
     exchanges_of,
-    open_session,
     ranks_of,
     relayout_between,
     ulysses_orders,
@@ -116,12 +115,12 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     options = CallOptions(causal=True, strategy="gather", transport="p2p")
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     gather = gather_program(call.plan, rank, own=own)
-    session = open_session(call, inputs, call.forward_signature, groups=1, own=own)
+    session = call.open_session(inputs, call.forward_signature, groups=1, own=own)
     keys, (arriving,) = session.spec.keys, session.fetch(gather, inputs)
     arriving.wait(None)
     fetched = keys.split(arriving.tensors[0])
     y = numbers(rank, *2 * [tuple(fetched[0].shape)])
-    session = open_session(call, inputs, call.backward_signature, groups=1, own=own)
+    session = call.open_session(inputs, call.backward_signature, groups=1, own=own)
     sums = KeyGradBuffer(keys, head_major=False)
     (room,) = session.accumulators(gather, sums, zero=True)
     for place, of in zip(sums.views(room, gather.length), y, strict=True):

@@ -60,7 +60,9 @@ def chosen(
 ) -> tuple[str, str]:
     """Strategy and transport, with four query heads of 8 for each key head, in bfloat16."""
     ring = Ranks(None, 0, size)
-    return choose_strategy(*move, ring, over.plan, device, widths=(32, 16, 2), probe=probe)
+    request = Request(device.type, "bfloat16", 8, 8, q_heads=4, kv_heads=1)
+    spec, way = choose_strategy(*move, ring, over, device, request=request, probe=probe)
+    return spec.name, way.name
 
 
 @pytest.mark.parametrize("dim", [192, 256])
@@ -102,11 +104,11 @@ def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> 
 
 
 @pytest.mark.parametrize("strategy", ["ring", "balanced"])
-def test_steps_are_sent_in_messages(strategy: str) -> None:
+def test_steps_are_sent_in_messages(strategy: Any) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
         chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), program())
+        found = chosen((strategy, transport), ring_program(program().plan, strategy))
         assert found == (strategy, "p2p")
 
 

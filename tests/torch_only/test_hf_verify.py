@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from internals.torch_hf import hooks, scores, verification, wiring
+from internals.torch_hf import hooks, releases, scores, wiring
 from sweep.compare import build as build_any
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -101,8 +101,8 @@ def rolled_tokens(result: Any) -> Any:
 #: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
 WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     "attention": (
-        "GPTJForCausalLM", "gptj", "plain", scaled_scores,
-        "transformer.h.0.attn (GPTJAttention)",
+        "GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", "plain", scaled_scores,
+        "gpt_neox_japanese.layers.0.attention (GPTNeoXJapaneseAttention)",
     ),
     "alibi": (
         "BloomForCausalLM", "bloom", "right",
@@ -411,7 +411,7 @@ def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: s
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
 def test_a_newer_transformers_is_warned_of(release: str) -> None:
     with (
-        patch.object(verification, "installed_release", lambda: release),
+        patch.object(releases, "installed_release", lambda: release),
         pytest.warns(UserWarning, match=r"transformers is .*hf\.verify"),
     ):
         hf.parallelize(build("Llama"), ContextParallel())
@@ -419,7 +419,7 @@ def test_a_newer_transformers_is_warned_of(release: str) -> None:
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
     with (
-        patch.object(verification, "installed_release", lambda: "5.14.3"),
+        patch.object(releases, "installed_release", lambda: "5.14.3"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

@@ -22,7 +22,7 @@ from internals.torch import (
     Ring,
     Transfer,
     _prepare,
-    strategies,
+    gather_strategy,
     tripwire_settings,
     tripwire_traffic,
 )
@@ -272,7 +272,7 @@ def in_groups(rank: int, groups: HeadGroups) -> None:
     """Ids travel with each group of heads."""
     ids = (torch.arange(12).expand(2, 12) // 5).int()
     _prepare.cache_clear()
-    with patch.object(strategies, "head_groups_of", lambda *_: groups), ring_torch.check():
+    with patch.object(gather_strategy, "head_groups_of", lambda *_: groups), ring_torch.check():
         attend(rank, strategy="gather", layout="zigzag", segment_ids=ids)
     _prepare.cache_clear()
 

@@ -17,7 +17,7 @@ from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.derivatives import check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
-from ring_torch.strategies.bias_shift import bias_shift
+from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 
 _DELTA_ROWS = 4096
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -74,7 +74,11 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
             (out, lse), saved = attend(call, inputs)
         # Libraries allocate what they return with the strides of what they are given.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
-        wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
+        wrong = None
+        if seen is not None:
+            wrong = tripwire.forward_faults(
+                call, inputs, out, lse, seen, sent_before=sent_for_shift(call, inputs)
+            )
     if wrong is not None:
         raise WrongResultError(wrong)
     if inputs.bias_shift is not None:

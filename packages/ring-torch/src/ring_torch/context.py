@@ -17,7 +17,7 @@ from ring_torch.gradients import reduce_gradients
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
-from ring_torch.strategies.choose import describe_strategy
+from ring_torch.strategies import describe_strategy
 
 
 class ContextParallel:
@@ -193,12 +193,9 @@ class ContextParallel:
         """
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
         record = with_dense_mask(q, k, CallOptions(**given), self.cp_size)
-        call, _ = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
-        widths = (
-            q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
-        )  # fmt: skip
+        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
         return (
-            f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
+            f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"
         )
 

@@ -27,16 +27,15 @@ from ring_core import (
 )
 from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
-from ring_core.choose.refusals import require_heads
-from ring_torch.call import Call
+from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
-from ring_torch.kernels import KERNEL_NAMES, choose
+from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
-from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
-from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
+from ring_torch.strategies import choose_strategy, resolve, strategy_names
+from ring_torch.transports import transport_names
 from ring_torch.tripwire import checked_every, number_checked
 
 _LONGEST = 48  # characters of numbers in a message
@@ -216,7 +215,7 @@ def _prepare(
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
-    named = strategy_config(options.strategy)
+    named = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
@@ -226,16 +225,11 @@ def _prepare(
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     assert facts[0] is not None
     dtype, device = facts[0].dtype, facts[0].device
-    widths = (
-        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
-        dtype.itemsize,
-    )  # fmt: skip
-    strategy, transport = choose_strategy(
-        named.name, options.transport, ring, plan, device, widths=widths, probe=probe
+    spec, transport = choose_strategy(
+        named.name, options.transport, ring, program, device, request=request, probe=probe
     )
     inner = None
-    if strategy in HEAD_STRATEGIES:
-        require_heads(request, ring.size)
+    if spec.splits_heads:
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, ring.size),
             options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
@@ -245,18 +239,18 @@ def _prepare(
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
-    chosen = strategy_for(
-        strategy, program, ring.rank, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
-        sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
+    resolution = Resolution(
+        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids, inner
     )  # fmt: skip
+    strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = _fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
-        "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
+        "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
     return Call(
-        ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
+        ring, plan, program, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"), check_every=check_every,
     )  # fmt: skip
 
@@ -319,7 +313,7 @@ def _check_options(
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
+    checks.check_choice("transport", options.transport, transport_names())
     return Request(
         device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
         v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
@@ -327,7 +321,7 @@ def _check_options(
         alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-    ), kernel_config(options.kernel, KERNEL_NAMES)  # fmt: skip
+    ), kernel_config(options.kernel, kernel_names())  # fmt: skip
 
 
 def _params(

@@ -192,7 +192,7 @@ class StrategyConfig:
         local_size: Ranks of one host.
 
     Raises:
-        ValueError: No such strategy, or a field that means nothing for it.
+        ValueError: A field that means nothing for it; of a call, no such strategy.
     """
 
     name: str
@@ -201,7 +201,8 @@ class StrategyConfig:
     local_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("strategy name", self.name, ("auto", *STRATEGIES))
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be that of a strategy, or 'auto', got {self.name!r}")
         for field in fields(self)[1:]:  # no strategy has one of them yet
             given = getattr(self, field.name)
             if type(given) is not type(field.default) or given != field.default:
@@ -210,18 +211,25 @@ class StrategyConfig:
     @property
     def ring_strategy(self) -> RingStrategy:
         """How a ring would do it: kernels and times are chosen by the items of its steps."""
-        return "balanced" if self.name == "balanced" else "ring"
+        return next((name for name in RING_STRATEGIES if name == self.name), RING_STRATEGIES[0])
 
 
-def strategy_config(strategy: str | StrategyConfig) -> StrategyConfig:
-    """What a call's ``strategy`` says.
+def strategy_config(
+    strategy: str | StrategyConfig, names: Sequence[str] = ("auto", *STRATEGIES)
+) -> StrategyConfig:
+    """Return what a call's ``strategy`` says.
+
+    Args:
+        strategy: As given.
+        names: Those that a backend takes: it may have strategies of its own.
 
     Raises:
-        ValueError: No such strategy, or neither a name nor a :class:`StrategyConfig`.
+        ValueError: None of these names, or neither a name nor a :class:`StrategyConfig`.
     """
     config = StrategyConfig(strategy) if isinstance(strategy, str) else strategy
     if not isinstance(config, StrategyConfig):
         raise ValueError(
             f"strategy must be a name or a StrategyConfig, got {type(strategy).__name__}"
         )
+    check_choice("strategy name", config.name, names)
     return config

@@ -137,28 +137,3 @@ def _cell(value: object) -> str:
 
 def _one_of(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def require_heads(request: Request, cp_size: int) -> None:
-    """Check that ranks can exchange tokens for heads (strategy ``ulysses``).
-
-    Raises:
-        UnsupportedError: Heads that ranks do not divide, or an option it has not got yet.
-    """
-    reasons = [
-        f"{name} {count} heads, which {cp_size} ranks do not divide"
-        for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
-        if count % cp_size
-    ]
-    reasons += [
-        f"it has no {name} yet"
-        for name, is_asked in (
-            ("bias", request.bias), ("segment_ids", request.segment_ids),
-            ("dropout_p", request.dropout),
-        )
-        if is_asked
-    ]  # fmt: skip
-    if reasons:
-        raise UnsupportedError(
-            f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"
-        )

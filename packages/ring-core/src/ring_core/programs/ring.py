@@ -13,10 +13,11 @@ and hides the last hop of dK/dV home::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import numpy as np
@@ -278,10 +279,7 @@ def active_steps(
 
     ``num_runs`` are those of a rank. Step 0, the rank's own block, is always there.
     """
-    if strategy == "balanced":
-        found = _balanced_steps(geometry, cp_size)
-    else:
-        found = _ring_steps(geometry, cp_size, num_runs)
+    found = _STEPS[strategy](geometry, cp_size, num_runs)
     live = sorted(
         ((step, row) for step, row in found if step.shift == 0 or row.any()),
         key=lambda each: each[0].shift,
@@ -308,7 +306,9 @@ def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tup
         yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, behind), strict=True)
 
 
-def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, Ints]]:
+def _balanced_steps(
+    geometry: Geometry, cp_size: int, _num_runs: int
+) -> Iterator[tuple[Step, Ints]]:
     """Fold the far half of the ring onto the near half wherever that shortens the slowest rank."""
     ranks = np.arange(cp_size)
     yield Step(0), geometry.count(ranks, ranks)
@@ -327,6 +327,12 @@ def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, In
             else:
                 yield Step(shift), own[n]
                 yield Step(cp_size - shift), np.roll(others[n], -shift)
+
+
+#: All steps of each strategy, with the pairs that each rank computes in them.
+_STEPS: Mapping[RingStrategy, Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]] = (
+    MappingProxyType({"ring": _ring_steps, "balanced": _balanced_steps})
+)
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:

@@ -56,7 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
     add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
     add("--layout", help=f"{', '.join(ALL_LAYOUTS)} (default {DEFAULT_LAYOUT}), or all for a table")
-    add("--strategy", choices=RING_STRATEGIES, default="ring", help="default: ring")
+    add(
+        "--strategy",
+        choices=RING_STRATEGIES,
+        default=RING_STRATEGIES[0],
+        help="default: %(default)s",
+    )
     add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
     add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
     add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
@@ -102,7 +107,9 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
     if given and not args.advise:
         raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
-    if args.strategy != "ring" and (args.layout == "all" or (args.advise and not named)):
+    if args.strategy != RING_STRATEGIES[0] and (
+        args.layout == "all" or (args.advise and not named)
+    ):
         raise ValueError("--strategy is of one plan; a table of layouts has every strategy")
     if args.png and args.layout == "all" and not args.advise:
         raise ValueError(

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy as np
 
 from ring_core.base.arguments import check_kind, is_integer
+from ring_core.base.config import RING_STRATEGIES
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
@@ -39,7 +40,7 @@ def describe(
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     plan = program.plan
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if program.strategy == "ring" else f" strategy={program.strategy}"
+    strategy = "" if program.strategy == RING_STRATEGIES[0] else f" strategy={program.strategy}"
     title = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"

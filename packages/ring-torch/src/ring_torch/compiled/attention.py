@@ -26,7 +26,7 @@ from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies.choose import peer_refusals
+from ring_torch.strategies import ask_ranks, strategy_names
 
 _LOW = (1 << 32) - 1
 
@@ -104,7 +104,7 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool) -> str:
     The layout and the options have been written for that (:mod:`ring_torch.compiled.static`).
     """
     ranks = ranks_of(group)
-    peer_refusals(ranks, probe=True)  # operations may not ask, while they are traced
+    ask_ranks(ranks)  # operations may not, while they are traced
     facts = {**group_fields(ranks), "layout": layout, "options": options, "grad": grad}
     return json.dumps(facts)
 
@@ -195,10 +195,10 @@ def _call(
 
     if numbers is None:
         return checked(_widest(options))
-    named = (strategy_config(options.strategy).name, options.transport)
+    named = (strategy_config(options.strategy, strategy_names()).name, options.transport)
     if not static.plan_known and "auto" in named:
         widest = checked(_widest(options))[0]
-        options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
+        options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
     return checked(options)
 
 

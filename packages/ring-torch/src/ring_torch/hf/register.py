@@ -14,8 +14,9 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
 from ring_torch.hf.models.sealed import ShardedMask
-from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.strategies.choose import TRANSPORT_NAMES
+from ring_torch.kernels import kernel_names
+from ring_torch.strategies import strategy_names
+from ring_torch.transports import transport_names
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -66,9 +67,9 @@ def register(
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
         loss = model(**hf.shard_batch(cp, batch, model=model)).loss  # this rank's part
     """
-    config = kernel_config(kernel, KERNEL_NAMES)
-    strategy = strategy_config(strategy)
-    checks.check_choice("transport", transport, TRANSPORT_NAMES)
+    config = kernel_config(kernel, kernel_names())
+    strategy = strategy_config(strategy, strategy_names())
+    checks.check_choice("transport", transport, transport_names())
     checks.check_flag("deterministic", deterministic)
     if name in ("", "eager") or any(word in name for word in _READ_BY_TRANSFORMERS):
         raise ValueError(

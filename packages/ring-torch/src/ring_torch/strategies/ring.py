@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import RingProgram, Stage, StrategyName, WorkItem
+from ring_core import RingProgram, Stage, WorkItem
 from ring_torch.buffers import BufferSpec, packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
@@ -23,6 +24,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
+from ring_torch.transports.api import Traffic
 
 
 class Launch(NamedTuple):
@@ -92,7 +94,7 @@ class Ring(Strategy):
 
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
-    name: StrategyName = "ring"
+    name: str = "ring"
 
     @classmethod
     def of(cls, program: RingProgram, rank: int) -> Self:
@@ -160,10 +162,29 @@ class Ring(Strategy):
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that go on, and in the backward gradients."""
+        del saved  # the backward sends the keys round again
+        steps = self.forward_steps if forward else self.backward_steps
+        return ring_traffic(call, inputs, steps, forward=forward)
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+
+
+def ring_traffic(
+    call: Call, inputs: Inputs, steps: Sequence[RingStep], *, forward: bool
+) -> Traffic:
+    """Count the bytes of keys, and of their gradients, that go from rank to rank in these steps."""
+    keys = inputs.key_tensors()
+    kv = packing_of(keys).size
+    grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
+    return Traffic(
+        sum(kv * (x.keys_to is not None) + grads * (x.grads_to is not None) for x in steps),
+        sum(kv * (x.keys_from is not None) + grads * (x.grads_from is not None) for x in steps),
+    )
 
 
 def attend_step(
@@ -238,3 +259,8 @@ class RotatingKeyGrads:
         self._transfer = self._call.ring.start(
             [(sent, step.grads_to)], [(self._arriving, step.grads_from)]
         )
+
+
+RING = StrategySpec(
+    "ring", lambda given: Ring.of(given.program, given.rank), is_automatic=lambda _: True
+)

@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes, Strategy, attend
+from ring_core import Plan, Request
+from ring_core.base.arguments import not_none
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.head_exchange import Exchanged, HeadExchange
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.transports.api import Refusals, Traffic
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Ulysses(Strategy):
     """
 
     inner: Call
-    name: StrategyName = "ulysses"
+    name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
 
@@ -84,6 +86,18 @@ class Ulysses(Strategy):
         batch, length, heads, _ = shapes[0]
         shapes.append((batch, length, heads, shapes[2][3]))  # the output's
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Parts of heads of all tokens there, and of results back; packed as they are sent."""
+        del saved
+        moves = exchanges_of(call, inputs)
+        both = (moves.qkv, moves.results) if forward else (moves.upstream, moves.qkv)
+        size = (call.ring.size - 1) * sum(x.message.size for x in both)
+        return Traffic(size, size)
+
+    def visible_pairs(self, call: Call) -> float:
+        """Return those of all tokens for its heads: as many as any other rank computes."""
+        return float(call.program.work().sum(axis=0).mean())
 
 
 class Exchanges(NamedTuple):
@@ -151,3 +165,24 @@ def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
     if (np.diff(by_rank) == 1).all():
         return None
     return torch.as_tensor(by_rank, device=device)
+
+
+def _refusals(plan: Plan, request: Request) -> Refusals:
+    """Return the counts of heads that ranks do not divide, and options that it has not got yet."""
+    counts = (("q has", request.q_heads), ("k and v have", request.kv_heads))
+    options = (
+        ("bias", request.bias), ("segment_ids", request.segment_ids), ("dropout_p", request.dropout)
+    )  # fmt: skip
+    return (
+        *(
+            f"{name} {count} heads, which {plan.cp_size} ranks do not divide"
+            for name, count in counts
+            if count % plan.cp_size
+        ),
+        *(f"it has no {name} yet" for name, is_asked in options if is_asked),
+    )
+
+
+ULYSSES = StrategySpec(
+    "ulysses", lambda given: Ulysses(not_none(given.inner)), _refusals, splits_heads=True
+)

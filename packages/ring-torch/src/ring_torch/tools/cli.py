@@ -21,9 +21,9 @@ from ring_core.choose.rates import VARIABLE
 from ring_core.tools import bench, doctor
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
-from ring_torch.strategies.choose import TRANSPORT_NAMES
 from ring_torch.tools import bench as _bench_torch
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
+from ring_torch.transports import transport_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("matrix", help="show what each kernel supports")
     timed = commands.add_parser("bench", help="time a ring against one device")
     bench.add_options(timed)
-    timed.add_argument("--transport", choices=TRANSPORT_NAMES, default="auto")
+    timed.add_argument("--transport", choices=transport_names(), default="auto")
     timed.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",

@@ -193,14 +193,16 @@ class Sample(NamedTuple):
         return (
             f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
-            f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+            f"{call.transport.name!r}, layout {str(call.plan.q_layout.name)!r}, mask "
             f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
             f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
             f"strategy='ring'"
         )
 
 
-def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch) -> str | None:
+def forward_faults(
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch, *, sent_before: int
+) -> str | None:
     """What is wrong with a forward on any rank, in words; ``None`` if nothing is found.
 
     Args:
@@ -208,7 +210,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         inputs: This rank's.
         out: ``[B, T_local, H, Dv]``, in the inputs' dtype.
         lse: ``[B, H, T_local]``, sinks included.
-        seen: What its strategy sent, and when.
+        seen: What was sent, and when.
+        sent_before: Bytes of messages before those of its strategy.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -230,7 +233,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         )
         nothing = torch.zeros_like(plain_lse)
         results["lse"] = lse, exact_lse, plain_lse, nothing, torch.ones(len(rows))
-    found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
+    found = sample.faults("queries", results)
+    found += Pass(call, inputs, forward=True, sent_before=sent_before).faults(seen)
     return sample.agree(found, "forward")
 
 
