@@ -75,7 +75,7 @@ class Strategy(Protocol):
 
     def visible_pairs(self, call: Call) -> float:
         """Return how many visible (query, key) pairs this rank computes in a forward, a head."""
-        return float(call.program.work()[:, call.ring.rank].sum())
+        return float(call.program.work()[:, call.ranks.rank].sum())
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
@@ -86,7 +86,7 @@ class Strategy(Protocol):
 class Call(NamedTuple):
     """Everything static about a call."""
 
-    ring: Ranks
+    ranks: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
     request: Request  # what it asks of kernels and strategies
@@ -140,8 +140,8 @@ class Call(NamedTuple):
         )
         if not self.needs_index:
             return rows
-        indices, position, _ = self.positions(self.ring.rank)
-        runs = query_runs(self.plan, self.ring.rank)
+        indices, position, _ = self.positions(self.ranks.rank)
+        runs = query_runs(self.plan, self.ranks.rank)
         return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
@@ -164,7 +164,7 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ring, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
+            self.ranks, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
 
@@ -175,7 +175,7 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        which = self.plan, self.ring.rank, gather.own
+        which = self.plan, self.ranks.rank, gather.own
         return columns._replace(
             position=gathered_positions(*which, self.device),
             aligned8=positions_aligned8(gather.positions),
