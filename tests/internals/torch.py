@@ -12,7 +12,12 @@ from ring_torch import (
     transports as transports,
 )
 from ring_torch.autograd import _sink_grads as _sink_grads
-from ring_torch.buffers import BufferSpec as BufferSpec, flat as flat
+from ring_torch.buffers import (
+    BufferSpec as BufferSpec,
+    HeadBuffer as HeadBuffer,
+    HeadPart as HeadPart,
+    flat as flat,
+)
 from ring_torch.call import (
     Call as Call,
     Resolution as Resolution,
@@ -71,7 +76,9 @@ from ring_torch.kernels.eager import EagerKernel as EagerKernel, ScoreBlocks as 
 from ring_torch.kernels.fa4 import FA4 as FA4
 from ring_torch.kernels.flash import FlashKernel as FlashKernel, aligned as aligned
 from ring_torch.kernels.library import (
+    Documents as FlashDocuments,
     HeadDims as HeadDims,
+    Mods as FlashMods,
     Options as FlashOptions,
     rounded_to_8 as rounded_to_8,
 )

@@ -17,6 +17,7 @@ from internals.torch import (
     KeyGradBuffer,
     check_call,
     exchanges_of,
+    head_exchange,
     ranks_of,
     relayout_between,
     ulysses_orders,
@@ -99,13 +100,14 @@ def _ulysses(rank: int, layout: Any) -> None:
     ring = ranks_of(None)
     options = CallOptions(strategy="ulysses")
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
-    exchange, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
+    moved, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
     every = (orders[0], orders[1], orders[1])
-    there = exchange.to_heads(ring, (q, k, v), every)
-    back = exchange.to_tokens(ring, [y, *there[1:]], every)
+    there = head_exchange.to_heads(ring, moved, (q, k, v), every)
+    back = head_exchange.to_tokens(ring, moved, [y, *there[1:]], every)
     same([(there[0], y)], [(q, back[0])])
-    for moved, x in zip(exchange.to_tokens(ring, there, every), (q, k, v), strict=True):
-        assert torch.equal(moved, x)
+    again = head_exchange.to_tokens(ring, moved, there, every)
+    for x, y in zip(again, (q, k, v), strict=True):
+        assert torch.equal(x, y)
 
 
 def _gather(rank: int, layout: Any, own: bool) -> None:

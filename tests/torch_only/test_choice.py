@@ -238,7 +238,8 @@ def test_flash_attn_4_under_an_older_one_says_how_to_mend_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4, "_module", SimpleNamespace)
+    older = SimpleNamespace(flash_attn_func=lambda q: q)
+    monkeypatch.setattr(fa4.public, "_module", lambda: older)
     message = fa4.FA4.unavailable_reason()
     assert message is not None and "flash-attn 2.8 has put an older flash_attn/cute" in message
     assert message.endswith("pip install --force-reinstall --no-deps flash-attn-4")
@@ -250,7 +251,7 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError("no cutlass")
 
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4, "_module", broken)
+    monkeypatch.setattr(fa4.public, "_module", broken)
     assert fa4.FA4.unavailable_reason() == "flash-attn-4 4.1 does not load: no cutlass"
 
 
@@ -328,6 +329,7 @@ def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
     return show
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import transformers
 from hf_models import build, whole
 from internals.torch_hf import hooks, releases, scores, wiring
-from sweep.compare import build as build_any
+from sweep.compare import batch_of, build as build_any
+from sweep.images import image_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -165,6 +166,60 @@ def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) 
         assert not right
         words = "its modules agree, and" if kind == "loss join" else "output differs is"
         assert f"{words} {WRONG[kind][-1]}" in found
+
+
+def unsplit_rows(result: Any) -> Any:
+    """Give a text model embeddings that stand elsewhere, as if images were told to other tokens."""
+    args, kwargs = result
+    return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].roll(1, dims=1)}
+
+
+def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what verify says of a batch with images, and with embeddings split wrongly."""
+    model = build_any(name, model_type)
+    batch = image_batch(model, batch_of(model))
+    assert batch is not None
+    model.to(dtype)
+    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    batch["labels"] = batch["input_ids"]
+    handle = hf.parallelize(model, ContextParallel())
+    right = verdict(handle, batch)
+    with changed(hooks, "split_text", unsplit_rows):
+        return right, verdict(handle, batch)
+
+
+@pytest.mark.nightly
+@pytest.mark.refused_in("5.14", "Qwen3VL")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+        ("LlavaForConditionalGeneration", "llava"),
+    ],
+)
+def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: torch.dtype) -> None:
+    for right, found in two.run(_with_images, name, model_type, dtype):
+        assert not right
+        assert "first module whose output differs is" in found
+
+
+def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what verify says of a model, and where its tokens are split wrongly."""
+    model = build(name).to(dtype)
+    handle = hf.parallelize(model, ContextParallel())
+    right = verdict(handle, whole("left"))
+    with changed(hooks.ModelHooks, "_shard", rolled_tokens):
+        return right, verdict(handle, whole("left"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
+def test_in_half_precision(two: LocalRanks, name: str, dtype: torch.dtype) -> None:
+    for right, found in two.run(_in_half_precision, name, dtype):
+        assert not right
+        assert f"first module whose output differs is {name}ForCausalLM" in found
 
 
 class Shift(nn.Module):

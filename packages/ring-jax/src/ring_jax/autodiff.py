@@ -73,8 +73,9 @@ def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
         tripwire.check_traffic(
-            static, x, "forward", lambda x: strategy.forward(static, with_bias_shift(static, x)), x
-        )
+            static, x, "forward", strategy.sent(static, x, "forward"),
+            lambda x: strategy.forward(static, with_bias_shift(static, x)), x,
+        )  # fmt: skip
         at, (q,) = tripwire.start(turn, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(static, x)
@@ -102,8 +103,9 @@ def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> t
     if static.check and x.q.size:
         turn = tripwire.Turn.of(static, x.q)
         tripwire.check_traffic(
-            static, x, "backward", partial(strategy.backward, static), x, upstream, saved.last
-        )
+            static, x, "backward", strategy.sent(static, x, "backward"),
+            partial(strategy.backward, static), x, upstream, saved.last,
+        )  # fmt: skip
         at, (q, held) = tripwire.start(turn, x, x.q, upstream.dout)
         x, upstream = x._replace(q=q), upstream._replace(dout=held)
     grads = strategy.backward(static, x, upstream, saved.last)

@@ -177,10 +177,10 @@ def _check_capture(call: Call) -> None:
             "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
             "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
         )
-    if call.kernel.capabilities.name == "eager":
+    if call.kernel.reads_on_host:
         raise UnsupportedError(
-            "kernel 'eager' looks at numbers on the host, so it cannot be captured into a CUDA "
-            "graph. Instead: leave the call out of the graph, or use kernel='triton'"
+            f"kernel {call.kernel.capabilities.name!r} looks at numbers on the host, so it cannot be captured into a CUDA "
+            f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
         )
 
 

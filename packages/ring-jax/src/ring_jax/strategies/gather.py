@@ -7,10 +7,22 @@ the sums of their gradients. What overlaps is said by ties.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ring_core import RingProgram
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import StepTable, remote_table, step_table
-from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KVPayload,
+    Pass,
+    Static,
+    nbytes,
+)
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
 
 _TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
@@ -91,4 +103,13 @@ def _key_lengths(program: RingProgram) -> tuple[int, ...]:
     return (own, own * program.plan.cp_size) if gathers else (own,)
 
 
-GATHER = Strategy(_forward, _backward, _refusals, _key_lengths)
+def _sent(static: Static, x: Inputs, which: Pass) -> int:
+    """Count the bytes of all keys to all others, or of their gradients back."""
+    if remote_table(static.program) is None:
+        return 0
+    grads = (x.k.size + x.v.size) * np.dtype(static.wide).itemsize
+    each = nbytes(x.k, x.v, x.k_ids) if which == "forward" else grads
+    return static.plan.cp_size * (static.plan.cp_size - 1) * each
+
+
+GATHER = Strategy(_forward, _backward, _refusals, _key_lengths, _sent)

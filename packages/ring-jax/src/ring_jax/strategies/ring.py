@@ -5,9 +5,22 @@ What overlaps is said by ties.
 
 from __future__ import annotations
 
+import numpy as np
+
+from ring_core.programs.ring import Stage
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import step_table
-from ring_jax.records import Array, AttentionState, BackwardInputs, Grads, Inputs, KVPayload, Static
+from ring_jax.records import (
+    Array,
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KVPayload,
+    Pass,
+    Static,
+    nbytes,
+)
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, own_message, to_bhtd
 
 
@@ -74,9 +87,38 @@ def _backward(static: Static, x: Inputs, upstream: BackwardInputs, last: KVPaylo
     return Grads(rows.dq, at_home, rows.dbias)
 
 
+def _sent(static: Static, x: Inputs, which: Pass) -> int:
+    """Count the bytes of keys and their gradients, and of what helpers get and return."""
+    program, size, wide = static.program, static.plan.cp_size, np.dtype(static.wide).itemsize
+    total = 0
+    for stage in program.forward if which == "forward" else program.backward:
+        if stage.kv_hop is not None:
+            total += size * nbytes(x.k, x.v, x.k_ids)
+        if stage.grad_hop is not None and which == "backward":
+            total += size * (x.k.size + x.v.size) * wide
+        if stage.helps:
+            total += _sent_to_help(static, x, which, stage, wide)
+    return total
+
+
+def _sent_to_help(static: Static, x: Inputs, which: Pass, stage: Stage, wide: int) -> int:
+    """Count the bytes of queries to helpers, and of results back."""
+    helpers = len(step_table(static.program, stage.step).helpers)
+    rows = x.q.size // x.q.shape[3]
+    bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]
+    there = nbytes(x.q, x.q_ids, x.bias_shift) + (
+        0 if x.bias is None else bias * x.bias.dtype.itemsize
+    )
+    if which == "forward":
+        return helpers * (there + rows * (x.v.shape[3] + 1) * wide)
+    there += rows * (x.v.shape[3] * x.q.dtype.itemsize + 2 * wide)
+    return helpers * (there + (x.q.size + (bias if static.bias_grad else 0)) * wide)
+
+
 RING = Strategy(
     _forward,
     _backward,
     refusals=lambda _: [],
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
+    sent=_sent,
 )

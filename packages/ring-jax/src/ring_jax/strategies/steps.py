@@ -30,6 +30,7 @@ from ring_jax.records import (
     ItemTable,
     KeyBlock,
     KVPayload,
+    Pass,
     Queries,
     QueryBlock,
     Static,
@@ -45,12 +46,14 @@ class Strategy(NamedTuple):
         backward: Gradients of this device's shards, wide, heads first.
         refusals: Why it cannot do a plan.
         key_lengths: How many keys a kernel is given at once, each number that occurs.
+        sent: How many bytes leave all ranks together in a pass, by the stages that it runs.
     """
 
     forward: Callable[[Static, Inputs], tuple[AttentionState, KVPayload | None]]
     backward: Callable[[Static, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
+    sent: Callable[[Static, Inputs, Pass], int]
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:

@@ -17,10 +17,11 @@ import torch
 
 from ring_core import Plan, Request
 from ring_core.base.arguments import not_none
+from ring_torch.buffers import HeadBuffer, HeadPart
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.head_exchange import Exchanged, HeadExchange
+from ring_torch.comm.head_exchange import to_heads, to_tokens
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Refusals, Traffic
@@ -44,13 +45,13 @@ class Ulysses(Strategy):
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         # Ranks trade tokens for heads ...
-        q, k, v = moves.qkv.to_heads(call.ranks, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(call.ranks, moves.qkv, inputs[:3], (rows, columns, columns))
         # ... each attends to the whole sequence with its own heads ...
         (out, lse), _ = attend(self.inner, _of_heads(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = moves.results.to_tokens(call.ranks, sent, (rows, rows))
+        own_out, own_lse = to_tokens(call.ranks, moves.results, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
@@ -63,14 +64,14 @@ class Ulysses(Strategy):
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
-        dout, *rest = moves.upstream.to_heads(call.ranks, sent, [rows] * len(sent))
+        dout, *rest = to_heads(call.ranks, moves.upstream, sent, [rows] * len(sent))
         delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
         grads = self.inner.strategy.backward(
             self.inner, _of_heads(call.ranks, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = moves.qkv.to_tokens(call.ranks, sent, (rows, columns, columns))
+        dq, dk, dv = to_tokens(call.ranks, moves.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -101,7 +102,7 @@ class Ulysses(Strategy):
 
 
 class Exchanges(NamedTuple):
-    """The exchanges of a call, two a pass.
+    """How messages hold what a call exchanges, twice a pass.
 
     Attributes:
         qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
@@ -109,9 +110,9 @@ class Exchanges(NamedTuple):
         upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
     """
 
-    qkv: HeadExchange
-    results: HeadExchange
-    upstream: HeadExchange
+    qkv: HeadBuffer
+    results: HeadBuffer
+    upstream: HeadBuffer
 
 
 def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
@@ -129,15 +130,15 @@ def _exchanges(
     acc_dtype: torch.dtype, needs_delta: bool,
 ) -> Exchanges:  # fmt: skip
     q, k = (
-        Exchanged(batch, length, heads // ranks, dim, dtype)
+        HeadPart(batch, length, heads // ranks, dim, dtype)
         for batch, length, heads, dim in (q_shape, k_shape)
     )
     out = q._replace(dim=v_dim)
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
     return Exchanges(
-        qkv=HeadExchange.of(ranks, q, k, k._replace(dim=v_dim)),
-        results=HeadExchange.of(ranks, out, row),
-        upstream=HeadExchange.of(ranks, out, *([row] if needs_delta else [])),
+        qkv=HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)),
+        results=HeadBuffer.of(ranks, out, row),
+        upstream=HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
     )
 
 

@@ -213,6 +213,8 @@ class ModelHooks(ReductionChoice):
             output["logits"] = output["logits"][:, call.kept]
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
+        elif call.has_labels:  # a loss of another name would be of this rank's tokens
+            raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
