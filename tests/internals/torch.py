@@ -19,10 +19,7 @@ from ring_torch.buffers import (
     flat as flat,
 )
 from ring_torch.call import (
-    AttentionOptions as AttentionOptions,
     Call as Call,
-    Operands as Operands,
-    Options as CallOptions,
     Resolution as Resolution,
     Strategy as Strategy,
     StrategySpec as StrategySpec,
@@ -86,6 +83,7 @@ from ring_torch.kernels.library import (
     rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch
+from ring_torch.options import AttentionOptions as AttentionOptions, CallOptions as CallOptions
 from ring_torch.payload import (
     ONE_GROUP as ONE_GROUP,
     HeadGroups as HeadGroups,

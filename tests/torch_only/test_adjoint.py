@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from internals.torch import (
-    CallOptions as Options,
+    CallOptions,
     KeyGradBuffer,
-    Operands,
     check_call,
     exchanges_of,
     head_exchange,
@@ -99,8 +98,8 @@ def _ulysses(rank: int, layout: Any) -> None:
     q, y = numbers(rank, (2, TOKENS // SIZE, 6, 4), (2, TOKENS, 2, 4))
     k, v = numbers(rank, *2 * [(2, TOKENS // SIZE, 3, 4)])
     ring = ranks_of(None)
-    options = Options(strategy="ulysses")
-    call, inputs = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
+    options = CallOptions(strategy="ulysses")
+    call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     moved, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
     every = (orders[0], orders[1], orders[1])
     there = head_exchange.to_heads(ring, moved, (q, k, v), every)
@@ -115,8 +114,8 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     """Keys that a rank fetches, and sums of gradients that it returns."""
     q, k, v = numbers(rank, *3 * [(2, TOKENS // SIZE, 2, 4)])
     ring = ranks_of(None)
-    options = Options(causal=True, strategy="gather", transport="p2p")
-    call, inputs = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
+    options = CallOptions(causal=True, strategy="gather", transport="p2p")
+    call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     gather = gather_program(call.plan, rank, own=own)
     session = call.open_session(inputs, call.forward_signature, groups=1, own=own)
     keys, (arriving,) = session.spec.keys, session.fetch(gather, inputs)

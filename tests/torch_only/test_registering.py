@@ -63,7 +63,7 @@ class Everywhere(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, tuple[Tensor, ...]]:
         """Attend to each rank's keys in turn, and merge."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         into = empty_state(rows.q, inputs.v.shape[3])
         for item in self.items:
@@ -76,7 +76,7 @@ class Everywhere(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: tuple[Tensor, ...], /
     ) -> Grads:
         """Compute the gradients of all keys, and send each rank its own."""
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         row_grads = zero_row_grads(call, rows)
         sums = [
@@ -89,7 +89,7 @@ class Everywhere(Strategy):
                 upstream.take(item.q_slice), item, call.params, row_grads.take(item.q_slice),
                 sums[item.kv_rank].take(item.k_slice),
             )  # fmt: skip
-        came = exchange(call.ring, [[x.dk for x in sums], [x.dv for x in sums]], call.device)
+        came = exchange(call.ranks, [[x.dk for x in sums], [x.dv for x in sums]], call.device)
         dk, dv = (torch.stack(parts).sum(dim=0) for parts in came)
         return Grads(row_grads.dq, dk, dv, None)
 
@@ -100,11 +100,11 @@ class Everywhere(Strategy):
         size = BufferSpec.of(*((x, call.dtype) for x in shapes)).size
         if not forward:
             size += BufferSpec.of(*((x, call.acc_dtype) for x in shapes)).size
-        return Traffic((call.ring.size - 1) * size, (call.ring.size - 1) * size)
+        return Traffic((call.ranks.size - 1) * size, (call.ranks.size - 1) * size)
 
     def _keys(self, call: Call, inputs: Inputs) -> list[KeyBlock]:
-        ranks = call.ring.size
-        came = exchange(call.ring, [[inputs.k] * ranks, [inputs.v] * ranks], call.device)
+        ranks = call.ranks.size
+        came = exchange(call.ranks, [[inputs.k] * ranks, [inputs.v] * ranks], call.device)
         return [call.columns(n, pair) for n, pair in enumerate(zip(*came, strict=True))]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import Balanced, CallOptions, Operands, Ranks, Ring, Traffic, check_call
+from internals.torch import Balanced, CallOptions, Ranks, Ring, Traffic, check_call
 
 from ring_core import Mask, cost, make_plan, ring_program
 
@@ -85,7 +85,7 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
     options = CallOptions(mask=MASKS[mask], strategy=strategy)
     ranks: list[Traffic] = []
     for rank in range(4):
-        call, inputs = check_call(Ranks(None, rank, 4), 0, layout, Operands(q, k, k), options)
+        call, inputs = check_call(Ranks(None, rank, 4), 0, layout, q, k, k, options)
         saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
         passes = [
             call.strategy.traffic(call, inputs, forward=forward, saved=saved)

@@ -138,7 +138,7 @@ def gradients_to_the_wrong_owner() -> Patches:
     right = Ring.backward
 
     def wrong(self: Any, call: Any, *args: Any) -> Any:
-        found, ring = right(self, call, *args), call.ring
+        found, ring = right(self, call, *args), call.ranks
         came = found._replace(dk=torch.empty_like(found.dk), dv=torch.empty_like(found.dv))
         ring.start(
             [(found.dk, ring.ahead(1)), (found.dv, ring.ahead(1))],

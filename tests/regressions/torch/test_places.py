@@ -6,7 +6,6 @@ import pytest
 import torch
 from internals.torch import (
     CallOptions,
-    Operands,
     Place,
     Ranks,
     check_call,
@@ -45,7 +44,7 @@ def test_gpus_are_told_apart_by_what_they_are(
 
 def test_explain_says_why_keys_are_not_gathered() -> None:
     x = torch.zeros(1, 8, 1, 8)
-    call, inputs = check_call(Ranks(None, 0, 4), 0, "striped", Operands(x, x, x), CallOptions())
+    call, inputs = check_call(Ranks(None, 0, 4), 0, "striped", x, x, x, CallOptions())
     said = describe_strategy(call, inputs)
     reason = "layout 'striped' assigns tokens one by one"
     assert said.startswith(f"strategy ring, transport p2p\n  not gather over symm_mem: {reason}")

@@ -60,13 +60,13 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     Where the rows of a bias are shifted, that begins with the shift and ``lse`` of shifted scores.
     """
     if call.device.type == "cuda":
-        check_graph(call.ring, call.forward_signature, call.device)
+        check_graph(call.ranks, call.forward_signature, call.device)
     # What is saved for the backward stays the caller's own: copies live as long as a pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ring, call.number, call.forward_signature),
+        with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             if call.params.shifts_bias:
@@ -119,10 +119,10 @@ def backward_pass(
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     if call.device.type == "cuda":
-        check_graph(call.ring, call.backward_signature, call.device)
+        check_graph(call.ranks, call.backward_signature, call.device)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ring, call.number, call.backward_signature),
+        with_peer_errors(call.ranks, call.number, call.backward_signature),
     ):
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)

@@ -1,24 +1,16 @@
-"""Everything static about one call, the options it was made with, and its forward."""
+"""Everything static about one call, and its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import (
-    GatherProgram,
-    KernelConfig,
-    Mask,
-    Plan,
-    Request,
-    RingProgram,
-    StrategyConfig,
-)
+from ring_core import GatherProgram, Plan, Request, RingProgram
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
@@ -83,7 +75,7 @@ class Strategy(Protocol):
 
     def visible_pairs(self, call: Call) -> float:
         """Return how many visible (query, key) pairs this rank computes in a forward, a head."""
-        return float(call.program.work()[:, call.ring.rank].sum())
+        return float(call.program.work()[:, call.ranks.rank].sum())
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
@@ -94,7 +86,7 @@ class Strategy(Protocol):
 class Call(NamedTuple):
     """Everything static about a call."""
 
-    ring: Ranks
+    ranks: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
     request: Request  # what it asks of kernels and strategies
@@ -148,8 +140,8 @@ class Call(NamedTuple):
         )
         if not self.needs_index:
             return rows
-        indices, position, _ = self.positions(self.ring.rank)
-        runs = query_runs(self.plan, self.ring.rank)
+        indices, position, _ = self.positions(self.ranks.rank)
+        runs = query_runs(self.plan, self.ranks.rank)
         return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
@@ -172,7 +164,7 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ring, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
+            self.ranks, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
 
@@ -183,7 +175,7 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        which = self.plan, self.ring.rank, gather.own
+        which = self.plan, self.ranks.rank, gather.own
         return columns._replace(
             position=gathered_positions(*which, self.device),
             aligned8=positions_aligned8(gather.positions),
@@ -251,66 +243,6 @@ class StrategySpec:
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
         return self.opens_sessions or transport.sends_messages
-
-
-Window = tuple[int | None, int | None]
-
-
-class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
-
-    causal: bool
-    window: Window | None
-    chunk_size: int | None
-    cu_seqlens: Sequence[int] | None
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None
-    mask: Mask | Tensor | None
-    softmax_scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    kernel: str | KernelConfig
-    strategy: str | StrategyConfig
-    transport: str
-
-
-class Operands(NamedTuple):
-    """A call's tensors, as given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-
-class Options(NamedTuple):
-    """A call's options beside tensors, as given."""
-
-    causal: bool = False
-    window: Window | None = None
-    chunk_size: int | None = None
-    cu_seqlens: Sequence[int] | None = None
-    mask: Mask | Tensor | None = None  # no tensor once the bias says it
-    softmax_scale: float | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    deterministic: bool = False
-    return_lse: bool = False
-    kernel: str | KernelConfig = "auto"
-    strategy: str | StrategyConfig = "auto"
-    transport: str = "auto"
-    bias_masks: bool = False  # the bias says a mask that was a tensor
-    bias_adds: bool = True  # it adds to scores as well
-    drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
-    check: int = 0  # every which call the tripwire checks
 
 
 @lru_cache(maxsize=256)

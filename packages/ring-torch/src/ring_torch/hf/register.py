@@ -11,8 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
-from ring_torch.attention import attend
-from ring_torch.call import Operands, Options
+from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
 from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.kernels import kernel_names
@@ -176,19 +175,15 @@ class RingAttention:
         is_known = mask.causal and batch.single
         cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         batch.sharding.check_group()
-        out = attend(
-            batch.sharding.group, batch.sharding.layout_name,
-            Operands(q, k, v, ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes),
-            Options(
-                causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
-                cu_seqlens=cu_seqlens, softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
-                dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
-                deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
-                transport=self.transport,
-            ),
+        return ring_attention(
+            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout_name,
+            causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=ids, softmax_scale=scaling, softcap=softcap,
+            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout,
+            dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
+            deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
+            transport=self.transport,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
 
 
 def _layer_mask(attention_mask: object) -> LayerMask:

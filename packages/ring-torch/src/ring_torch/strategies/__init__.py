@@ -117,7 +117,7 @@ def ask_ranks(ring: Ranks) -> None:
 
 def describe_strategy(call: Call, inputs: Inputs) -> str:
     """Return a few lines for ``explain``: how tokens move, and why not in a faster way."""
-    ring, transport = call.ring, call.transport
+    ring, transport = call.ranks, call.transport
     lines = [f"strategy {call.strategy.name}, transport {transport.name}"]
     if ring.size == 1:
         return f"{lines[0]} (one rank: nothing travels)"

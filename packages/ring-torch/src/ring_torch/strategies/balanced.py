@@ -106,16 +106,16 @@ class Balanced(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
         if len(self.forward_steps) > 1:
             packing = packing_of(keys)
             held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
         remote = RemoteQueries(
-            call.ring, self.forward_steps,
+            call.ranks, self.forward_steps,
             take=lambda part: rows_tensors(rows.take(part)),
             like=into.take,
             add=lambda part, tensors: merge_into(into.take(part), *tensors),
@@ -134,7 +134,7 @@ class Balanced(Strategy):
             # in the step before.
             transfer = DONE
             if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
@@ -150,9 +150,9 @@ class Balanced(Strategy):
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype; as in a ring, with queries that travel."""
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
@@ -174,7 +174,7 @@ class Balanced(Strategy):
                 total.add_(x)
 
         remote = RemoteQueries(
-            call.ring, self.backward_steps,
+            call.ranks, self.backward_steps,
             take=lambda part: [
                 *rows_tensors(rows.take(part)),
                 *(x for x in upstream.take(part) if x is not None),
@@ -188,7 +188,7 @@ class Balanced(Strategy):
             if held is not None and step.keys_to is not None and step.keys_from is not None:
                 # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
                 arriving = packing.buffer(call.device)
-                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
@@ -223,7 +223,7 @@ class Balanced(Strategy):
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
 
 #: What arrives at a helper, and where: the tensors of the rows of each launch.

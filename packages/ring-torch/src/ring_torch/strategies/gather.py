@@ -188,7 +188,7 @@ class Gather(Strategy):
         """Keys that are fetched, unless the forward left them, and gradients that go home."""
         fetches = forward or not saved
         return gathered_traffic(
-            self.gather, call.plan, call.ring.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
             forward=forward, fetches=fetches,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ def _finish_own_grads(
     all come together; else where they lie in the buffer, if all of the own keys are there.
     """
     keys, length = sums.keys, gather.length
-    own = [one for one in gather.fetches if one.rank == call.ring.rank]
+    own = [one for one in gather.fetches if one.rank == call.ranks.rank]
     grads, home = found
     if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
         home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
@@ -363,7 +363,7 @@ def _in_place(
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
-    own = call.columns(call.ring.rank, head_group(inputs, n, groups).key_tensors())
+    own = call.columns(call.ranks.rank, head_group(inputs, n, groups).key_tensors())
     return [(own, item) for item in gather.in_place]
 
 

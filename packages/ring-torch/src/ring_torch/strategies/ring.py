@@ -105,9 +105,9 @@ class Ring(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
         if len(self.forward_steps) > 1:
@@ -118,7 +118,7 @@ class Ring(Strategy):
         for step in self.forward_steps:
             transfer = DONE
             if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
@@ -136,9 +136,9 @@ class Ring(Strategy):
         travel with them, a step late: while a step computes its part, the sum of the ranks before
         still arrives. A rank's own keys come last, and hide the last hop of their gradients home.
         """
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
@@ -148,7 +148,7 @@ class Ring(Strategy):
             if held is not None and step.keys_to is not None and step.keys_from is not None:
                 # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
                 arriving = packing.buffer(call.device)
-                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
@@ -171,7 +171,7 @@ class Ring(Strategy):
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
 
 def ring_traffic(
@@ -256,7 +256,7 @@ class RotatingKeyGrads:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = self._call.ring.start(
+        self._transfer = self._call.ranks.start(
             [(sent, step.grads_to)], [(self._arriving, step.grads_from)]
         )
 

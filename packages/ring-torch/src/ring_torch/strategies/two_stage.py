@@ -46,7 +46,7 @@ class TwoStageGather(Strategy):
         gather = self.gather
         (arriving,) = session.fetch(gather, inputs)
         columns = call.gathered_columns(gather, session.spec.keys, arriving.tensors)
-        rows, rank = call.rows(inputs), call.ring.rank
+        rows, rank = call.rows(inputs), call.ranks.rank
         into = empty_state(rows.q, inputs.v.shape[3])
         own = call.columns(rank, inputs.key_tensors())
         work = [(own, item, 0) for item in self.own_items]
@@ -66,7 +66,7 @@ class TwoStageGather(Strategy):
         """The gradients in the accumulators' dtype."""
         session = call.open_session(inputs, call.backward_signature, groups=1, own=False)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
-        own = call.columns(call.ring.rank, inputs.key_tensors())
+        own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
@@ -93,6 +93,6 @@ class TwoStageGather(Strategy):
         """Keys that are fetched in both passes, and gradients that go home."""
         del saved  # it saves nothing
         return gathered_traffic(
-            self.gather, call.plan, call.ring.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
             forward=forward, fetches=True,
         )  # fmt: skip

@@ -41,37 +41,37 @@ class Ulysses(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return the state in the inputs' dtype, rounded before it travels."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         # Ranks trade tokens for heads ...
-        q, k, v = to_heads(call.ring, moves.qkv, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(call.ranks, moves.qkv, inputs[:3], (rows, columns, columns))
         # ... each attends to the whole sequence with its own heads ...
-        (out, lse), _ = attend(self.inner, _of_heads(call.ring, inputs, q, k, v))
+        (out, lse), _ = attend(self.inner, _of_heads(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = to_tokens(call.ring, moves.results, sent, (rows, rows))
+        own_out, own_lse = to_tokens(call.ranks, moves.results, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype: each is whole before it travels."""
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         q, k, v, out, lse = saved
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
-        dout, *rest = to_heads(call.ring, moves.upstream, sent, [rows] * len(sent))
+        dout, *rest = to_heads(call.ranks, moves.upstream, sent, [rows] * len(sent))
         delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
         grads = self.inner.strategy.backward(
-            self.inner, _of_heads(call.ring, inputs, q, k, v),
+            self.inner, _of_heads(call.ranks, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = to_tokens(call.ring, moves.qkv, sent, (rows, columns, columns))
+        dq, dk, dv = to_tokens(call.ranks, moves.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -79,7 +79,7 @@ class Ulysses(Strategy):
         del plan_known
         if not call.needs_grad:
             return []
-        size = call.ring.size
+        size = call.ranks.size
         shapes = [
             (x.shape[0], size * x.shape[1], x.shape[2] // size, x.shape[3])
             for x in (inputs.q, inputs.k, inputs.v)
@@ -93,7 +93,7 @@ class Ulysses(Strategy):
         del saved
         moves = exchanges_of(call, inputs)
         both = (moves.qkv, moves.results) if forward else (moves.upstream, moves.qkv)
-        size = (call.ring.size - 1) * sum(x.message.size for x in both)
+        size = (call.ranks.size - 1) * sum(x.message.size for x in both)
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
@@ -119,7 +119,7 @@ def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
     """Lay out the exchanges of a call; those of equal calls are laid out once."""
     q, k, v = inputs.q, inputs.k, inputs.v
     return _exchanges(
-        call.ring.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
+        call.ranks.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
         call.kernel.needs_delta,
     )  # fmt: skip
 

@@ -84,7 +84,7 @@ class Pass(NamedTuple):
         """What is wrong with bytes and time, a line each."""
         found = []
         call = self.call
-        if call.ring.size > 1:
+        if call.ranks.size > 1:
             traffic = call.strategy.traffic(
                 call, self.inputs, forward=self.forward, saved=not self.fetches
             )
