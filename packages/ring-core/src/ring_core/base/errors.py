@@ -11,9 +11,7 @@ class UnsupportedError(ValueError):
     >>> ring_program(plan, "balanced")
     Traceback (most recent call last):
     ...
-    ring_core.base.errors.UnsupportedError: strategy 'balanced' folds a ring over contiguous shards,
-    \
-and the layout is 'zigzag'. Instead: use layout='contiguous', or strategy='ring'
+    ring_core.base.errors.UnsupportedError: ... Instead: use layout='contiguous', or strategy='ring'
     """
 
 
