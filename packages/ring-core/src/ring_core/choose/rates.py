@@ -1,4 +1,4 @@
-"""How long kernels took: data, ``rates.json``, by which ``auto`` chooses among those that can.
+"""Measured times of kernels, by which ``kernel="auto"`` chooses: the data are ``rates.json``.
 
 ``RING_RATES`` names another file in its place, such as ``python -m ring_torch bench --rates FILE``
 writes.
@@ -37,21 +37,25 @@ _OURS = Path(__file__).with_name("rates.json")
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of the forward, and of forward and backward; ``None`` was not timed."""
+    """Milliseconds of a kernel's forward, and of forward and backward; ``None`` was not timed."""
 
     forward: float | None
     both: float | None
 
     def of(self, *, grad: bool) -> float | None:
-        """Of a call with a backward, or without."""
+        """Return the time of a call with a backward (``grad``), or without."""
         return self.both if grad else self.forward
 
     def scaled(self, factor: float) -> Times:
-        """Of so many times the work."""
+        """Return the times that ``factor`` times as much work would take."""
         return Times(*(None if x is None else factor * x for x in (self.forward, self.both)))
 
     def describe(self) -> str:
-        """In words."""
+        """Return the times in words.
+
+        >>> Times(1.5, 5.0).describe()
+        'about 1.5 ms forward, 5 ms with backward'
+        """
         return "about " + ", ".join(
             f"{_digits(x)} ms {what}"
             for x, what in ((self.forward, "forward"), (self.both, "with backward"))
@@ -61,19 +65,19 @@ class Times:
 
 @dataclass(frozen=True)
 class Case:
-    """What some kernels took for one call of one rank.
+    """A call that was timed on one device, with the times of kernels that can run it.
 
     Attributes:
-        framework: Whose kernels they are.
-        capability: Of the GPU, ten times the major number and the minor one; 0 is the host.
-        gpu: Its name.
-        versions: Of libraries, by name.
-        tokens: As many queries as keys.
-        pairs: The (query, key) pairs that the plan shows; what segment ids hide is not known to it.
-        heads: Of queries and of keys.
+        framework: The framework of the kernels, ``torch`` or ``jax``.
+        capability: Compute capability of the GPU as in ``sm_90``: 90; 0 is the CPU.
+        gpu: Name of the device.
+        versions: Names and versions of libraries.
+        tokens: Number of queries, and of keys.
+        pairs: Number of visible (query, key) pairs, without regard to segment ids.
+        heads: Numbers of query heads and of key/value heads.
         dims: Head dims of Q and K, and of V.
-        option: What the call had beside a causal mask; ``causal`` is nothing.
-        kernels: Names and times.
+        option: The option that the call had beside a causal mask; ``causal`` is none.
+        kernels: Names and times of kernels.
     """
 
     framework: Framework
@@ -89,40 +93,44 @@ class Case:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of calls that it tells something about; it was timed with the first."""
+        """Dtypes of calls that the times are taken for; they were measured with the first."""
         return ("bfloat16", "float16") if self.capability else ("float32",)
 
     @property
     def work(self) -> int:
-        """What times are in proportion to."""
+        """Amount of work that times are in proportion to: pairs x query heads x head dims."""
         return self.pairs * self.heads[0] * sum(self.dims)
 
     def took(self, names: Iterable[str], *, grad: bool) -> dict[str, float]:
-        """Times of those of the kernels that have one."""
-        every = ((name, times.of(grad=grad)) for name, times in self.kernels)
-        return {name: time for name, time in every if time is not None and name in names}
+        """Return the milliseconds of those kernels among ``names`` that were timed."""
+        measured = ((name, times.of(grad=grad)) for name, times in self.kernels)
+        return {name: time for name, time in measured if time is not None and name in names}
 
     def describe(self) -> str:
-        """In words."""
+        """Return the device, option and head dims in words."""
         dim, v = self.dims
         return f"{self.gpu}, {self.option}, head dim {dim if dim == v else f'{dim} and {v}'}"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the kernels that can do a call should take, by the case nearest to it, if there is one.
+    """An estimate of the times that kernels take for a call, from the measured case nearest to it.
 
-    A rank's computing alone, as if scores were as fast as in the case.
+    It counts the computing of the busiest rank alone, at the rate of the case.
+
+    Attributes:
+        case: The case; ``None`` if there is none, and nothing is known.
+        factor: Work of the call over that of the case.
     """
 
     case: Case | None = None
-    factor: float = 0.0  # how much more work the call is
+    factor: float = 0.0
 
     def fastest(self, names: Sequence[str], *, grad: bool) -> str:
-        """The kernel to take of some in their fixed order.
+        """Return the kernel to take of some, which come in a fixed order of preference.
 
-        Of those that are nearly as fast as the fastest it is the first. Kernels without a time come
-        behind all that have one; where fewer than two have one, the order decides alone.
+        It is the first of those that are within ``NEAR`` times the fastest time. Kernels without a
+        time are not taken, unless fewer than two have one: then the order decides alone.
         """
         took = {} if self.case is None else self.case.took(names, grad=grad)
         if len(took) < 2:
@@ -131,12 +139,12 @@ class Expected:
         return next(name for name in names if name in took and took[name] < limit)
 
     def time(self, name: str) -> str:
-        """What a kernel should take, in words."""
+        """Return the expected time of a kernel in words, or that it was not timed."""
         times = None if self.case is None else dict(self.case.kernels).get(name)
         return _NOT_TIMED if times is None else times.scaled(self.factor).describe()
 
     def time_and_source(self, name: str) -> str:
-        """The same behind a colon, and by which case; empty if nothing is known."""
+        """Return the expected time and its source, as ``: time (by case)``; empty if unknown."""
         time = self.time(name)
         if self.case is None or time == _NOT_TIMED:
             return ""
@@ -148,17 +156,17 @@ UNKNOWN = Expected()
 
 @dataclass(frozen=True)
 class Rates:
-    """Cases of any GPU and framework."""
+    """A table of measured cases, of any GPU and framework."""
 
     cases: tuple[Case, ...]
 
     @cached_property
     def digest(self) -> str:
-        """Differs between tables that differ: what ranks compare."""
+        """Hash by which ranks check that they choose by the same table."""
         return hashlib.blake2s(written(self).encode(), digest_size=8).hexdigest()
 
     def of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
-        """The cases of GPUs of this generation, by the major number of their capability."""
+        """Return the cases of a framework on GPUs of one generation (major compute capability)."""
         return tuple(
             case
             for case in self.cases
@@ -175,35 +183,36 @@ def expected(
     *,
     grad: bool,
 ) -> Expected:
-    """What kernels should take for a call, if some case has a time of one.
+    """Estimate the times of kernels for a call, from the measured case nearest to it.
 
-    Of several options that with the slowest case counts.
+    With several options the one whose case predicts the longest time counts. The result is
+    :data:`UNKNOWN` if no case has a time of one of the kernels.
 
     Args:
-        cases: Those of the framework and the GPU.
+        cases: Those of the framework and the GPU (:meth:`Rates.of`).
         request: The call.
-        program: What its ranks compute in a ring.
+        program: The work of its ranks in a ring.
         names: The kernels that can do it.
-        grad: Whether it has a backward.
+        grad: The call has a backward.
     """
     cases = [case for case in cases if request.dtype in case.dtypes]
     work = int(program.work().sum(axis=0).max())
     work *= request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
     for least in (2, 1):  # a case that compares kernels, else one that says what one takes
         timed = [case for case in cases if len(case.took(names, grad=grad)) >= least]
-        found = [
+        estimates = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
             for option in options_of(request, program.plan.mask)
             if (case := _case_for(timed, option, request))
         ]
-        if found:
-            _, longest = max(found, key=lambda each: each[0])
+        if estimates:
+            _, longest = max(estimates, key=lambda time_and_case: time_and_case[0])
             return Expected(longest, work / longest.work)
     return UNKNOWN
 
 
 def options_of(request: Request, mask: Mask) -> tuple[Option, ...]:
-    """What a call has beside a causal mask, in the words of the table."""
+    """Return the options that a call has beside a causal mask, ``("causal",)`` if none."""
     asked: dict[Option, bool] = {
         "window": mask.window is not None,
         "documents": mask.cu_seqlens is not None or mask.chunk_size is not None,
@@ -215,23 +224,24 @@ def options_of(request: Request, mask: Mask) -> tuple[Option, ...]:
 
 
 def _case_for(cases: Sequence[Case], option: Option, request: Request) -> Case | None:
-    """The case of an option, or else a causal one, that is most like a call.
+    """Return the case of an option, or else a causal one, that is most like a call.
 
     Kernels compute head dims that they lack at larger ones, so a case that is no narrower than the
-    call comes first, even a causal one; then the option, head dims, heads a key head.
+    call comes first, even a causal one. Then the option decides, then the difference of head dims,
+    then the number of query heads per key head.
     """
     dims, group = (request.head_dim, request.v_head_dim), request.q_heads / request.kv_heads
 
     def distance(case: Case) -> tuple[bool, bool, int, float]:
-        apart = [a - b for a, b in zip(case.dims, dims, strict=True)]
+        wider = [a - b for a, b in zip(case.dims, dims, strict=True)]
         ratio = abs(math.log(case.heads[0] / case.heads[1] / group))
-        return min(apart) < 0, case.option != option, sum(map(abs, apart)), ratio
+        return min(wider) < 0, case.option != option, sum(map(abs, wider)), ratio
 
     return min((x for x in cases if x.option in (option, "causal")), key=distance, default=None)
 
 
 def default() -> Rates:
-    """The table of the file that ``RING_RATES`` names, or of this package.
+    """Return the table in the file that ``RING_RATES`` names, or else the one of this package.
 
     Raises:
         ValueError: The file cannot be read, or is no such table.
@@ -240,7 +250,7 @@ def default() -> Rates:
 
 
 def read(path: str) -> Rates:
-    """A table from a file.
+    """Read a table of times from a file, as ``python -m ring_torch bench --rates FILE`` writes it.
 
     Raises:
         ValueError: It cannot be read, or is no such table.
