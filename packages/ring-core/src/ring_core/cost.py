@@ -187,7 +187,7 @@ def estimate(
     >>> plan = make_plan(Mask(causal=True), seq_len=131072, cp_size=4, layout="zigzag")
     >>> cost = estimate(ring_program(plan), Model(32, 8, 128), hardware("h200-nvlink"))
     >>> print(f"{1e3 * cost.time_s:.1f} ms, {cost.messages} messages")
-    203.2 ms, 8 messages
+    203.8 ms, 8 messages
 
     A message carries, in bytes:
 

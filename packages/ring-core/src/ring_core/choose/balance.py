@@ -37,7 +37,7 @@ def balance_chunks(
     >>> from ring_core import Mask, balance_chunks
     >>> documents = Mask(causal=True, cu_seqlens=(0, 6, 8))  # one long, one short
     >>> balance_chunks(documents, seq_len=8, cp_size=2).chunks
-    ((0, 2), (1, 3))
+    ((0, 1, 2, 5), (3, 4, 6, 7))
 
     Args:
         mask: The rule that says which query sees which key; any but a predicate.

@@ -72,7 +72,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Global results of a run; gradients are ``None`` without ``dout`` or without their argument."""
+    """Global results of a run; gradients are ``None`` without ``dout``, or without the argument."""
 
     out: Floats
     lse: Floats
