@@ -131,7 +131,7 @@ who computes what: queries down, keys across, a cell is 1 x 1; . nobody
 who holds what: contiguous, 2 pieces of 4 tokens
 0000000011111111
 
-who works when: 100 is the mean, - is idle; in step s K/V are from s ranks before
+who works when: 100 is the mean, - idle; in step s K/V are from s ranks before
 step      0   1  total
 rank  0 111  89    100
 rank  1 111  89    100

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+Float64s = npt.NDArray[np.float64]
 
 #: The environment variable that switches checks on: ``1``, or ``every:100``.
 VARIABLE = "RING_CHECK"
@@ -115,11 +115,11 @@ class SampledRows(NamedTuple):
         rounded: Root of the sum of squares of the terms whose weights are rounded.
     """
 
-    got: Floats
-    exact: Floats
-    plain: Floats
-    terms: Floats
-    rounded: Floats | float = 0.0
+    got: Float64s
+    exact: Float64s
+    plain: Float64s
+    terms: Float64s
+    rounded: Float64s | float = 0.0
 
     def worst(self, dtype: str) -> Worst | None:
         """Return the entry that exceeds its error limit most; ``None`` if no entry does.

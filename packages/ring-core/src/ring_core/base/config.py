@@ -1,6 +1,6 @@
-"""Kernels and strategies: what they can do, what a call asks of them, what it may choose.
+"""Records of kernels and strategies: their capabilities, a call's request, and its choices.
 
-The records of kernels drive refusals, their tests, the doctor and the support matrix.
+Capabilities drive refusals, their tests, the doctor and the support matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Band = Literal["full", "causal", "any"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel supports.
+    """The masks, options, dtypes and devices that a kernel supports.
+
+    >>> from ring_core import Capabilities
+    >>> mine = Capabilities("mine", devices=("cpu",), bands="any", softcap=True)
 
     Attributes:
         name: The kernel's name, as in ``kernel=``.

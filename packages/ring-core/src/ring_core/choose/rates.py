@@ -27,12 +27,12 @@ Option = Literal[
 
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 OPTIONS: tuple[Option, ...] = get_args(Option)
-VARIABLE = "RING_RATES"
+RATES_VARIABLE = "RING_RATES"
 SCHEMA = 1
 NEAR = 1.05  # times that differ by less are a tie, which the fixed order of kernels decides
 
 _NOT_TIMED = "was not timed for such calls"
-_OURS = Path(__file__).with_name("rates.json")
+_OWN_RATES = Path(__file__).with_name("rates.json")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def default() -> Rates:
     Raises:
         ValueError: The file cannot be read, or is no such table.
     """
-    return _read_once(os.environ.get(VARIABLE) or str(_OURS))
+    return _read_rates_once(os.environ.get(RATES_VARIABLE) or str(_OWN_RATES))
 
 
 def read(path: str) -> Rates:
@@ -256,23 +256,23 @@ def read(path: str) -> Rates:
         ValueError: It cannot be read, or is no such table.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        table = json.loads(Path(path).read_text())
+        if not isinstance(table, dict) or table.get("schema") != SCHEMA:
             raise ValueError(f'it has no "schema": {SCHEMA}')  # noqa: TRY301 - said with the path
-        cases = tuple(_case(x) for x in found["rates"])
+        cases = tuple(_case(entry) for entry in table["rates"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is no table of rates: {error}. Write one with 'python -m ring_torch bench "
-            f"--rates FILE', or unset {VARIABLE} for the package's own"
+            f"--rates FILE', or unset {RATES_VARIABLE} for the package's own"
         ) from None
     return Rates(cases)
 
 
-_read_once = lru_cache(maxsize=8)(read)
+_read_rates_once = lru_cache(maxsize=8)(read)
 
 
 def written(rates: Rates) -> str:
-    """What a file holds, a case a line."""
+    """Return a table as the text of a file, with a case in each line."""
     lines = ",\n".join(f"  {json.dumps(_as_json(case))}" for case in rates.cases)
     return f'{{\n "schema": {SCHEMA},\n "rates": [\n{lines}\n ]\n}}\n'
 
@@ -282,49 +282,58 @@ def _as_json(case: Case) -> dict[str, Any]:
     return asdict(case) | {"versions": dict(case.versions), "kernels": kernels}
 
 
-def _case(given: Any) -> Case:
+def _case(entry: Any) -> Case:
+    """Make a case of an entry of the file.
+
+    Raises:
+        ValueError: The entry is malformed.
+    """
     names = [field.name for field in fields(Case)]
-    if not isinstance(given, dict) or sorted(given) != sorted(names):
-        raise ValueError(f"a case has {', '.join(names)}, got {given!r}")
-    counts = [given["tokens"], given["pairs"], *_two(given, "heads"), *_two(given, "dims")]
+    if not isinstance(entry, dict) or sorted(entry) != sorted(names):
+        raise ValueError(f"a case has {', '.join(names)}, got {entry!r}")
+    counts = [entry["tokens"], entry["pairs"], *_two(entry, "heads"), *_two(entry, "dims")]
     if not all(type(x) is int and x >= 1 for x in counts):
-        raise ValueError(f"tokens, pairs, heads and dims are integers >= 1, got {given!r}")
-    if type(given["capability"]) is not int or given["capability"] < 0:
-        raise ValueError(f"capability is an integer, as 90, or 0 for the host, got {given!r}")
+        raise ValueError(f"tokens, pairs, heads and dims are integers >= 1, got {entry!r}")
+    if type(entry["capability"]) is not int or entry["capability"] < 0:
+        raise ValueError(f"capability is an integer, as 90, or 0 for the host, got {entry!r}")
     for name, known in (("framework", FRAMEWORKS), ("option", OPTIONS)):
-        if given[name] not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, got {given[name]!r}")
-    versions, kernels = given["versions"], given["kernels"]
-    if not isinstance(given["gpu"], str) or not isinstance(versions, dict):
-        raise ValueError(f"gpu is a name, versions are names and versions, got {given!r}")
+        if entry[name] not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, got {entry[name]!r}")
+    versions, kernels = entry["versions"], entry["kernels"]
+    if not isinstance(entry["gpu"], str) or not isinstance(versions, dict):
+        raise ValueError(f"gpu is a name, versions are names and versions, got {entry!r}")
     if not isinstance(kernels, dict) or not kernels:
         raise ValueError(f"kernels are names and times, got {kernels!r}")
     return Case(
-        given["framework"], given["capability"], given["gpu"],
-        tuple((name, str(x)) for name, x in versions.items()), given["tokens"], given["pairs"],
-        _two(given, "heads"), _two(given, "dims"), given["option"],
+        entry["framework"], entry["capability"], entry["gpu"],
+        tuple((name, str(x)) for name, x in versions.items()), entry["tokens"], entry["pairs"],
+        _two(entry, "heads"), _two(entry, "dims"), entry["option"],
         tuple((name, _times(name, x)) for name, x in kernels.items()),
     )  # fmt: skip
 
 
-def _two(given: dict[str, Any], name: str) -> tuple[int, int]:
-    found = given[name]
-    if not isinstance(found, list) or len(found) != 2:
-        raise ValueError(f"{name} are two numbers, got {found!r}")
-    return cast("tuple[int, int]", tuple(found))
+def _two(entry: dict[str, Any], name: str) -> tuple[int, int]:
+    """Return a field of an entry that holds two numbers."""
+    numbers = entry[name]
+    if not isinstance(numbers, list) or len(numbers) != 2:
+        raise ValueError(f"{name} are two numbers, got {numbers!r}")
+    return cast("tuple[int, int]", tuple(numbers))
 
 
-def _times(name: str, given: Any) -> Times:
-    right = isinstance(given, list) and len(given) == 2 and given != [None, None]
+def _times(name: str, milliseconds: Any) -> Times:
+    """Make the times of the kernel ``name`` of a pair ``[forward, both]``."""
+    right = (
+        isinstance(milliseconds, list) and len(milliseconds) == 2 and milliseconds != [None, None]
+    )
     if not right or not all(
         x is None or (isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf)
-        for x in given
+        for x in milliseconds
     ):
         raise ValueError(
             f"{name} has milliseconds of the forward and of both passes, one of which may be null, "
-            f"got {given!r}"
+            f"got {milliseconds!r}"
         )
-    return Times(*given)
+    return Times(*milliseconds)
 
 
 def _digits(x: float) -> str:

@@ -293,7 +293,7 @@ class Plan:
             for rank, row in enumerate(layout.run_positions(np.arange(self.cp_size)).tolist())
             for local, start in zip(layout.run_starts, row, strict=True)
         ]
-        return sorted(runs, key=lambda each: each[0].global_start)
+        return sorted(runs, key=lambda run_and_rank: run_and_rank[0].global_start)
 
     @cached_property
     def digest(self) -> bytes:

@@ -80,7 +80,7 @@ class Step:
     helps: Help = "none"
 
 
-Table = npt.NDArray[np.int32]
+StepRows = npt.NDArray[np.int32]
 
 TABLE_COLUMNS = (
     "q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi", "doc_start", "doc_stop",
@@ -105,7 +105,7 @@ class ItemCounts:
     several_documents: int
 
 
-def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
+def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRows:
     """Return rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
     rect = rows.rect
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
@@ -197,7 +197,7 @@ class RingProgram:
             self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(other[0]))
         return self._remote[rank, step]
 
-    def table(self, step: int) -> Table:
+    def table(self, step: int) -> StepRows:
         """Return the items of all ranks in a step, ``int32 [cp_size, R, len(TABLE_COLUMNS)]``.
 
         Row ``[r, n]`` is the ``n``-th item of rank ``r``; ranks with fewer than ``R`` items have

@@ -243,7 +243,7 @@ def attention_grads(
         q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
-    return _backward(dense, *dense.inputs.upstream(dout, dlse))
+    return _grads(dense, *dense.inputs.upstream(dout, dlse))
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,8 @@ def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+def _grads(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+    """Return the gradients of a forward pass."""
     do = dout.transpose(0, 2, 1, 3)
     dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
     weighted = np.where(dense.visible, dense.probs * dprobs, 0)

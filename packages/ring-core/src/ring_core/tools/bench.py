@@ -28,7 +28,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 #: forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
 Round = tuple[tuple[float, float], ...]  # of one device, the ring, and the ring with a check
-PASSES = ("forward", "forward and backward")
+TIMED_PASSES = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Timing:
     """Seconds of each round of a pass.
 
     Attributes:
-        what: The pass, one of :data:`PASSES`.
+        what: The pass, one of :data:`TIMED_PASSES`.
         one: Seconds on one device that computes everything.
         ring: Seconds on the ring.
         checked: Seconds on the ring with ``RING_CHECK=1``.
@@ -96,7 +96,8 @@ class Timing:
     def efficiencies(self) -> list[float]:
         """Rate of a device of the ring over that of one alone, for each round, sorted."""
         return sorted(
-            self.work_fraction * one / ring for one, ring in zip(self.one, self.ring, strict=True)
+            self.work_fraction * alone / ring
+            for alone, ring in zip(self.one, self.ring, strict=True)
         )
 
     @property
@@ -186,13 +187,13 @@ def timings(
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
-    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
+    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(TIMED_PASSES))
     return forward, both
 
 
 def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
-    one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
-    return Timing(what, one, ring, checked, work_fraction)
+    alone, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
+    return Timing(what, alone, ring, checked, work_fraction)
 
 
 class Progress(Protocol):
@@ -244,9 +245,9 @@ def shown(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -
         f"{'pass':22}{'alone ms':>10}{'ring ms':>10}  efficiency (rate of a device of the ring / alone)",
     ]
     for timing in timings_of_passes:
-        one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
+        alone, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
         lines.append(
-            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"{timing.what:22}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
             f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds)"
         )
     cost = timings_of_passes[-1].check_cost

@@ -32,7 +32,7 @@ _HEADS = (4, 2, 2, 4)  # of q, k, v and dout
 
 @dataclass(frozen=True)
 class Check:
-    """One result of a self-test: its largest error against float64, and the most it may be.
+    """A comparison of a result with float64: its largest error, and the largest allowed.
 
     Attributes:
         name: The kernel, strategy, transport or layout that was tested.

@@ -25,9 +25,9 @@ from ring_core.base.errors import UnsupportedError
 Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
-VARIABLE = "RING_TRITON_BLOCKS"
+BLOCKS_VARIABLE = "RING_TRITON_BLOCKS"
 LEAST, LARGEST = 16, 256  # sizes of a block; matrix units multiply at least 16 x 16
-_OURS = Path(__file__).with_name("tile_configs.json")
+_OWN_TABLE = Path(__file__).with_name("tile_configs.json")
 _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 Flags = Bools
 
@@ -121,7 +121,7 @@ def default() -> Table:
     Raises:
         ValueError: The file cannot be read, or is no such table.
     """
-    return _read_once(os.environ.get(VARIABLE) or str(_OURS))
+    return _read_table_once(os.environ.get(BLOCKS_VARIABLE) or str(_OWN_TABLE))
 
 
 def read(path: str) -> Table:
@@ -135,7 +135,7 @@ def read(path: str) -> Table:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is no table of blocks: {error}. Write one with 'python -m ring_jax_gpu tune "
-            f"FILE', or unset {VARIABLE} for the package's own"
+            f"FILE', or unset {BLOCKS_VARIABLE} for the package's own"
         ) from None
     needed = [
         f"{kernel} of {itemsize} bytes"
@@ -151,7 +151,7 @@ def read(path: str) -> Table:
     return rows
 
 
-_read_once = lru_cache(maxsize=8)(read)
+_read_table_once = lru_cache(maxsize=8)(read)
 
 
 def written(table: Iterable[Row]) -> str:

@@ -105,7 +105,7 @@ def _sample_indices(layout: Layout, most: int) -> Ints:
     return np.stack([start + (size // 2 + shift) % size, start, edges[1:] - 1], axis=1)
 
 
-def sampled(program: RingProgram, most: int) -> Ints:
+def ranks_of_cells(program: RingProgram, most: int) -> Ints:
     """Return the rank that computes the first visible pair of each cell, ``[q_cells, k_cells]``.
 
     Args:

@@ -13,7 +13,14 @@ from ring_core.base.arguments import check_kind, check_text
 from ring_core.cost import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
+from ring_core.viz.cells import (
+    NOBODY,
+    WRONG,
+    count_pieces,
+    kv_messages,
+    rank_and_index,
+    ranks_of_cells,
+)
 from ring_core.viz.text import SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS, percent
 
 if TYPE_CHECKING:
@@ -115,7 +122,7 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
     plan = program.plan
     striped = plan.q_layout.stride > 1
     most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
-    ranks = sampled(program, most)
+    ranks = ranks_of_cells(program, most)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),

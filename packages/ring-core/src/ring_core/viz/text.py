@@ -10,7 +10,14 @@ import numpy as np
 from ring_core.base.arguments import check_kind, is_integer
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
+from ring_core.viz.cells import (
+    NOBODY,
+    WRONG,
+    count_pieces,
+    kv_messages,
+    rank_and_index,
+    ranks_of_cells,
+)
 
 WIDEST = 1024
 SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
@@ -86,7 +93,7 @@ def _in_color(text: str, rank: int, color: bool) -> str:
 
 
 def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
-    plan, ranks = program.plan, sampled(program, most)
+    plan, ranks = program.plan, ranks_of_cells(program, most)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
     lines = [
         f"who computes what: queries down, keys across, a cell is {q_size:g} x {k_size:g}; . nobody"
@@ -125,7 +132,7 @@ def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
     total = work.sum(axis=0)[:ranks] * (share / program.num_steps)
     shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
-        "who works when: 100 is the mean, - is idle; in step s K/V are from s ranks before",
+        "who works when: 100 is the mean, - idle; in step s K/V are from s ranks before",
         f"step   {shifts}  total",
     ]
     for rank in range(ranks):

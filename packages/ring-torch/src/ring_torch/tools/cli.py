@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ring_core.choose.rates import VARIABLE
+from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
@@ -72,7 +72,7 @@ def _renew(path: Path, length: int | None) -> int:
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
-    print(f"written to {path}: {VARIABLE}={path} uses it")
+    print(f"written to {path}: {RATES_VARIABLE}={path} uses it")
     return 0
 
 
