@@ -18,7 +18,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "blocks.json"
     path.write_text(table.written(OURS))
     assert table.read(str(path)) == OURS
-    assert path.read_text() == Path(table._OURS).read_text(), "the package's own is written so"
+    assert path.read_text() == Path(table._OWN_TABLE).read_text(), "the package's own is written so"
 
 
 @pytest.mark.parametrize("kernel", table.PASSES)

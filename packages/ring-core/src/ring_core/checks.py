@@ -21,7 +21,7 @@ from ring_core.masks.mask import Mask, Window, mask_of
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-MOST_DENSE = 64 << 20  # bytes of a mask that is an array, per rank
+MOST_DENSE = 64 << 20  # largest array of a mask, bytes per rank
 
 
 @dataclass(frozen=True)
@@ -344,6 +344,7 @@ def _key_mask_advice(shape: tuple[int, ...], batch: int) -> str:
 
 
 def _check_option(name: str, x: Tensor, device: str, fits: bool, shape: str) -> None:
+    """Check that a tensor of an option is of floats, on the device, and of a shape that fits."""
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if x.device != device:

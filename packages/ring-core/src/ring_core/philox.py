@@ -1,4 +1,4 @@
-"""Dropout's random numbers: Philox-4x32-10, keyed by global indices.
+"""Draw dropout's random numbers: Philox-4x32-10, keyed by global indices.
 
 Philox (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a
 128-bit counter and a 64-bit key to four 32-bit words, with no state: every kernel of every

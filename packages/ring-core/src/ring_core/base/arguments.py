@@ -1,4 +1,4 @@
-"""Checks of plain arguments: numbers, numpy arrays, records. Wrong ones are named.
+"""Check plain arguments (numbers, numpy arrays, records), and name the wrong ones in errors.
 
 Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records. Types of numpy arrays
 are here too, and the tiles of a predicate mask: their side, and what they show.
@@ -19,8 +19,8 @@ Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-TILE = 128
-EMPTY, PARTIAL, FULL = 0, 1, 2
+TILE = 128  # queries, and keys, of a tile of a predicate mask
+EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of tiles: no query sees a key, some do, all do
 
 SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
@@ -158,6 +158,7 @@ def check_floats(name: str, value: Any) -> None:
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """Return an argument as a numpy array, or raise a ``ValueError`` with its name."""
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

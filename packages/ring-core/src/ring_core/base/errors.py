@@ -1,4 +1,4 @@
-"""Errors that have a name of their own."""
+"""Exceptions of this project."""
 
 
 class UnsupportedError(ValueError):
@@ -16,7 +16,7 @@ class UnsupportedError(ValueError):
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of one group made different calls; nothing of the peer's data was used."""
+    """Ranks of one group made calls that differ; this rank used nothing of the other's data."""
 
 
 class WrongResultError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Band arithmetic on rectangles, for many rectangles at once.
+"""Arithmetic on rectangles with bands, for many of them at once.
 
 A band is ``lo <= i - j <= hi`` over a rectangle of ``q_len`` rows ``i`` and ``k_len`` columns
 ``j``. All functions take and return integer arrays that broadcast; a side without a bound holds
@@ -110,5 +110,6 @@ def _at_least(q_len: IntLike, k_len: IntLike, lo: IntLike) -> Ints:
 
 
 def _triangle(n: Ints) -> Ints:
+    """Return ``1 + 2 + ... + n``, 0 for negative ``n``."""
     n = np.maximum(n, 0)
     return n * (n + 1) // 2

@@ -195,6 +195,7 @@ class _Traced:
 def _of_two(
     name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
 ) -> _Traced:
+    """Return the operator ``name`` applied to two operands, with bounds of its result."""
     a, b = parts
     return _Traced((name, a.expression, b.expression), low, high, is_bool, 1 + a.size + b.size)
 
@@ -212,6 +213,7 @@ def _number(x: object) -> _Traced:
 
 
 def _divisor(x: object) -> int:
+    """Return a divisor, which must be a constant above 0."""
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0:
         return int(x)
     raise TypeError("is no number above 0")

@@ -189,6 +189,7 @@ def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
 
 
 def _checked_window(window: Any) -> Window:
+    """Check ``window``, and return it as a tuple of Python integers and ``None``."""
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
             f"window must be a pair (left, right), each a number of keys besides the query's own or "
@@ -206,6 +207,7 @@ def _checked_window(window: Any) -> Window:
 
 
 def _checked_chunk_size(chunk_size: Any) -> int:
+    """Check ``chunk_size``, and return it as a Python integer."""
     if not is_integer(chunk_size) or not 1 <= chunk_size < SIZE_LIMIT:
         raise ValueError(
             f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
@@ -214,6 +216,7 @@ def _checked_chunk_size(chunk_size: Any) -> int:
 
 
 def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
+    """Check ``cu_seqlens``, and return them as a tuple of Python integers."""
     try:
         offsets = np.asarray(cu_seqlens)
     except (TypeError, RuntimeError) as error:

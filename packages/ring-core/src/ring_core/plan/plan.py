@@ -1,4 +1,7 @@
-"""The plan: for every pair of ranks, which slice of Q meets which slice of K/V under which band."""
+"""Plan a call: for every pair of ranks, which slice of Q meets which slice of K/V.
+
+Inside such a rectangle a band ``lo <= i - j <= hi`` says which query sees which key.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +243,7 @@ class Plan:
 
     @property
     def boundaries(self) -> Ints | None:
-        """Ascending positions of document and chunk borders, if there are any."""
+        """Positions of the borders of documents and chunks, ascending; ``None`` without any."""
         return self.geometry.boundaries
 
     @property

@@ -34,7 +34,7 @@ from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.plan.tile_mask import Geometry
 
-HELP_PIECES = 4
+HELP_PIECES = 4  # pieces of rows in which helped queries travel
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ StepRows = npt.NDArray[np.int32]
 TABLE_COLUMNS = (
     "q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi", "doc_start", "doc_stop",
 )  # fmt: skip
-TABLE_UNBOUNDED = 2**31 - 1
+TABLE_UNBOUNDED = 2**31 - 1  # stands for a side of a band without a bound
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
     check_choice("strategy", strategy, RING_STRATEGIES)
     if not takes_layout(strategy, plan.q_layout.name):
         raise UnsupportedError(
-            f"strategy 'balanced' folds a ring over contiguous shards, and the layout is "
+            f"strategy 'balanced' needs contiguous shards, and the layout is "
             f"{plan.q_layout.name!r}. Instead: use layout='contiguous', or strategy='ring'"
         )
     return _ring_program(plan, strategy)

@@ -31,7 +31,7 @@ _DEVICE = "cpu"
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, float64 and int64, and their sizes."""
+    """The arrays of a call as float64 and int64, and their sizes."""
 
     sizes: checks.Sizes
     q: Floats  # [B, T_q, H, D]
@@ -270,6 +270,7 @@ def _dense(
     bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
+    """Check a call's arguments, and run the forward pass."""
     inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
     sizes = inputs.sizes
     checks.check_causal(causal, sizes.q_len, sizes.k_len)

@@ -64,7 +64,10 @@ class QueryRows(NamedTuple):
 
 
 def round_to(x: Floats, precision: Precision) -> Floats:
-    """Round to the nearest number of a precision (ties to even), kept in numpy's dtype for it."""
+    """Round to the nearest number of a precision (ties to even).
+
+    The result is float64 for that, else float32, which holds numbers of the narrower ones exactly.
+    """
     if precision == "float64":
         return x
     single = np.ascontiguousarray(x, dtype=np.float32)
@@ -180,7 +183,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
 
 
 def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
-    """Dropout's factor: 0 or ``1 / (1 - p)``."""
+    """Return dropout's factor for each softmax weight, 0 or ``1 / (1 - p)``, or 1.0 without it."""
     if params.dropout_seed is None:
         return 1.0
     kept = dropout_keep(

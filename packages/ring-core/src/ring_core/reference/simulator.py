@@ -303,6 +303,7 @@ def _hop[T](held: list[T], hop: int | None) -> list[T]:
 
 
 def _ranks_of(plan: Plan, inputs: Inputs, precision: Precision) -> list[Rank]:
+    """Give every rank its shards, rounded, and results that hold nothing yet."""
     q, k, v = (item_kernel.round_to(x, precision) for x in (inputs.q, inputs.k, inputs.v))
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
@@ -356,6 +357,7 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
 
 
 def _zero_grad(message: Message) -> Grad:
+    """Return zero gradients of some keys and values."""
     return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
 
 

@@ -192,6 +192,7 @@ def timings(
 
 
 def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
+    """Collect the timings of pass number ``n`` from all rounds."""
     alone, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
     return Timing(what, alone, ring, checked, work_fraction)
 

@@ -22,6 +22,7 @@ from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
+from ring_core.tools.commands import add_command
 from ring_core.tools.sizes import size, window
 
 #: Defaults of ``--heads``, ``--kv-heads`` and ``--head-dim``.
@@ -52,15 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Make the parser of ``python -m ring_core``."""
     parser = argparse.ArgumentParser(
         prog="python -m ring_core",
         description="Look at how attention is divided over ranks, without any hardware.",
     )
     parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add = _add_command(
+    add = add_command(
         commands, "plan", "Show which rank computes what, and when.",
-        "--seq-len 64k --cp 8 --layout all --window 4096,0",
+        example="python -m ring_core plan --seq-len 64k --cp 8 --layout all --window 4096,0",
+        version=_VERSION,
     ).add_argument  # fmt: skip
     add(
         "--seq-len", type=size, required=True, metavar="N",
@@ -104,20 +107,11 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware", metavar="NAME",
         help=f"devices to estimate for: {', '.join(HARDWARE)}; default: {DEFAULT_HARDWARE}",
     )  # fmt: skip
-    report = _add_command(
-        commands, "doctor", "Show versions, and test what is installed.", "--json"
-    )
-    report.add_argument("--json", action="store_true", help="print JSON")
-    return parser
-
-
-def _add_command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
-    """Add a command with ``--version``, and an example at the end of its help."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose[0].lower() + purpose[1:].rstrip("."), description=purpose,
-        epilog=f"example: python -m ring_core {name} {example}",
+    report = add_command(
+        commands, "doctor", "Show versions, and test what is installed.",
+        example="python -m ring_core doctor --json", version=_VERSION,
     )  # fmt: skip
-    parser.add_argument("--version", action="version", version=_VERSION)
+    report.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -187,6 +181,7 @@ Messages and MiB are per rank; memory is that beyond the caller's tensors."""
 def _one_program(
     args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
 ) -> RingProgram:
+    """Make the program of one layout, by its name, and one strategy."""
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
     return ring_program(
         make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes), strategy
@@ -290,6 +285,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _offsets(text: str | None) -> tuple[int, ...] | None:
+    """Read the offsets of ``--cu-seqlens``."""
     return None if text is None else tuple(_integer("--cu-seqlens", n) for n in text.split(","))
 
 

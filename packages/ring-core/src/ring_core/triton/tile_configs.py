@@ -160,6 +160,11 @@ def written(table: Iterable[Row]) -> str:
 
 
 def _row(entry: Any) -> Row:
+    """Make a row of an entry of the file.
+
+    Raises:
+        ValueError: The entry is malformed.
+    """
     names = [field.name for field in fields(Row)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"a row has {', '.join(names)}, got {entry!r}")

@@ -31,7 +31,11 @@ _MOST_CELLS, _MOST_SHOWN, _MOST_LABELS = 192, 256, 16
 
 
 def plot(program: RingProgram, path: str | Path) -> None:
-    """Draw a ring's program to a file: who computes what, who holds what, who works when.
+    """Draw a ring's program to a file: which rank computes what, holds what, and works when.
+
+    >>> from ring_core import Mask, make_plan, ring_program, viz
+    >>> program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4))
+    >>> viz.plot(program, "ring.svg")  # doctest: +SKIP
 
     The format follows the name (``.png``, ``.svg``, ``.pdf``); equal plans give equal SVG files.
 
@@ -62,6 +66,7 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
 
 
 def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
+    """Save the drawing of ``draw``, of a size in inches; equal drawings give equal SVG files."""
     if not isinstance(path, str | Path):
         raise ValueError(f"path must be text or a Path, got {type(path).__name__}")
     try:
@@ -80,6 +85,7 @@ def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str |
 
 
 def _draw_program(program: RingProgram, figure: Figure) -> None:
+    """Draw the layout above the mask on the left, and the work of every step on the right."""
     from matplotlib import colormaps, colors
 
     plan = program.plan
@@ -103,6 +109,7 @@ def _draw_program(program: RingProgram, figure: Figure) -> None:
 
 
 def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
+    """Draw which rank holds which keys, as a strip."""
     layout, pieces = plan.k_layout, count_pieces(plan.k_layout)
     cells, shown, title = min(pieces, _MOST_CELLS), layout.seq_len, f"{layout.name}, all keys"
     if layout.stride > 1:
@@ -117,6 +124,7 @@ def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
 
 
 def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
+    """Draw which rank computes which (query, key) pairs."""
     from matplotlib.patches import Patch
 
     plan = program.plan
@@ -148,6 +156,7 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
 
 def _draw_work(program: RingProgram, axes: Axes) -> None:
+    """Draw how much each rank computes in each step."""
     from matplotlib import colormaps, colors
 
     work, cp_size = program.work(), program.plan.cp_size

@@ -93,6 +93,7 @@ def _in_color(text: str, rank: int, color: bool) -> str:
 
 
 def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+    """Return a picture of which rank computes which (query, key) pairs."""
     plan, ranks = program.plan, ranks_of_cells(program, most)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
     lines = [
@@ -109,6 +110,7 @@ def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
 
 
 def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
+    """Return a strip that shows which rank holds which queries."""
     layout, pieces = plan.q_layout, count_pieces(plan.q_layout)
     if layout.stride > 1:
         index = np.arange(min(width, layout.seq_len))
@@ -126,6 +128,7 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
 
 
 def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+    """Return a table of how much each rank computes in each step."""
     work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
     steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)
@@ -159,6 +162,7 @@ def percent(share: float) -> str:
 
 
 def _figure_lines(program: RingProgram) -> list[str]:
+    """Return lines with the program's imbalance, steps and messages."""
     helped = sum(step.helps != "none" for step in program.steps)
     lines = [
         f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",

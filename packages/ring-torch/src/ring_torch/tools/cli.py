@@ -19,6 +19,8 @@ import torch
 
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
+from ring_core.tools.commands import add_command
+from ring_torch import __version__
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
@@ -32,12 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 2 for what the user got wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
+    version = f"ring-torch {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("doctor", help="show what can run here, and test it").add_argument(
-        "--json", action="store_true", help="for programs"
-    )
-    commands.add_parser("matrix", help="show what each kernel supports")
-    timed = commands.add_parser("bench", help="time a ring against one device")
+    add_command(
+        commands, "doctor", "Show what can run here, and test it.",
+        example="python -m ring_torch doctor", version=version,
+    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
+    add_command(
+        commands, "matrix", "Show what each kernel supports.",
+        example="python -m ring_torch matrix", version=version,
+    )  # fmt: skip
+    timed = add_command(
+        commands, "bench", "Time a ring against one device that computes everything.",
+        example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
+    )  # fmt: skip
     bench.add_options(timed)
     timed.add_argument("--transport", choices=TRANSPORT_NAMES, default="auto")
     timed.add_argument(
