@@ -217,8 +217,8 @@ def estimate(
     ):  # fmt: skip
         check_kind(name, value, kind)
     work = program.work()
-    longest, most = work.max(axis=1), int(work.sum(axis=0).max())
-    flops = float(most * model.flops_per_pair)
+    longest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
+    flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
     forward_bytes, backward_bytes = _message_bytes(program.plan, model)
     passes = [_run(program.forward, longest * rate, forward_bytes, hardware)]

@@ -132,11 +132,11 @@ class Expected:
         It is the first of those that are within ``NEAR`` times the fastest time. Kernels without a
         time are not taken, unless fewer than two have one: then the order decides alone.
         """
-        took = {} if self.case is None else self.case.took(names, grad=grad)
-        if len(took) < 2:
+        times = {} if self.case is None else self.case.took(names, grad=grad)
+        if len(times) < 2:
             return names[0]
-        limit = NEAR * min(took.values())
-        return next(name for name in names if name in took and took[name] < limit)
+        limit = NEAR * min(times.values())
+        return next(name for name in names if name in times and times[name] < limit)
 
     def time(self, name: str) -> str:
         """Return the expected time of a kernel in words, or that it was not timed."""
@@ -198,8 +198,8 @@ def expected(
     cases = [case for case in cases if request.dtype in case.dtypes]
     work = int(program.work().sum(axis=0).max())
     work *= request.batch * request.q_heads * (request.head_dim + request.v_head_dim)
-    for least in (2, 1):  # a case that compares kernels, else one that says what one takes
-        timed = [case for case in cases if len(case.took(names, grad=grad)) >= least]
+    for min_timed in (2, 1):  # a case that compares kernels, else one that says what one takes
+        timed = [case for case in cases if len(case.took(names, grad=grad)) >= min_timed]
         estimates = [
             (work / case.work * min(case.took(names, grad=grad).values()), case)
             for option in options_of(request, program.plan.mask)
@@ -322,10 +322,10 @@ def _two(entry: dict[str, Any], name: str) -> tuple[int, int]:
 
 def _times(name: str, milliseconds: Any) -> Times:
     """Make the times of the kernel ``name`` of a pair ``[forward, both]``."""
-    right = (
+    well_formed = (
         isinstance(milliseconds, list) and len(milliseconds) == 2 and milliseconds != [None, None]
     )
-    if not right or not all(
+    if not well_formed or not all(
         x is None or (isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf)
         for x in milliseconds
     ):

@@ -20,7 +20,7 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
         program: The items of its mask over the ranks.
     """
     can, dims = capabilities, (request.head_dim, request.v_head_dim)
-    largest, most = max(dims), can.deterministic_head_dim
+    largest, max_deterministic = max(dims), can.deterministic_head_dim
     reasons: dict[str, Any] = {
         f"runs on {_one_of(can.devices)}, not on {request.device}": (
             can.devices and request.device not in can.devices
@@ -38,8 +38,11 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
             f"has no {words}": getattr(request, option) and not getattr(can, option)
             for option, words in OPTION_WORDS.items()
         },
-        f"is deterministic for head dims up to {most}, not {largest}": (
-            request.deterministic and can.deterministic and most is not None and largest > most
+        f"is deterministic for head dims up to {max_deterministic}, not {largest}": (
+            request.deterministic
+            and can.deterministic
+            and max_deterministic is not None
+            and largest > max_deterministic
         ),
         "has no backward": request.grad and not can.backward,
     }

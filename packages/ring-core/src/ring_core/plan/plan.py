@@ -111,13 +111,13 @@ class WorkItem:
         """
         assert self.tiles is None
         row, columns = np.arange(self.q_stop - self.q_start), self.k_stop - self.k_start
-        left = np.zeros_like(row) if self.hi is None else row - self.hi
-        right = np.full_like(row, columns) if self.lo is None else row - self.lo + 1
+        first = np.zeros_like(row) if self.hi is None else row - self.hi
+        stop = np.full_like(row, columns) if self.lo is None else row - self.lo + 1
         if self.cu_q is not None and self.cu_k is not None:
             sizes = np.diff(self.cu_q)
-            left = np.maximum(left, np.repeat(self.cu_k[:-1], sizes))
-            right = np.minimum(right, np.repeat(self.cu_k[1:], sizes))
-        return np.maximum(left, 0), np.minimum(right, columns)
+            first = np.maximum(first, np.repeat(self.cu_k[:-1], sizes))
+            stop = np.minimum(stop, np.repeat(self.cu_k[1:], sizes))
+        return np.maximum(first, 0), np.minimum(stop, columns)
 
     def each_document(self) -> Iterator[WorkItem]:
         """Yield an item for each document, trimmed; it counts from this item's corner."""

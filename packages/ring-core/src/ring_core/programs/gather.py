@@ -113,12 +113,12 @@ class GatherProgram:
         item's dK/dV overwrite the buffer of gradients, which needs no zeros; elsewhere they are
         added.
         """
-        done: list[Interval] = []
+        written: list[Interval] = []
         fresh = []
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
-            fresh.append(tuple(slice(*span) for span in _subtract(columns, done)))
-            done = union([*done, columns])
+            fresh.append(tuple(slice(*span) for span in _subtract(columns, written)))
+            written = union([*written, columns])
         return tuple(reversed(fresh))
 
     @cached_property
@@ -188,7 +188,7 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
-    done: list[Interval] = []
+    fetched: list[Interval] = []
     # Items come in the order of the columns they need, so each can start as soon as its own fetches
     # have arrived, while those of later items are on their way.
     for item in items:
@@ -196,12 +196,12 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
         # Columns that an earlier item needs are fetched already.
         needed = [
             fetch
-            for span in _subtract(columns, done)
+            for span in _subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
         fetches += sorted(needed, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
-        done = union([*done, columns])
+        fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
         own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place)
@@ -290,29 +290,29 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
     # First neighbours along the keys ...
     rows: list[WorkItem] = []
     for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
-        left = rows[-1] if rows else None
+        previous = rows[-1] if rows else None
         if (
-            left
-            and left.is_full
+            previous
+            and previous.is_full
             and item.is_full
-            and left.q_slice == item.q_slice
-            and left.k_stop == item.k_start
+            and previous.q_slice == item.q_slice
+            and previous.k_stop == item.k_start
         ):
-            rows[-1] = replace(left, k_stop=item.k_stop)
+            rows[-1] = replace(previous, k_stop=item.k_stop)
         else:
             rows.append(item)
     # ... then those of the same keys along the queries.
     joined: list[WorkItem] = []
     for item in rows:
-        above = joined[-1] if joined else None
+        previous = joined[-1] if joined else None
         if (
-            above
-            and above.is_full
+            previous
+            and previous.is_full
             and item.is_full
-            and above.k_slice == item.k_slice
-            and above.q_stop == item.q_start
+            and previous.k_slice == item.k_slice
+            and previous.q_stop == item.q_start
         ):
-            joined[-1] = replace(above, q_stop=item.q_stop)
+            joined[-1] = replace(previous, q_stop=item.q_stop)
         else:
             joined.append(item)
     return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
@@ -431,9 +431,9 @@ def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
         return None
     # Both ascend from row to row: rows from ``first`` on see nothing before the run, rows before
     # ``last`` nothing behind it.
-    left, right = item.seen
-    first = int(np.searchsorted(left, start - item.k_start))
-    last = int(np.searchsorted(right, stop - item.k_start, side="right"))
+    first_seen, stop_seen = item.seen
+    first = int(np.searchsorted(first_seen, start - item.k_start))
+    last = int(np.searchsorted(stop_seen, stop - item.k_start, side="right"))
     cuts = _cuts(item, tile)
     first = int(cuts[np.searchsorted(cuts, first)])
     last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])

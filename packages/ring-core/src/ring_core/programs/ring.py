@@ -207,10 +207,10 @@ class RingProgram:
         """
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
-        behind = (ranks - self.steps[step].shift) % self.plan.cp_size
-        own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, behind)
-        parts = [_table_of(own, ranks, behind)]
-        parts += [_table_of(remote, behind, ranks)] if remote is not None else []
+        kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
+        own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, kv_ranks)
+        parts = [_table_of(own, ranks, kv_ranks)]
+        parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
         # Live rows of each rank first, as many as the busiest rank has: one at least.
         live = table[..., 4] > table[..., 3]
@@ -264,12 +264,12 @@ class RingProgram:
             steps = [n for n, step in enumerate(self.steps) if step.helps == helps]
             if not steps:
                 continue
-            behind = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
-            own, remote = step_rows(helps, plan.geometry, np.full_like(behind, rank), behind)
+            kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
+            own, remote = step_rows(helps, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks)
             for pair, n in enumerate(steps):
-                items[n] = plan.work_items(own, pair, rank, int(behind[pair]))
+                items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
                 if remote is not None:
-                    items[n] += plan.work_items(remote, pair, int(behind[pair]), rank)
+                    items[n] += plan.work_items(remote, pair, int(kv_ranks[pair]), rank)
         return tuple(items)
 
 
@@ -333,7 +333,7 @@ def active_steps(
 
 
 def step_rows(
-    helps: Help, geometry: Geometry, ranks: Ints, behind: Ints
+    helps: Help, geometry: Geometry, ranks: Ints, kv_ranks: Ints
 ) -> tuple[RectangleTable, RectangleTable | None]:
     """Return what ``ranks`` compute in a step: for their own queries, and for those they help.
 
@@ -341,23 +341,24 @@ def step_rows(
         helps: The kind of help of the step.
         geometry: That of the plan.
         ranks: Ranks that compute.
-        behind: For each of them the rank whose K/V, and helped queries, it works with.
+        kv_ranks: For each of them the rank whose K/V, and helped queries, it works with.
 
     Returns:
-        Rectangles of ``ranks``' queries and ``behind``'s keys; and of ``behind``'s queries and
+        Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
         ``ranks``' keys, or ``None`` where nobody is helped.
     """
     if helps == "half":
-        return geometry.rows(ranks, behind, half=0), geometry.rows(behind, ranks, half=1)
-    return geometry.rows(ranks, behind), geometry.rows(behind, ranks) if helps == "mirror" else None
+        return geometry.rows(ranks, kv_ranks, half=0), geometry.rows(kv_ranks, ranks, half=1)
+    remote = geometry.rows(kv_ranks, ranks) if helps == "mirror" else None
+    return geometry.rows(ranks, kv_ranks), remote
 
 
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
     """Yield a step for every shift, with the visible pairs of each rank in it, ``[cp_size]``."""
     ranks = np.arange(cp_size)
     for shifts in _chunks(ranks, cp_size * num_runs**2):
-        behind = (ranks - shifts[:, None]) % cp_size
-        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, behind), strict=True)
+        kv_ranks = (ranks - shifts[:, None]) % cp_size
+        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, kv_ranks), strict=True)
 
 
 def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, Ints]]:
@@ -370,25 +371,25 @@ def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, In
     ranks = np.arange(cp_size)
     yield Step(0), geometry.count(ranks, ranks)
     for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
-        behind = (ranks - shifts[:, None]) % cp_size
-        own, others = geometry.count(ranks, behind), geometry.count(behind, ranks)
+        kv_ranks = (ranks - shifts[:, None]) % cp_size
+        own, mirrored = geometry.count(ranks, kv_ranks), geometry.count(kv_ranks, ranks)
         for n, shift in enumerate(shifts.tolist()):
             # Opposite ranks: both steps are one and the same, so each rank helps with half of the
             # other's rows, if the busiest has less to do then.
             if 2 * shift == cp_size:
-                both = geometry.count(ranks, behind[n], half=0) + geometry.count(
-                    behind[n], ranks, half=1
+                halves = geometry.count(ranks, kv_ranks[n], half=0) + geometry.count(
+                    kv_ranks[n], ranks, half=1
                 )
-                helps = both.max() < own[n].max()
-                yield Step(shift, "half" if helps else "none"), both if helps else own[n]
+                helps = halves.max() < own[n].max()
+                yield Step(shift, "half" if helps else "none"), halves if helps else own[n]
             # One step that lasts as long as the rank with the largest sum, or two steps that last
             # as long as the slowest rank of each?
-            elif (own[n] + others[n]).max() < own[n].max() + others[n].max():
-                yield Step(shift, "mirror"), own[n] + others[n]
+            elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():
+                yield Step(shift, "mirror"), own[n] + mirrored[n]
             else:
                 yield Step(shift), own[n]
-                # ``others[n][r]`` is the work of rank ``r - shift`` when it is not helped.
-                yield Step(cp_size - shift), np.roll(others[n], -shift)
+                # ``mirrored[n][r]`` is the work of rank ``r - shift`` when it is not helped.
+                yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:

@@ -264,10 +264,10 @@ def _backward(
         # What arrived are sums of earlier stages for the same keys, from the rank that held them
         # before. Only the additions need them, so they may arrive while the kernels run.
         if arrived is not None:
-            for grad, other in zip(step_grads, arrived, strict=True):
-                assert grad.owner == other.owner
-                grad.dk[:] += other.dk
-                grad.dv[:] += other.dv
+            for grad, earlier in zip(step_grads, arrived, strict=True):
+                assert grad.owner == earlier.owner
+                grad.dk[:] += earlier.dk
+                grad.dv[:] += earlier.dv
         # The sums follow the K/V to the next rank. The last stage is the own block: they are home.
         arrived = _hop(step_grads, stage.grad_hop)
         held = arriving

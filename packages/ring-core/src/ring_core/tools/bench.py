@@ -28,7 +28,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 #: forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
 Round = tuple[tuple[float, float], ...]  # of one device, the ring, and the ring with a check
-TIMED_PASSES = ("forward", "forward and backward")
+PASSES = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Timing:
     """Seconds of each round of a pass.
 
     Attributes:
-        what: The pass, one of :data:`TIMED_PASSES`.
+        what: The pass, one of :data:`PASSES`.
         one: Seconds on one device that computes everything.
         ring: Seconds on the ring.
         checked: Seconds on the ring with ``RING_CHECK=1``.
@@ -187,7 +187,7 @@ def timings(
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
-    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(TIMED_PASSES))
+    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
     return forward, both
 
 

@@ -251,13 +251,13 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
 def _cost_table(costs: Mapping[str, Cost | str]) -> str:
     """Return a table with a row for each layout and strategy, and which takes the least time."""
     times = {pair: cost.time_s for pair, cost in costs.items() if isinstance(cost, Cost)}
-    least = min(times, key=times.__getitem__, default="none of them")
+    fastest = min(times, key=times.__getitem__, default="none of them")
     header = (
         "layout/strategy", "time ms", "compute ms", "exposed ms", "imbalance", "steps with work",
         "messages", "sent MiB", "memory MiB",
     )  # fmt: skip
     rows = [(pair, *_cost_cells(cost)) for pair, cost in costs.items()]
-    return f"{_table(header, rows)}\nleast time: {least}"
+    return f"{_table(header, rows)}\nleast time: {fastest}"
 
 
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
     by_name = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in ours:
         by_name[name] = installed(name) or f"{ring_core.__version__} (not installed)"
-    return by_name | {name: has for name in libraries if (has := installed(name))}
+    return by_name | {name: current for name in libraries if (current := installed(name))}
 
 
 def installed(library: str) -> str | None:
@@ -137,8 +137,8 @@ def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
     """
     from packaging.requirements import Requirement  # the rest of ring_core imports numpy alone
 
-    ours = {name: has for name in OURS if (has := installed(name))}
-    words = ", ".join(f"{name} {has}" for name, has in ours.items())
+    ours = {name: current for name in OURS if (current := installed(name))}
+    words = ", ".join(f"{name} {current}" for name, current in ours.items())
     several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
     asked = [
         (name, Requirement(text))
@@ -149,11 +149,11 @@ def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
     return (
         *several,
         *(
-            f"{name} {by_name[name]} asks for {wanted.name}{wanted.specifier}, and there is {has}"
+            f"{name} {by_name[name]} asks for {wanted.name}{wanted.specifier}, and there is {current}"
             for name, wanted in asked
             if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if (has := installed(wanted.name))
-            if not wanted.specifier.contains(has, prereleases=True)
+            if (current := installed(wanted.name))
+            if not wanted.specifier.contains(current, prereleases=True)
         ),
     )
 
@@ -199,7 +199,7 @@ def _self_test(ranks: int) -> Iterator[Check]:
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[str]:
     """Return the first lines of a report: versions and clashes."""
     return [
-        *(f"{name:14}{has}" for name, has in versions.items()),
+        *(f"{name:14}{current}" for name, current in versions.items()),
         *(f"{'clashes':14}{words}" for words in clashes or ("none",)),
     ]
 

@@ -170,14 +170,14 @@ def _row(entry: Any) -> Row:
         raise ValueError(f"a row has {', '.join(names)}, got {entry!r}")
     row = Row(**entry)
     sizes = [row.q, row.k]
-    right = (
+    well_formed = (
         row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
         and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
         and row.head_dim >= 1
         and all(LEAST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
         and row.warps in _WARPS and 1 <= row.stages <= _MOST_STAGES
     )  # fmt: skip
-    if not right:
+    if not well_formed:
         raise ValueError(
             f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
             f"two from {LEAST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {entry!r}"
@@ -214,15 +214,15 @@ def choose_blocks(
     )
 
 
-def _block_size(name: str, wanted: int | None, default: int) -> int:
-    if wanted is None:
+def _block_size(name: str, requested: int | None, default: int) -> int:
+    if requested is None:
         return default
-    if wanted & (wanted - 1) or not LEAST <= wanted <= LARGEST:
+    if requested & (requested - 1) or not LEAST <= requested <= LARGEST:
         raise UnsupportedError(
             f"kernel 'triton': {name} must be a power of two from {LEAST} to {LARGEST}, got "
-            f"{wanted}. Instead: leave it out, or choose {name}=64 or 128"
+            f"{requested}. Instead: leave it out, or choose {name}=64 or 128"
         )
-    return wanted
+    return requested
 
 
 def padded(dim: int) -> int:
@@ -306,12 +306,13 @@ def stages_that_fit(
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
     shared = _SHARED.get(capability, _SHARED_DEFAULT)
-    left = (shared - _BARRIER_BYTES) // itemsize - held
-    if left < fetched // 2:  # one stage may fetch one array after the other
+    free = (shared - _BARRIER_BYTES) // itemsize - held
+    if free < fetched // 2:  # one stage may fetch one array after the other
         raise UnsupportedError(
             f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "
             f"{dims[1]} need more than the {shared >> 10} KiB of shared memory of this GPU. "
             "Instead: leave out block_q and block_k, or choose smaller ones"
         )
-    most = blocks.stages if capability >= HOPPER else 2  # threads that fetch need registers for it
-    return max(1, min(blocks.stages, most, left // fetched))
+    # Before Hopper threads fetch blocks themselves, which takes registers for each stage.
+    max_stages = blocks.stages if capability >= HOPPER else 2
+    return max(1, min(blocks.stages, max_stages, free // fetched))

@@ -34,17 +34,17 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     visible = plan.mask.dense(q + plan.q_offset, k)
     pairs = np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
-    ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
+    shift, help_shift = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
         # Pairs may be computed in this step by the rank of the query, or to help it by the key's.
-        own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
+        own, helped = shift == step.shift, (help_shift == step.shift) & (step.helps != "none")
         if not (own.any() or helped.any()):
             continue
         table = program.table(n).astype(np.int64)
-        for computing, here in ((pairs[0], own), (pairs[2], helped)):
-            num_rows = _count_rows(table[computing[here]], *(x[here, None] for x in pairs))
-            counts[here] += num_rows
-            rank[here] = np.where(num_rows > 0, computing[here], rank[here])
+        for computing, cells in ((pairs[0], own), (pairs[2], helped)):
+            num_rows = _count_rows(table[computing[cells]], *(x[cells, None] for x in pairs))
+            counts[cells] += num_rows
+            rank[cells] = np.where(num_rows > 0, computing[cells], rank[cells])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
         kinds = plan.blocks.kinds[q_rank, k_rank, q_local // TILE, k_local // TILE]
         counts *= (kinds == FULL) | ((kinds != EMPTY) & visible)
@@ -91,28 +91,28 @@ def count_pieces(layout: Layout) -> int:
     return layout.cp_size * len(layout.run_starts)
 
 
-def _sample_indices(layout: Layout, most: int) -> Ints:
+def _sample_indices(layout: Layout, max_cells: int) -> Ints:
     """Return three token indices in every cell of a picture, ``[cells, 3]``: middle, first, last.
 
     Where they can, cells lie in one piece each. In a striped layout the first drifts from cell to
     cell, so that all ranks show.
     """
     pieces = count_pieces(layout)
-    cells = min(most // pieces * pieces or most, layout.seq_len)
+    cells = min(max_cells // pieces * pieces or max_cells, layout.seq_len)
     edges = np.arange(cells + 1) * layout.seq_len // cells
     start, size = edges[:-1], np.diff(edges)
     shift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
     return np.stack([start + (size // 2 + shift) % size, start, edges[1:] - 1], axis=1)
 
 
-def ranks_of_cells(program: RingProgram, most: int) -> Ints:
+def ranks_of_cells(program: RingProgram, max_cells: int) -> Ints:
     """Return the rank that computes the first visible pair of each cell, ``[q_cells, k_cells]``.
 
     Args:
         program: The program.
-        most: The largest number of cells on either side.
+        max_cells: The largest number of cells on either side.
     """
-    q, k = (_sample_indices(x, most) for x in (program.plan.q_layout, program.plan.k_layout))
+    q, k = (_sample_indices(x, max_cells) for x in (program.plan.q_layout, program.plan.k_layout))
     ranks = computing_ranks(program, q.reshape(-1), k.reshape(-1))
     ranks = ranks.reshape(*q.shape, *k.shape).transpose(0, 2, 1, 3).reshape(len(q), len(k), -1)
     first = np.take_along_axis(ranks, (ranks >= 0).argmax(axis=-1)[..., None], axis=-1)[..., 0]

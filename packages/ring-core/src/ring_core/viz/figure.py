@@ -129,8 +129,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
-    ranks = ranks_of_cells(program, most)
+    max_cells = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
+    ranks = ranks_of_cells(program, max_cells)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),

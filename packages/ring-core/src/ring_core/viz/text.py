@@ -92,9 +92,9 @@ def _in_color(text: str, rank: int, color: bool) -> str:
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
-def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+def _mask_lines(program: RingProgram, color: bool, max_cells: int) -> list[str]:
     """Return a picture of which rank computes which (query, key) pairs."""
-    plan, ranks = program.plan, ranks_of_cells(program, most)
+    plan, ranks = program.plan, ranks_of_cells(program, max_cells)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
     lines = [
         f"who computes what: queries down, keys across, a cell is {q_size:g} x {k_size:g}; . nobody"
@@ -127,11 +127,11 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
     return [f"who holds what: {title}", cells]
 
 
-def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+def _work_lines(program: RingProgram, color: bool, max_steps: int) -> list[str]:
     """Return a table of how much each rank computes in each step."""
     work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
-    steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)
+    steps, ranks = min(program.num_steps, max_steps), min(cp_size, SHOWN_RANKS)
     total = work.sum(axis=0)[:ranks] * (share / program.num_steps)
     shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
