@@ -21,7 +21,6 @@ from ring_core import __version__  # all packages carry one version
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
 from ring_core.tools.commands import add_command
-
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.strategies.choose import TRANSPORT_NAMES
