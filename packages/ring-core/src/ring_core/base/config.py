@@ -232,7 +232,7 @@ class StrategyConfig:
     def ring_strategy(self) -> RingStrategy:
         """Ring strategy whose steps stand for this one when a kernel or its time is chosen.
 
-        ``gather`` and ``ulysses`` have no steps; the kernels that can run a ring's can run theirs.
+        ``gather`` and ``ulysses`` have no steps; those of a plain ring stand for theirs.
         """
         return "balanced" if self.name == "balanced" else "ring"
 
