@@ -42,7 +42,7 @@ class Stage:
     """A stage of a pass: start the transfers named here, compute a step, then wait for them.
 
     Attributes:
-        step: Index into :attr:`RingProgram.steps` of the step to compute.
+        step: Index into ``RingProgram.steps`` of the step to compute.
         kv_hop: Before computing, start moving K/V to the rank this far ahead, for the next stage;
             ``None`` moves nothing.
         grad_hop: Backward: after computing, add the step's dK/dV to those that arrived and start
@@ -169,7 +169,7 @@ class RingProgram:
 
         Args:
             rank: The rank that computes.
-            step: An index into :attr:`steps`.
+            step: An index into ``steps``.
 
         Raises:
             ValueError: There is no such rank or step.

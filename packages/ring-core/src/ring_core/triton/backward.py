@@ -88,7 +88,7 @@ def bwd_loop_over_k(
     x, strides, consts, q, k, v, dout, lse, delta, block_index, counts, block_index_batch, block,
     flat, heads, group, row_start, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Return dQ of a block of queries, without the scale, ``[q, PADDED]``; loops as in `fwd`."""
+    """Return dQ of a block of queries, without the scale, ``[q, PADDED]``; loops as in ``fwd``."""
     rows = row_start + tl.arange(0, consts.BLOCK_Q)
     batch, head = flat // heads, flat % heads
     kv_head = flat // group

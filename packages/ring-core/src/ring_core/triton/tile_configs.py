@@ -68,12 +68,12 @@ class Row:
     """A row of the table: the block sizes of one kernel for some calls.
 
     Attributes:
-        kernel: The kernel, one of :data:`PASSES`.
+        kernel: The kernel, one of ``PASSES``.
         itemsize: Bytes per number of the inputs, 2 or 4.
         head_dim: The largest head dim the row is for.
         per_score_inputs: The row is only for calls where each score has an input of its own (a
             bias, tiles of a predicate, random words for dropout).
-        q, k, warps, stages: As in :class:`Blocks`.
+        q, k, warps, stages: As in ``Blocks``.
     """
 
     kernel: Pass
@@ -193,7 +193,7 @@ def choose_blocks(
 
     Args:
         config: The call's kernel settings.
-        name: The kernel, one of :data:`PASSES`.
+        name: The kernel, one of ``PASSES``.
         head_dim: The larger of the two head dims.
         itemsize: Bytes per number of the inputs.
         per_score_inputs: As in :class:`Row`.
@@ -239,7 +239,7 @@ def heads_per_swizzle(
     kernels over blocks of keys count key heads.
 
     Args:
-        name: The kernel, one of :data:`PASSES`.
+        name: The kernel, one of ``PASSES``.
         batch, heads, kv_heads, q_len, k_len: Sizes of the call.
         row: Bytes of a key and its value, or of a query and the gradient of its output.
     """
@@ -288,7 +288,7 @@ def stages_that_fit(
     """Return the number of pipeline stages: those chosen, or as many as shared memory can hold.
 
     Args:
-        name: The kernel, one of :data:`PASSES`.
+        name: The kernel, one of ``PASSES``.
         blocks: The block sizes and stages chosen.
         dims: Head dims of queries and keys, and of values.
         itemsize: Bytes per number of the inputs.
