@@ -194,7 +194,7 @@ class WorkItem:
         )
 
     def _piece(self, start: int, stop: int) -> WorkItem:
-        """Return the part of the rows ``start:stop``, counted from the item's corner; see ``cut``."""
+        """Return the part of the rows ``start:stop``, counted from the corner; see ``cut``."""
         cu_q, tiles = self.cu_q, self.tiles
         if cu_q is None and tiles is None:
             corner = (self.q_start, self.k_start)

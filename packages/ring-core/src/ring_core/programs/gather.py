@@ -66,7 +66,9 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GatherProgram:
-    """The transfers and the work of one rank that gathers keys. Make it with :func:`gather_program`.
+    """The transfers and the work of one rank that gathers keys.
+
+    Make one with :func:`gather_program`.
 
     Attributes:
         own: The rank's own keys are in the buffer, too.
