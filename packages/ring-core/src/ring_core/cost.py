@@ -94,6 +94,10 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
 def hardware(name: str) -> Hardware:
     """Return the preset of a name, one of ``HARDWARE``.
 
+    >>> from ring_core.cost import hardware
+    >>> hardware("h200-nvlink").link_gb_s
+    370
+
     Raises:
         ValueError: No such preset.
     """
@@ -108,6 +112,10 @@ def hardware(name: str) -> Hardware:
 @dataclass(frozen=True)
 class Model:
     """The sizes of an attention layer.
+
+    >>> from ring_core.cost import Model
+    >>> Model(num_q_heads=32, num_kv_heads=8, head_dim=128).flops_per_pair
+    16384
 
     Attributes:
         num_q_heads: Number of query heads ``H``.
@@ -252,6 +260,18 @@ def compare(
     backward: bool = True,
 ) -> dict[str, Cost | str]:
     """Estimate what a ring costs over each layout.
+
+    >>> from ring_core import Mask
+    >>> from ring_core.cost import Model, compare, hardware
+    >>> costs = compare(
+    ...     Mask(causal=True),
+    ...     seq_len=65536,
+    ...     cp_size=8,
+    ...     model=Model(32, 8, 128),
+    ...     hardware=hardware("h200-nvlink"),
+    ... )
+    >>> min(costs, key=lambda name: costs[name].time_s)
+    'zigzag/ring'
 
     Args:
         mask: The rule that says which query sees which key.

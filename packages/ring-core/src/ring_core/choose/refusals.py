@@ -14,6 +14,12 @@ from ring_core.programs.ring import RingProgram
 def refusals(capabilities: Capabilities, request: Request, program: RingProgram) -> tuple[str, ...]:
     """Return every reason why a kernel cannot do a call; empty if it can.
 
+    >>> from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
+    >>> mine = Capabilities("mine", devices=("cuda",), max_head_dim=128)
+    >>> request = Request("cuda", "bfloat16", head_dim=256, v_head_dim=256)
+    >>> refusals(mine, request, ring_program(make_plan(Mask(), seq_len=8, cp_size=2)))
+    ('takes head dims up to 128, not 256',)
+
     Args:
         capabilities: The kernel's.
         request: The call's options, sizes and dtype.

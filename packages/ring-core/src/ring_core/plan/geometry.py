@@ -121,8 +121,8 @@ class BandGeometry:
     def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> RectangleTable:
         """Clip rectangles to the cells that both their queries and their keys touch.
 
-        ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run, so
-        that position = zero + local index.
+        ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run: a
+        token's position is ``zero + stride * local index``.
         """
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))

@@ -31,6 +31,12 @@ class WorkItem:
     The item shows the cells with ``lo <= i - j <= hi`` (``None``: unbounded) that lie in the same
     document, if it spans several, and that the predicate admits, if there is one.
 
+    >>> from ring_core import Mask, make_plan
+    >>> plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=8, cp_size=2)
+    >>> (item,) = plan.items(q_rank=1, kv_rank=0)  # queries 4 and 5 see keys 2 and 3
+    >>> item.q_slice, item.k_slice, item.lo, item.hi
+    (slice(0, 2, None), slice(2, 4, None), None, 0)
+
     Attributes:
         q_rank: The rank whose queries these are.
         kv_rank: The rank whose keys and values these are.

@@ -130,7 +130,12 @@ class GatherProgram:
 
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
-    """Return every reason why a plan cannot run over gathered keys; empty if it can."""
+    """Return every reason why a plan cannot run over gathered keys; empty if it can.
+
+    >>> from ring_core import Mask, gather_refusals, make_plan
+    >>> gather_refusals(make_plan(Mask(), seq_len=8, cp_size=2, layout="striped"))
+    ("layout 'striped' assigns tokens one by one",)
+    """
     reasons = {
         f"layout {plan.q_layout.name!r} assigns tokens one by one": plan.q_layout.stride > 1,
         "a predicate mask is planned in tiles of each rank's own keys": plan.blocks is not None,
@@ -150,6 +155,11 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
         q_width: Numbers per query token, ``H * D``.
         kv_width: Numbers per key token, ``K * (D + Dv)``.
         itemsize: Bytes of a number of the inputs.
+
+    >>> from ring_core import Mask, gather_memory, make_plan
+    >>> plan = make_plan(Mask(), seq_len=4096, cp_size=4)
+    >>> round(gather_memory(plan, q_width=2048, kv_width=1024, itemsize=2), 2)
+    1.25
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
@@ -223,7 +233,12 @@ class Longest(NamedTuple):
 
 
 def longest_gather(plan: Plan) -> Longest:
-    """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache."""
+    """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
+
+    >>> from ring_core import Mask, longest_gather, make_plan
+    >>> longest_gather(make_plan(Mask(causal=True), seq_len=8, cp_size=2)).length
+    8
+    """
     check_kind("plan", plan, Plan)
     return _longest_gather(plan)
 

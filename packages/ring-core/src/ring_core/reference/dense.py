@@ -225,6 +225,14 @@ def attention_grads(
 ) -> Grads:
     """Compute the gradients of ``sum(dout * out) + sum(dlse * lse)`` in float64.
 
+    >>> import numpy as np
+    >>> from ring_core.reference import attention_grads
+    >>> q = k = np.zeros((1, 4, 1, 8))
+    >>> v, dout = np.zeros((1, 4, 1, 1)), np.ones((1, 4, 1, 1))
+    >>> grads = attention_grads(dout, q, k, v, causal=True)
+    >>> grads.dv.reshape(-1).round(2)  # the last value is seen by the last query alone
+    array([2.08, 1.08, 0.58, 0.25])
+
     Args:
         dout: ``[B, T_q, H, Dv]``.
         q, k, v: As in :func:`attention`, whose other options this takes, too.
