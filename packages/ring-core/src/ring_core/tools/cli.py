@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees, such as 4096,0; none: all",
+        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
     )  # fmt: skip
     add(
         "--chunk-size", type=size, metavar="N",
@@ -170,7 +170,8 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
 #: Explains the columns of :func:`_layout_table`.
 _COLUMNS = """\
 imbalance is the busiest rank's (query, key) pairs over the mean; by step, if ranks wait for each
-other after each step. In helped steps ranks compute for others. K/V messages are sent per rank, forward."""
+other after each step. In helped steps ranks compute for others. K/V messages are those that each
+rank sends in the forward."""
 
 #: Explains the columns of :func:`_cost_table`.
 _COST_COLUMNS = """\
