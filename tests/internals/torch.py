@@ -62,7 +62,6 @@ from ring_torch.kernels import (
 )
 from ring_torch.kernels.api import (
     Kernel as Kernel,
-    Pass as Pass,
     Selection as Selection,
     SplitBackward as SplitBackward,
 )
@@ -80,6 +79,7 @@ from ring_torch.kernels.library import (
     HeadDims as HeadDims,
     Mods as FlashMods,
     Options as FlashOptions,
+    Pass as Pass,
     rounded_to_8 as rounded_to_8,
 )
 from ring_torch.kernels.triton import TritonKernel as TritonKernel, launch as triton_launch

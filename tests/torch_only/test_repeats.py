@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from views import VIEWS
 
@@ -52,9 +53,8 @@ class Numbers:
         q, k, v = (x.clone().requires_grad_() for x in self.whole[:3])
         keys = [x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in (k, v)]
         visible = torch.ones(TOKENS, TOKENS).tril().bool() if mask is None else mask
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, *keys)), attn_mask=visible
-        ).transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (q, *keys))
+        expected = scaled_dot_product_attention(query, key, value, visible).transpose(1, 2)
         wanted = torch.autograd.grad(expected, (q, k, v), self.whole[3])
         for x, y in zip((out, *grads), (expected, *wanted), strict=True):
             torch.testing.assert_close(x, y[:, self.positions])
@@ -67,8 +67,9 @@ class Attend:
         self._place = rank, size, options.get("layout", "contiguous")
         self._options = options
 
-    def __call__(self, *qkv: Tensor, **more: Any) -> Tensor:
-        return ring_attention(*qkv, **{"causal": True, **self._options, **more})
+    def __call__(self, *qkv: Tensor, cu_seqlens: Any = None) -> Tensor:
+        out: Tensor = ring_attention(*qkv, causal=True, cu_seqlens=cu_seqlens, **self._options)
+        return out
 
     def numbers(self, seed: int) -> Numbers:
         return Numbers(*self._place, seed)

@@ -22,7 +22,7 @@ TOGETHER: dict[str, list[tuple[int, int, torch.dtype, bool]]] = {
 @pytest.mark.parametrize("names", TOGETHER)
 def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: bool) -> None:
     # Imported here: Triton reads when it is imported whether it interprets kernels.
-    from internals.torch_triton import memory_ops
+    from internals.torch_triton import head_exchange_kernel
 
     torch.manual_seed(0)
     parts = [
@@ -44,10 +44,10 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
     size = (RANKS, layout.message.size)
     expected, packed = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(2))
     head_exchange._pack(layout, expected, tensors, orders, by_heads=by_heads)
-    memory_ops.pack_heads_on_gpu(layout, packed, tensors, orders, by_heads=by_heads)
+    head_exchange_kernel.pack_on_gpu(layout, packed, tensors, orders, by_heads=by_heads)
     assert torch.equal(packed, expected)
     unpacked = [torch.zeros_like(x) for x in tensors]
-    memory_ops.unpack_heads_on_gpu(layout, packed, unpacked, orders, by_heads=by_heads)
+    head_exchange_kernel.unpack_on_gpu(layout, packed, unpacked, orders, by_heads=by_heads)
     for x, y in zip(unpacked, tensors, strict=True):
         assert torch.equal(x, y)
     again = [torch.zeros_like(x) for x in tensors]

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.buffers import HeadBuffer
 from ring_torch.triton_launch import DirectKernel
 
 _ROWS = 16
@@ -20,7 +19,6 @@ _MORE_ROWS = 64  # of one head, whose sum is one number
 _NUMBERS = 2048  # a program adds
 _SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # of a bias, that a program looks at together
 _AT_ONCE = 4  # parts that one kernel adds
-_MOVED_NUMBERS, _MOVED_COLUMNS = 4096, 512  # that a program copies, and of one token at a time
 
 
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -134,48 +132,6 @@ def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
         )  # fmt: skip
 
 
-def pack_heads_on_gpu(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
-) -> None:  # fmt: skip
-    """Put the part for rank n of each tensor, a range of its heads or of its tokens, into row n."""
-    _exchange_heads(layout, buffer, tensors, orders, by_heads=by_heads, packs=True)
-
-
-def unpack_heads_on_gpu(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
-) -> None:  # fmt: skip
-    """Put row n of a buffer, which came from rank n, where its heads or tokens belong."""
-    _exchange_heads(layout, buffer, tensors, orders, by_heads=by_heads, packs=False)
-
-
-def _exchange_heads(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
-) -> None:  # fmt: skip
-    _assert_unit_strides(*tensors)
-    sizes: list[int] = []
-    for part, offset in zip(layout.parts, layout.message.offsets, strict=True):
-        sizes += (part.length, part.heads * part.dim, offset)
-    strides = [stride for x in tensors for stride in x.stride()[:3]]
-    rows = layout.ranks * max(x.batch * x.length for x in layout.parts)
-    widest = max(x.heads * x.dim for x in layout.parts)
-    columns = min(triton.next_power_of_2(widest), _MOVED_COLUMNS)
-    at_once = _MOVED_NUMBERS // columns
-    if rows == 0:
-        return
-    none = 3 - len(tensors)  # the kernel takes up to three
-    _move_heads[(triton.cdiv(rows, at_once), len(tensors))](
-        buffer, *tensors, *[None] * none, *orders, *[None] * none, *sizes, *[0] * (3 * none),
-        *strides, *[0] * (3 * none), layout.parts[0].batch, layout.ranks,
-        layout.message.size,
-        DIM0=layout.parts[0].dim, DIM1=layout.parts[1 % len(tensors)].dim,
-        DIM2=layout.parts[2 % len(tensors)].dim,
-        ROWS=at_once, COLUMNS=columns, BY_HEADS=by_heads, PACKS=packs,
-    )  # fmt: skip
-
-
 def _assert_unit_strides(*tensors: Tensor) -> None:
     """The kernels read and write the last dimension as if it were contiguous."""
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
@@ -194,74 +150,6 @@ def _pack(
     y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
     tl.store(place, x, mask=at < K)
     tl.store(place + K, y, mask=at < V)
-
-
-@DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
-def _move_heads(
-    buffer, x0, x1, x2, order0, order1, order2,
-    length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
-    batch0, row0, head0, batch1, row1, head1, batch2, row2, head2,
-    batch, ranks, size,
-    DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
-):  # fmt: skip
-    """Copy between a buffer ``[P, bytes]`` and up to three tensors, one a row of the grid."""
-    which = tl.program_id(1)
-    if which == 0:
-        _move_part(
-            buffer, x0, order0, length0, width0, offset0, batch0, row0, head0, batch, ranks, size,
-            DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
-        )  # fmt: skip
-    if x1 is not None:  # noqa: SIM102 - what is None is not compiled
-        if which == 1:
-            _move_part(
-                buffer, x1, order1, length1, width1, offset1, batch1, row1, head1, batch, ranks,
-                size, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
-            )  # fmt: skip
-    if x2 is not None:  # noqa: SIM102
-        if which == 2:
-            _move_part(
-                buffer, x2, order2, length2, width2, offset2, batch2, row2, head2, batch, ranks,
-                size, DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
-            )  # fmt: skip
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _move_part(
-    buffer, x, order, length, width, offset, x_batch, x_row, x_head, batch, ranks, size,
-    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,
-    PACKS: tl.constexpr,
-):  # fmt: skip
-    """Copy one tensor's blocks ``[P, B, T_local, H / P, D]``: rows of ``width = H / P * D``.
-
-    ``BY_HEADS``: the tensor is ``[B, T_local, H, D]``, and rank n has the n-th range of its heads;
-    otherwise it is ``[B, T, H / P, D]``, and rank n has the tokens that ``order`` names.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own_rows = batch * length
-    is_row = rows < ranks * own_rows
-    rank, row = rows // own_rows, rows % own_rows
-    b, token = (row // length).to(tl.int64), row % length
-    places = (buffer + rank.to(tl.int64) * size + offset).to(tl.pointer_type(x.dtype.element_ty))
-    places += row.to(tl.int64) * width
-    if BY_HEADS:
-        starts = x + b * x_batch + token.to(tl.int64) * x_row
-        starts += rank.to(tl.int64) * (width // DIM) * x_head
-    else:
-        position = rank * length + token
-        if order is not None:
-            position = tl.load(order + position, mask=is_row, other=0)
-        starts = x + b * x_batch + position.to(tl.int64) * x_row
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        inside = is_row[:, None] & (columns < width)[None, :]
-        at_place = places[:, None] + columns[None, :]
-        at_x = starts[:, None] + ((columns // DIM) * x_head + columns % DIM)[None, :]
-        if PACKS:
-            tl.store(at_place, tl.load(at_x, mask=inside), mask=inside)
-        else:
-            tl.store(at_x, tl.load(at_place, mask=inside), mask=inside)
 
 
 @DirectKernel

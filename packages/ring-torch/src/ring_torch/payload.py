@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -11,10 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_torch.buffers import BufferSpec
-from ring_torch.optional import has_triton
 from ring_torch.records import Inputs
-
-ALL = slice(None)
 
 
 class HeadGroups(NamedTuple):
@@ -75,20 +71,6 @@ class KVPayload:
             return k, v
         k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
-
-    def write(self, message: Sequence[Tensor], inputs: Inputs, span: slice = ALL) -> None:
-        """Put a rank's own, or a span of its tokens, into a message of that length."""
-        own_k, own_v = inputs.k[:, span], inputs.v[:, span]
-        if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
-            from ring_torch.memory_ops import pack_on_gpu
-
-            pack_on_gpu(own_k, own_v, message[0])
-        else:
-            k, v = self.split(message[0])
-            k.copy_(own_k)
-            v.copy_(own_v)
-        if inputs.k_ids is not None:
-            message[1].copy_(inputs.k_ids[:, span])
 
 
 @lru_cache(maxsize=256)

@@ -63,7 +63,9 @@ def _exchange(
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     pack, unpack = _pack, _unpack
     if device.type == "cuda" and has_triton():
-        from ring_torch.memory_ops import pack_heads_on_gpu as pack, unpack_heads_on_gpu as unpack
+        from ring_torch.comm import head_exchange_kernel
+
+        pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
     pack(layout, sent, *given, by_heads=splits_heads)
     with peer_errors(others(ranks)):
         # Rank n gets row n. The stream waits for the exchange: `sent` may be freed behind it.

@@ -20,8 +20,8 @@ from ring_core.choose.refusals import split_by_reasons
 from ring_torch.kernels.api import Kernel, Selection
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.fa4 import FA4
-from ring_torch.kernels.flash import capability
 from ring_torch.kernels.flash_attn import FA2, FA3
+from ring_torch.kernels.library import capability
 from ring_torch.kernels.sdpa import CUDA_FLASH, CUDNN, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 

@@ -6,7 +6,7 @@ Shapes are in ``ring_torch.records``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from ring_torch.records import (
     empty_state,
     zero_bias_grad,
 )
-
-Window = tuple[int | None, int | None]
-Pass = Literal["forward", "backward"]
 
 _MERGED_ROWS = 512
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -18,9 +17,19 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel, Pass, SplitBackward, Window
-from ring_torch.kernels.library import Documents, Flash, HeadDims, Mods, Options, as_given
+from ring_torch.kernels.api import Kernel, SplitBackward
+from ring_torch.kernels.library import (
+    Documents,
+    Flash,
+    HeadDims,
+    Mods,
+    Options,
+    Pass,
+    as_given,
+    capability,
+)
 from ring_torch.optional import has_triton
+from ring_torch.options import Window
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -31,21 +40,6 @@ from ring_torch.records import (
     has_unit_stride,
     unseen_state,
 )
-
-
-def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default.
-
-    Torch looks for devices anew each time, which takes the host longer than many a launch.
-    """
-    if not torch.cuda.is_initialized():
-        return torch.cuda.get_device_capability(device)
-    return _capability(torch.cuda.current_device() if device is None else device)
-
-
-@cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def old_gpu_reason() -> str | None:

@@ -20,9 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from ring_core import Capabilities
-from ring_torch.kernels.api import Pass
-from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options, rounded_to_8
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options, Pass, capability, rounded_to_8
 from ring_torch.records import AttentionState
 
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from functools import cache
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ring_core import BlockGeometry, WorkItem
-from ring_torch.kernels.api import Pass, Window
+from ring_torch.options import Window
 from ring_torch.records import AttentionState
+
+Pass = Literal["forward", "backward"]
+
+
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a CUDA device, of the current one by default.
+
+    Torch looks for devices anew each time, which takes the host longer than many a launch.
+    """
+    if not torch.cuda.is_initialized():
+        return torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device is None else device)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 class Documents(NamedTuple):

@@ -19,8 +19,8 @@ from torch import Tensor
 from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import FlashKernel, capability, old_gpu_reason, unbounded
-from ring_torch.kernels.library import Options, rounded_to_8
+from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
+from ring_torch.kernels.library import Options, capability, rounded_to_8
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

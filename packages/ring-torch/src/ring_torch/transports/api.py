@@ -15,8 +15,10 @@ from ring_core import Fetch, GatherProgram, Plan, gather_program
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
+from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
 from ring_torch.records import Inputs
+
+_ALL = slice(None)
 
 Where = Callable[[slice], slice]  # from local indices to columns of a buffer
 
@@ -188,6 +190,23 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
 def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     """All fetches, or those whose gradients are done early in the backward, or the others."""
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
+
+
+def write_keys(
+    keys: KVPayload, message: Sequence[torch.Tensor], inputs: Inputs, span: slice = _ALL
+) -> None:
+    """Put this rank's keys and values, or a span of its tokens, into a message of that length."""
+    own_k, own_v = inputs.k[:, span], inputs.v[:, span]
+    if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
+        from ring_torch.memory_ops import pack_on_gpu
+
+        pack_on_gpu(own_k, own_v, message[0])
+    else:
+        k, v = keys.split(message[0])
+        k.copy_(own_k)
+        v.copy_(own_v)
+    if inputs.k_ids is not None:
+        message[1].copy_(inputs.k_ids[:, span])
 
 
 def room_for(sums: KeyGradBuffer, like: torch.Tensor, one: Fetch) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from ring_torch.transports.api import (
     requests_to,
     room_for,
     some_fetches,
+    write_keys,
 )
 
 
@@ -51,7 +52,7 @@ class Messages:
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
         ring, keys = self.spec.ranks, self.spec.keys
         own = keys.message.views(keys.message.buffer(self.spec.device))
-        keys.write(own, inputs)
+        write_keys(keys, own, inputs)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):

@@ -27,6 +27,7 @@ from ring_torch.transports.api import (
     requests_to,
     room_for,
     spans_of,
+    write_keys,
 )
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
 
@@ -75,7 +76,7 @@ class PeerCopies:
             window.stream.wait_event(ready)
             window.wait_reusable()
             for n, span in product(every, spans):
-                keys.write([x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
+                write_keys(keys, [x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         pending: list[PendingKV] = []
@@ -105,7 +106,7 @@ class PeerCopies:
             if here is not None and one.rank == self.spec.ranks.rank:
                 inputs, ready = here
                 stream = window.stream_for(one.rank, after=ready)
-                keys.write(places, inputs, one.source)
+                write_keys(keys, places, inputs, one.source)
             else:
                 stream = window.stream_for(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.kernels.api import Pass, Window
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel, aligned, capability
-from ring_torch.kernels.library import HeadDims, Options, padded_to
+from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.library import HeadDims, Options, Pass, capability, padded_to
+from ring_torch.options import Window
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums

@@ -14,10 +14,9 @@ from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Pass
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
 from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile
-from ring_torch.kernels.library import Mods, Options
+from ring_torch.kernels.library import Mods, Options, Pass
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64

@@ -26,9 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_torch.kernels.api import Pass, Window
-from ring_torch.kernels.flash import capability
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Documents, Options
+from ring_torch.kernels.library import (
+    DOCUMENT_ARGUMENTS,
+    Documents,
+    Options,
+    Pass,
+    capability,
+)
+from ring_torch.options import Window
 
 #: Versions of flash-attn-4 whose private parts are as this module says.
 VERSIONS = ("4.0.0b36",)

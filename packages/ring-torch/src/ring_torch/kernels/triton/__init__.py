@@ -14,7 +14,8 @@ from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, Work
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import Pass, choose_blocks, stages_that_fit
 from ring_torch.kernels.api import Kernel
-from ring_torch.kernels.flash import capability, old_gpu_reason
+from ring_torch.kernels.flash import old_gpu_reason
+from ring_torch.kernels.library import capability
 from ring_torch.kernels.triton.launch import Launch, given_to_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
