@@ -30,12 +30,6 @@ class _Compiled(NamedTuple):
     constants: tuple[object, ...]
 
 
-def _kind_of(x: int) -> int:
-    """Return what Triton specialises a kernel for, of an integer: its width, 1, multiples of 16."""
-    is_int32 = -(1 << 31) <= x < 1 << 31
-    return (x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63)
-
-
 class DirectKernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants_and_options)``.
 
@@ -60,7 +54,11 @@ class DirectKernel:
                 facts += (x.dtype, x.get_device(), pointer % 16 == 0)
                 values.append(pointer)
             else:
-                facts.append(x if x is None or isinstance(x, bool) else _kind_of(x))
+                if x is None or isinstance(x, bool):
+                    facts.append(x)
+                else:  # Triton specialises for 1, for multiples of 16, and for an integer's width
+                    is_int32 = -(1 << 31) <= x < 1 << 31
+                    facts.append((x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63))
                 values.append(x)
         key = tuple(facts)
         compiled = self._compiled.get(key)

@@ -1,0 +1,177 @@
+"""Time a repeated call on the host: Ring beside flash-attention's own function, on several GPUs.
+
+Each rank holds 512 tokens: the GPU has nearly nothing to do, and what is timed is how long the host
+takes until it has queued a call. All ways take turns; a row's ratio is to the function called by
+hand on one rank's tokens. Results are compared with dense attention first::
+
+    python -m benchmarks.torch.host_time --gpus 4 --json host.json
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from types import FrameType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.common import report
+from ring_core import Layout
+from ring_torch import ring_attention
+from ring_torch.local import LocalRanks
+
+TOKENS, HEADS, KV_HEADS, DIM = 512, 16, 8, 128
+LAYOUT: Final = "zigzag"
+#: How each way calls :func:`ring_torch.ring_attention`.
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "ulysses": {"strategy": "ulysses"},
+    "ring": {"strategy": "ring", "transport": "p2p"},
+}
+WARM_UP, ROUNDS, AT_ONCE = 30, 15, 8
+TOLERANCE = 2e-2  # of bfloat16 results, beside dense attention's in float32
+Call = Callable[[], object]
+
+
+def by_hand() -> Callable[..., Tensor]:
+    """Return flash-attn-4's function where it is installed, else torch's."""
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return attend
+
+    def attend_by_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = flash_attn_func(q, k, v, causal=True)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return attend_by_library
+
+
+def check(rank: int, size: int) -> None:
+    """Compare every way with dense attention over the whole sequence.
+
+    Raises:
+        AssertionError: Results differ.
+    """
+    torch.manual_seed(0)
+    length = size * TOKENS
+    whole = [
+        torch.randn(1, length, heads, DIM, device="cuda", dtype=torch.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    q, k, v = (x.float().transpose(1, 2) for x in whole)
+    dense = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    positions = torch.as_tensor(Layout(LAYOUT, length, size).positions(rank), device="cuda")
+    own_q, own_k, own_v = (x[:, positions] for x in whole)
+    for name, options in WAYS.items():
+        out: Tensor = ring_attention(own_q, own_k, own_v, causal=True, layout=LAYOUT, **options)
+        torch.testing.assert_close(
+            out.float(), dense[:, positions], atol=TOLERANCE, rtol=TOLERANCE, msg=name
+        )
+
+
+def microseconds(call: Call) -> float:
+    """Return how long the host takes for a call, of some that the GPU has room to queue."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(AT_ONCE):
+        call()
+    taken = (time.perf_counter() - start) / AT_ONCE
+    torch.cuda.synchronize()
+    return taken * 1e6
+
+
+def python_calls(call: Call) -> int:
+    """Return how many Python functions a call runs in this thread."""
+    count = 0
+
+    def note(_frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    call()
+    sys.setprofile(None)
+    return count
+
+
+def rows(rank: int, size: int) -> list[dict[str, Any]]:
+    """Time all ways in turns; return a row for each, of this rank."""
+    check(rank, size)
+    q, k, v = (
+        torch.randn(1, TOKENS, heads, DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    dout = torch.randn_like(q)
+    forwards: dict[str, Callable[[], Tensor]] = {"by hand": partial(by_hand(), q, k, v)}
+    for name, options in WAYS.items():
+        forwards[name] = partial(
+            ring_attention, q, k, v, causal=True, layout=LAYOUT, return_lse=False, **options
+        )
+
+    def both(forward: Callable[[], Tensor]) -> object:
+        return torch.autograd.grad(forward(), (q, k, v), dout)
+
+    calls: dict[tuple[str, str], Call] = {}
+    for name, forward in forwards.items():
+        calls[name, "forward"] = forward
+        calls[name, "forward + backward"] = partial(both, forward)
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    gc.disable()
+    taken: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for _ in range(ROUNDS):
+        for key, call in calls.items():
+            taken[key].append(microseconds(call))
+    gc.enable()
+    return [
+        {
+            "way": name, "pass": passes, "us": round(median(times)),
+            "least_us": round(min(times)), "most_us": round(max(times)),
+            "ratio": round(median(times) / median(taken["by hand", passes]), 2),
+            "python_calls": python_calls(calls[name, passes]),
+        }
+        for (name, passes), times in taken.items()
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """Time what is asked for; returns the exit code."""
+    parser = report.parser_of((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
+    options = parser.parse_args()
+    if options.table:
+        return report.show(options.table)
+    if not 2 <= options.gpus <= torch.cuda.device_count():
+        parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
+    with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
+        found = ranks.run(rows, options.gpus)[0]
+    for row in found:
+        print(row)
+    if options.json:
+        gpu = torch.cuda.get_device_name()
+        environment = {"gpus": options.gpus, "gpu": gpu, "torch": torch.__version__}
+        report.write(options.json, {"environment": environment, "rows": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
