@@ -242,7 +242,7 @@ def _bwd_fused(
     is_last = is_last_member & (step == pl.num_programs(2) - 1)
     next_step = jnp.where(is_last_member & ~is_last, step + 1, step)
     next_member = jnp.where(is_last_member, 0, member + 1)
-    next_point = grid.place(tile.scalars, batch, kv_head, next_step, next_member)
+    next_point = grid.point(tile.scalars, batch, kv_head, next_step, next_member)
     # Empty visits only pad the end of a list: nothing follows that adds to dQ.
     ends = is_last | (next_point.visit.kind == EMPTY)
     size = tile.consts.block_q

@@ -203,7 +203,7 @@ class Launch:
                 operands.columns,
                 operands.bias,
                 operands.bias_shift,
-                *grid.place(scalars, *ids),
+                *grid.point(scalars, *ids),
                 dropout_scratch,
             )
             kernel(tile, operands, *refs)
@@ -353,27 +353,27 @@ class Grid:
         walk: The blocks that it visits.
         sizes: Sizes of the axes; ``None`` is the axis along the visits. A chip's cores may share
             the first two axes, over batch rows and heads.
-        place: A function of the scalar operands and the index along each axis to the grid point.
+        point: A function of the scalar operands and the index along each axis to the grid point.
     """
 
     walk: Walk
     sizes: tuple[int | None, ...]
-    place: Callable[..., GridPoint]
+    point: Callable[..., GridPoint]
 
     def spec(
         self, shape: tuple[int | None, ...], index: Callable[[GridPoint], tuple[Any, ...]]
     ) -> pl.BlockSpec:
         """Return a block spec whose index is a function of the grid point."""
-        return pl.BlockSpec(shape, lambda *ids: index(self.place(ids[-1], *ids[:-1])))
+        return pl.BlockSpec(shape, lambda *ids: index(self.point(ids[-1], *ids[:-1])))
 
 
 def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
     """Return the grid of all visits for each query head of ``[B, H, ...]``."""
 
-    def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
+    def point(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
         return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
-    return Grid(walk, (*q[:2], None), place)
+    return Grid(walk, (*q[:2], None), point)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
@@ -383,7 +383,7 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     on chip: the first visit is that of the first head, the last that of the last one.
     """
 
-    def place(
+    def point(
         scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
     ) -> GridPoint:
         visit = unpack(scalars.block_index[batch * walk.stride + step])
@@ -392,7 +392,7 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
         )
         return GridPoint(batch, kv_head * group + member, visit)
 
-    return Grid(walk, (*kv[:2], None, group), place)
+    return Grid(walk, (*kv[:2], None, group), point)
 
 
 def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
@@ -403,7 +403,7 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     """
     shared = q[0] // bias[0], q[1] // bias[1]
 
-    def place(
+    def point(
         scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
     ) -> GridPoint:
         visit = unpack(scalars.block_index[step])._replace(
@@ -412,7 +412,7 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
-    return Grid(walk, (*bias[:2], None, *shared), place)
+    return Grid(walk, (*bias[:2], None, *shared), point)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:

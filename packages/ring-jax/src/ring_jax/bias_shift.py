@@ -30,7 +30,9 @@ def with_bias_shift(call: CallSpec, x: Inputs) -> Inputs:
     but an array mask.
     """
     has_bias = x.bias is not None and x.bias.size > 0 and call.bias_grad
-    return x._replace(bias_shift=_largest(call, x)) if has_bias and x.sinks is None else x
+    return (
+        x._replace(bias_shift=_largest_visible_bias(call, x)) if has_bias and x.sinks is None else x
+    )
 
 
 def unshifted(lse: Array, shift: Array | None) -> Array:
@@ -38,7 +40,7 @@ def unshifted(lse: Array, shift: Array | None) -> Array:
     return lse if shift is None else lse + shift
 
 
-def _largest(call: CallSpec, x: Inputs) -> Array:
+def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
     """Return the largest finite bias among the keys that each row sees, 0 where there is none.
 
     Float32 (float64 for float64 calls) ``[B or 1, H or 1, T]``. A row of the bias covers the keys
@@ -56,7 +58,7 @@ def _largest(call: CallSpec, x: Inputs) -> Array:
         # are computed twice, with the same result.
         start = jnp.minimum(n * size, length - size)
         part = lax.dynamic_slice_in_dim(bias, start, size, axis=2).astype(call.wide)
-        visible = _visible(call, lax.dynamic_slice_in_dim(positions, start, size), keys)
+        visible = _visible_keys(call, lax.dynamic_slice_in_dim(positions, start, size), keys)
         if x.q_ids is not None and k_ids is not None:
             q_ids = lax.dynamic_slice_in_dim(x.q_ids, start, size, axis=1)[:, None, :, None]
             visible = visible & (q_ids == k_ids[:, None, None]) & (q_ids >= 0)
@@ -68,7 +70,7 @@ def _largest(call: CallSpec, x: Inputs) -> Array:
     return cast("Array", lax.fori_loop(0, -(-length // size), fill_rows, shift))
 
 
-def _visible(call: CallSpec, positions: Array, keys: int) -> Array:
+def _visible_keys(call: CallSpec, positions: Array, keys: int) -> Array:
     """Return which of all keys the mask shows to queries, bool ``[1, 1, n or 1, S or 1]``.
 
     ``positions`` are those of the ``n`` queries among the ``keys``, int32 ``[n]``.

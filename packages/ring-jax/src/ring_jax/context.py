@@ -166,7 +166,7 @@ class ContextParallel:
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
         manual = self._manual(call, batch, heads)
-        run = _ring(call, self.mesh, batch, heads, specs, manual)
+        run = _global_attention(call, self.mesh, batch, heads, specs, manual)
         try:
             out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         except ValueError as error:  # there is no public way to ask for the axes of a vmap
@@ -359,7 +359,7 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
 
 
 @lru_cache(maxsize=128)
-def _ring(
+def _global_attention(
     call: CallSpec,
     mesh: AnyMesh,
     batch_axis: Axes,

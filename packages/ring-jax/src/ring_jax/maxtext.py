@@ -119,7 +119,7 @@ def with_ring(
         rules = RULES[self.attention_type.value]
         check_first_aligned(query.shape[1], key.shape[1], "MaxText", **dict.fromkeys(rules, True))
         pair: Any = (decoder_segment_ids, decoder_segment_ids_kv)
-        out = _context(self, context_parallel).attention(
+        out = _context_parallel(self, context_parallel).attention(
             query, key, value,
             causal="causal" in rules,
             window=(self.sliding_window_size - 1, 0) if "window" in rules else None,
@@ -154,7 +154,7 @@ def _check_settings(operation: Any) -> None:
     )  # fmt: skip
 
 
-def _context(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
+def _context_parallel(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
     """Make a ``ContextParallel`` from the mesh, axes and token order of an ``AttentionOp``."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding

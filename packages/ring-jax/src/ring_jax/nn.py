@@ -102,7 +102,7 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
         translated = {
             "causal": is_causal or None,
             "window": (window, window) if is_integer(window) else window,
-            "softmax_scale": scale, "kernel": _kernel(implementation, bound.kernels),
+            "softmax_scale": scale, "kernel": _check_implementation(implementation, bound.kernels),
             "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
             "return_lse": return_residual or None,
         }  # fmt: skip
@@ -171,7 +171,7 @@ def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
     return array.astype(jnp.int32)[:, None]
 
 
-def _kernel(
+def _check_implementation(
     implementation: str | KernelConfig | None, kernels: tuple[str, ...]
 ) -> str | KernelConfig | None:
     """Return the argument ``implementation``, if it names a kernel that there is.

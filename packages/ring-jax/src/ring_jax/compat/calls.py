@@ -319,7 +319,7 @@ class RingAttn:
             )
         )
         self.metadata = metadata
-        self._kernel = _kernel(metadata)
+        self._kernel = _kernel_config(metadata)
 
     @staticmethod
     def get_impl_name() -> str:
@@ -374,7 +374,7 @@ class RingAttn:
         return AttentionOutput(out)
 
 
-def _kernel(metadata: OperationMetadata) -> KernelConfig:
+def _kernel_config(metadata: OperationMetadata) -> KernelConfig:
     """Return the kernel's settings from block sizes or ``operation_configs["ring"]``."""
     sizes = {"block_q": metadata.blocksize_q, "block_k": metadata.blocksize_k}
     config = (metadata.operation_configs or {}).get("ring")

@@ -57,14 +57,16 @@ class XlaKernel(Kernel):
         into: AttentionState,
     ) -> AttentionState:
         """Return ``into`` merged with the attention of the work items."""
-        return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(_attend, into)
+        return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(
+            _attend_row_block, into
+        )
 
     def grads_into(
         self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Return ``into`` plus the gradients of the work items."""
-        body = partial(_differentiate, upstream)
+        body = partial(_differentiate_row_block, upstream)
         return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(body, into)
 
 
@@ -295,7 +297,7 @@ class ScoreBlocks:
         return bias - part.reshape(len(part), *bias.shape[1:4], 1)
 
 
-def _attend(
+def _attend_row_block(
     blocks: ScoreBlocks, bounds: Bounds, i_number: Array, into: AttentionState
 ) -> AttentionState:
     """Merge one item's attention for one block of rows into ``into``, by a running softmax."""
@@ -330,7 +332,7 @@ def _attend(
     return AttentionState(blocks.put_rows(into.out, out, i), blocks.put_rows(into.lse, lse, i))
 
 
-def _differentiate(
+def _differentiate_row_block(
     upstream: BackwardInputs, blocks: ScoreBlocks, bounds: Bounds, i_number: Array, into: Grads
 ) -> Grads:
     """Add the gradients of one item for one block of rows to ``into``.

@@ -25,7 +25,7 @@ from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_mess
 _KV_TOKEN_DIM, _ID_TOKEN_DIM = 2, 1
 
 
-def _forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
+def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Compute attention of this device's queries over all keys, before sinks.
 
     Returns:
@@ -51,7 +51,7 @@ def _forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     return into, gathered
 
 
-def _backward(
+def _gather_backward(
     call: CallSpec, x: Inputs, upstream: BackwardInputs, gathered: KVPayload | None
 ) -> Grads:
     """Compute the gradients of this device's shards, wide, heads first.
@@ -117,4 +117,4 @@ def _key_lengths(program: RingProgram) -> tuple[int, ...]:
     return (own, own * program.plan.cp_size) if gathers else (own,)
 
 
-GATHER = Strategy(_forward, _backward, _refusals, _key_lengths)
+GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths)

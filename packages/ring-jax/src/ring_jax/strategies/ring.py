@@ -19,7 +19,7 @@ from ring_jax.records import (
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, own_message, to_bhtd
 
 
-def _forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
+def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
     """Compute attention of this device's queries over all keys, before sinks.
 
     Returns:
@@ -56,7 +56,9 @@ def _forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | Non
     return into, held if len(stages) > 1 else None
 
 
-def _backward(call: CallSpec, x: Inputs, upstream: BackwardInputs, last: KVPayload | None) -> Grads:
+def _ring_backward(
+    call: CallSpec, x: Inputs, upstream: BackwardInputs, last: KVPayload | None
+) -> Grads:
     """Compute the gradients of this device's shards, wide, heads first.
 
     The stages run in reverse, from ``last``, the K/V that arrived last in the forward.
@@ -77,7 +79,7 @@ def _backward(call: CallSpec, x: Inputs, upstream: BackwardInputs, last: KVPaylo
         next_peer_queries = runner.send_to_helper(next_stage, q, upstream)
         own = own_message(x, after=query_grads.dq) if is_own and last is not None else own
         keys, dkv = (own, own_dkv) if is_own else (held, runner.zeros(own.kv.shape))
-        # Helping other ranks has added to own_dkv before the own block's stage.
+        # Other stages start from zeros. own_dkv has gradients already if this rank helped others.
         overwrite = not is_own or not any(stage.helps for stage in stages)
         query_grads, dkv = runner.differentiate(
             part, q, keys, upstream, query_grads, dkv, overwrite=overwrite
@@ -108,8 +110,8 @@ def _backward(call: CallSpec, x: Inputs, upstream: BackwardInputs, last: KVPaylo
 
 
 RING = Strategy(
-    _forward,
-    _backward,
+    _ring_forward,
+    _ring_backward,
     refusals=lambda _: [],
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
 )

@@ -50,11 +50,11 @@ def bench(
     devices = jax.local_devices()
     if setting.ranks > len(devices):
         raise ValueError(f"--ranks {setting.ranks}: there are {len(devices)} local devices")
-    ring, single = (_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
+    ring, single = (_make_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
     short = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(ring.cp_size, setting.head_dim)
     ]
-    results = out_and_grads(_attend(ring, setting))(*(ring.shard(x) for x in short))
+    results = out_and_grads(_attention(ring, setting))(*(ring.shard(x) for x in short))
     checks = list(compared(
         setting.kernel, [ring.unshard(x) for x in results], short,
         where=f"{ring.cp_size} {jax.default_backend()}", mask=setting.mask,
@@ -66,12 +66,12 @@ def bench(
     return checks, timings(*runs, work_fraction=work_fraction, seconds=seconds)
 
 
-def _ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
+def _make_ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 
-def _attend(cp: ContextParallel, setting: BenchCase) -> Attend:
+def _attention(cp: ContextParallel, setting: BenchCase) -> Attend:
     return partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy
     )
@@ -118,7 +118,7 @@ def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
 
     The tripwire checks one in ``check`` calls; 0 checks none.
     """
-    attend = _attend(cp, setting)
+    attend = _attention(cp, setting)
     forward, both = jax.jit(attend), out_and_grads(attend)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
 

@@ -79,7 +79,7 @@ def _bench(args: argparse.Namespace) -> int:
     """Run the command ``bench`` and print its table; return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_jax.defaults())
-        checks, results = _bench_jax.bench(_context(), setting, args.seconds)
+        checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 2
@@ -99,7 +99,7 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _context() -> type[ContextParallel]:
+def _context_class() -> type[ContextParallel]:
     """Return the ``ContextParallel`` with kernels for the default devices, if it is installed."""
     module = _module_of(
         {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")

@@ -118,7 +118,7 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
     also passes on platforms whose matmuls round their inputs.
     """
     can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
-    request, where = _request(can), f"{len(devices)} {_platform()}"
+    request, where = _sample_request(can), f"{len(devices)} {_platform()}"
     inputs = [
         jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
     ]
@@ -137,11 +137,11 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
 def _report(package: str, can: Capabilities) -> KernelReport:
     """Report whether a kernel could do the self-test on the default devices."""
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    reasons = refusals(can, replace(_request(can), device=_platform()), program)
+    reasons = refusals(can, replace(_sample_request(can), device=_platform()), program)
     return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
 
 
-def _request(can: Capabilities) -> Request:
+def _sample_request(can: Capabilities) -> Request:
     """Return a request that fits a kernel's capabilities, for no device in particular."""
     dtype = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     return Request("", dtype, 64, 64, grad=True)

@@ -195,7 +195,7 @@ def _scores(
 ) -> _DenseScores:
     """Compute the scores of all pairs of queries and keys."""
     wide, heads, kv_heads = precision.wide, queries.q.shape[1], keys.k.shape[1]
-    visible = _visible(rule.mask, queries, keys)[None, None]
+    visible = _visible_pairs(rule.mask, queries, keys)[None, None]
     bias = None
     if queries.bias is not None:
         bias = jnp.moveaxis(queries.bias, 1, 0).astype(wide)
@@ -227,7 +227,7 @@ def _scores(
     return _DenseScores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
 
 
-def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
+def _visible_pairs(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
     """Return which keys queries see by the mask's rule, documents and segments, bool ``[n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     visible = jnp.broadcast_to(
@@ -295,20 +295,22 @@ def _map_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
 
 def _by_pair(x: Array, y: Array) -> Array:
     """Multiply ``[n, K, G, d]`` and ``[m, K, d]`` to ``[K, G, n, m]``, a product for each pair."""
-    return _dot(x, y, ((3,), (2,)), (1, 1)).transpose(0, 2, 1, 3)
+    return _multiply_by_head(x, y, ((3,), (2,)), (1, 1)).transpose(0, 2, 1, 3)
 
 
 def _by_key(weights: Array, x: Array) -> Array:
     """Sum over queries: multiply ``[K, G, n, m]`` and ``[n, K, G, d]`` to ``[m, K, d]``."""
-    return _dot(weights, x, ((1, 2), (2, 0)), (0, 1)).transpose(1, 0, 2)
+    return _multiply_by_head(weights, x, ((1, 2), (2, 0)), (0, 1)).transpose(1, 0, 2)
 
 
 def _by_query(weights: Array, y: Array) -> Array:
     """Sum over keys: multiply ``[K, G, n, m]`` and ``[m, K, d]`` to ``[n, H, d]``."""
-    return lax.collapse(_dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3)
+    return lax.collapse(
+        _multiply_by_head(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3
+    )
 
 
-def _dot(
+def _multiply_by_head(
     x: Array, y: Array, over: tuple[tuple[int, ...], tuple[int, ...]], heads: tuple[int, int]
 ) -> Array:
     """Multiply matrices for each K/V head.
