@@ -59,24 +59,23 @@ QUICK_ON_LOWEST = (
     "regressions/torch/test_names_of_transformers",
 )
 
-#: Releases of transformers that are tested beside the pinned one, with what they need, and the
-#: tests that run on them.
+#: Releases of transformers that are tested beside the pinned one, with what they need.
 RELEASES = {
     "5.14": ["transformers==5.14.0", "huggingface-hub==1.33.0", "tokenizers==0.22.2"],
     "5.24": ["transformers==5.24.0", "huggingface-hub==2.4.0", "tokenizers==0.23.3"],
 }
-ON_EACH = ("regressions/torch/test_names_of_transformers", "torch_only/test_sweep")
-ON_RELEASES = {
-    "5.14": ON_EACH,
-    "5.24": (*ON_EACH, "regressions/torch/test_check_model", "torch_only/test_hf_hooks"),
-}
+#: The tests that run on them for each change; nightly builds run all that import transformers.
+ON_EACH = [
+    "tests/regressions/torch/test_names_of_transformers.py",
+    "tests/torch_only/test_sweep.py",
+]
 
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
     "lowest-3.12(torch)": [f"tests/{name}.py" for name in QUICK_ON_LOWEST],
-    "transformers-3.12(5.24)": [f"tests/{name}.py" for name in ON_EACH],
+    "transformers-3.12(5.24)": ON_EACH,
     "tests-3.12(core)": None,
     "tests-3.13(core)": [
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
@@ -169,12 +168,10 @@ def install_release(session: nox.Session, release: str) -> None:
 @nox.session(python="3.12", default=False)
 @nox.parametrize("release", [nox.param(release, id=release) for release in RELEASES])
 def transformers(session: nox.Session, release: str) -> None:
-    """Run tests of models on another release of transformers than the pinned one."""
+    """Run all tests that import transformers, or those named, on another release of it."""
     install_release(session, release)
-    is_told = any(argument.startswith("tests/") for argument in session.posargs)
-    paths = () if is_told else (f"tests/{name}.py" for name in ON_RELEASES[release])
-    command = ("pytest", "--backend=torch", "-n", workers_of("torch"))
-    session.run(*command, *paths, *session.posargs)
+    command = ("pytest", "--backend=torch", "--transformers", "-n", workers_of("torch"))
+    session.run(*command, *session.posargs)  # without a path of theirs: all of `tests`
 
 
 @nox.session(python="3.12", default=False)

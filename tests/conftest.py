@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import numpy.typing as npt
 import pytest
-from tiers import check_marks, expect_refusals, runs_nightly
+from tiers import check_marks, expect_refusals, imports_transformers, runs_nightly
 
 #: Folders that every framework runs.
 MATRICES = ("conformance", "docs", "fuzz", "meta")
@@ -47,6 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all",
         action="store_true",
         help="run what is marked nightly, too",
+    )
+    parser.addoption(
+        "--transformers",
+        action="store_true",
+        help="run files alone that import transformers",
     )
     parser.addoption(
         "--mutant", default=None, help="break the backend on purpose: the run must fail"
@@ -101,11 +106,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out folders of other backends, which could not even be imported."""
+    """Leave out folders of other backends, which could not be imported, and unwanted files."""
     wanted = FOLDERS[config.getoption("--backend")]
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
     others = set().union(*FOLDERS.values()) - wanted
-    return True if {"/".join(parts[:n]) for n in (1, 2)} & others else None
+    if {"/".join(parts[:n]) for n in (1, 2)} & others:
+        return True
+    is_test = collection_path.match("test_*.py")
+    if is_test and config.getoption("--transformers") and not imports_transformers(collection_path):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

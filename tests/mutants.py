@@ -380,15 +380,15 @@ def _groups_swapped() -> Patches:
 
 def _in_groups() -> Patches:
     """Heads go in groups, however little work they are: nothing may change."""
-    strategies = _torch("strategies")
-    if strategies is None:
+    gathered = _torch("gather_strategy")
+    if gathered is None:
         return []
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
         return _torch("HeadGroups")(*(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True)
 
-    return [(strategies, "head_groups_of", groups_of)]
+    return [(gathered, "head_groups_of", groups_of)]
 
 
 MUTANTS: dict[str, Callable[[], Patches]] = {

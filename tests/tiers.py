@@ -1,4 +1,4 @@
-"""Marks of tests: what runs in nightly builds alone (`--all`), and what old releases are refused.
+"""Which tests run: marks for nightly builds and for refused models, and the files of models.
 
 `@pytest.mark.nightly` on a test, or as `marks` of a `pytest.param`, leaves it to nightly builds.
 With names of backends it does so in their runs alone. Of a parametrized test, `unless=` lists the
@@ -8,15 +8,67 @@ ids of the parameters that run per change, and `only=` the ids of those that do 
 
 `@pytest.mark.refused_in("5.14", "T5For", ...)` says that this release of transformers has models
 which are refused: where it is installed, tests whose ids begin so have to fail.
+
+With `--transformers` only files run that import transformers, themselves or by a module of the
+tests or examples: what other releases of it than the pinned one are tested with.
 """
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+
+#: Modules that import transformers: Ring's, and those of other packages that tests use.
+_TRANSFORMERS = ("transformers", "trl", "peft", "ring_torch.hf", "ring_torch.compat.hf")
+#: Folders from which tests import modules of this repository.
+_IMPORT_ROOTS = (Path(__file__).parent, Path(__file__).parents[1] / "examples")
+
+
+def imports_transformers(path: Path) -> bool:
+    """Return True if a file imports transformers, itself or by a module of the tests or examples.
+
+    Imports within functions count, and those in text, which tests run in other processes.
+    """
+    seen: set[Path] = set()
+    waiting = {path}
+    while waiting:
+        seen.add(current := waiting.pop())
+        names = _imported(current)
+        if any(
+            name == root or name.startswith(f"{root}.") for name in names for root in _TRANSFORMERS
+        ):
+            return True
+        files = (root / f"{name.replace('.', '/')}.py" for name in names for root in _IMPORT_ROOTS)
+        waiting |= {file for file in files if file.is_file()} - seen
+    return False
+
+
+@cache
+def _imported(path: Path) -> frozenset[str]:
+    """Return names of the modules that a file imports, and of what it imports from modules."""
+    return frozenset(_imports_in(ast.parse(path.read_text())))
+
+
+def _imports_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                yield from (alias.name for alias in aliases)
+            case ast.ImportFrom(module=str(module), names=aliases):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in aliases)
+            case ast.Call(args=[ast.Constant(value=str(name)), *_]) if (
+                "import_module" in ast.unparse(node.func)
+            ):
+                yield name
+            case ast.Constant(value=str(text)) if "from transformers import" in text:
+                yield "transformers"
 
 
 def runs_nightly(item: pytest.Item, backend: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_core import GatherProgram
-from ring_torch import autograd, prepare
+from ring_torch import autograd, prepare, transports
 from ring_torch.comm.ranks import Ranks
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
-from ring_torch.strategies import sessions
+from ring_torch.strategies import Way, ways
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
 from ring_torch.transports.p2p import Messages
 
@@ -62,9 +62,13 @@ class Alone:
 def alone() -> Iterator[None]:
     """Let gathered passes in here do without communication: their results mean nothing."""
     made: dict[tuple[object, ...], list[Tensor]] = {}
-    opened = dict.fromkeys(sessions.TRANSPORTS, lambda spec: Alone(spec, made))
-    with patch.object(sessions, "TRANSPORTS", opened):
+    opened = tuple(
+        replace(each, open=lambda spec: Alone(spec, made)) for each in transports.TRANSPORTS
+    )
+    prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their transport
+    with patch.object(transports, "TRANSPORTS", opened):
         yield
+    prepare._prepare.cache_clear()  # noqa: SLF001
 
 
 def as_rank[**P, R](
@@ -85,7 +89,5 @@ def as_rank[**P, R](
         prepare._prepare.cache_clear()  # noqa: SLF001  # of the strategies chosen here
 
 
-def _as_named(
-    strategy: str, transport: str, ring: Ranks, *_: object, **__: object
-) -> tuple[str, str]:
-    return (strategy, transport) if ring.size > 1 else ("ring", "p2p")
+def _as_named(strategy: str, transport: str, ring: Ranks, *_: object, **__: object) -> Way:
+    return next(ways(strategy, transport) if ring.size > 1 else ways("ring", "p2p"))

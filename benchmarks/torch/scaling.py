@@ -44,8 +44,9 @@ from benchmarks.torch.methods import OVER_GPUS, Method, dense, method
 from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
-from ring_torch import prepare, strategies
+from ring_torch import prepare
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.gather import head_groups_of
 from ring_torch.transports import peer_copies
 
@@ -83,7 +84,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
     fits_one_kernel = peer_copies.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
     with (
-        patch.object(strategies, "head_groups_of", lambda *_: groups),
+        patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(
             peer_copies,
             "fits_one_kernel",

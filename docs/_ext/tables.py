@@ -51,7 +51,7 @@ def faults() -> str:
 
 
 def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
-    """Imbalance, live steps and messages of every ring under some masks."""
+    """Imbalance, steps with work and messages of every ring under some masks."""
     rows = []
     for mask in masks:
         for name, strategy in pairs_of(ALL_LAYOUTS):
@@ -75,8 +75,8 @@ def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
         "layout",
         "strategy",
         "imbalance",
-        "lockstep imbalance",
-        "live steps",
+        "imbalance by step",
+        "steps with work",
         "K/V messages",
     )
     return _table(header, rows)

@@ -208,7 +208,7 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.StrategyConfig": Subject(
         StrategyConfig, {"name": "ring"},
         {
-            "name": NAME, "ulysses_size": {"of another": 2}, "outer": NAME,
+            "name": {n: x for n, x in NAME.items() if n != "typo"}, "ulysses_size": {"of another": 2}, "outer": NAME,
             "local_size": {"of another": 2},
         },
     ),

@@ -241,7 +241,7 @@ def test_what_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_the_variable_names_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rates.default().cases
-    monkeypatch.setenv(rates.VARIABLE, file_of(tmp_path / "rates.json", as_json()))
+    monkeypatch.setenv(rates.RATES_VARIABLE, file_of(tmp_path / "rates.json", as_json()))
     assert rates.default() == Rates((case(a=(1.0, None), b=2.0),))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from internals.core import pairs_of, require_heads, strategy_config, takes_layout
+from internals.core import pairs_of, strategy_config, takes_layout
 
 from ring_core import (
     LAYOUTS,
     STRATEGIES,
     Mask,
-    Request,
     StrategyConfig,
     UnsupportedError,
     make_plan,
@@ -25,9 +24,14 @@ def test_a_name_stands_for_its_record() -> None:
         assert config == StrategyConfig(name) == strategy_config(config)
         assert hash(config) == hash(StrategyConfig(name))
         assert config.ring_strategy == ("balanced" if name == "balanced" else "ring")
-    for wrong in ("rdma", "", "Ring"):
+    for wrong in ("rdma", "Ring"):
         with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather, ulysses$"):
             strategy_config(wrong)
+    with pytest.raises(ValueError, match="name must be that of a strategy, or 'auto', got ''"):
+        strategy_config("")
+    assert strategy_config("rdma", ("auto", "rdma")) == StrategyConfig("rdma")
+    with pytest.raises(ValueError, match=r"unknown strategy name 'ring'; known: auto, rdma$"):
+        strategy_config(StrategyConfig("ring"), ("auto", "rdma"))
     given: Any = 3
     with pytest.raises(ValueError, match="a name or a StrategyConfig, got int"):
         strategy_config(given)
@@ -58,22 +62,6 @@ def test_balanced_is_for_contiguous_shards() -> None:
     wrong: Any = "gather"
     with pytest.raises(ValueError, match="unknown strategy 'gather'; known: ring, balanced"):
         ring_program(make_plan(Mask(causal=True), **sizes), wrong)
-
-
-def test_heads_that_ranks_divide() -> None:
-    sizes: dict[str, Any] = {"device": "cpu", "dtype": "float32", "head_dim": 8, "v_head_dim": 8}
-    require_heads(Request(**sizes, q_heads=8, kv_heads=4), 4)
-    for heads, words in (((6, 4), "q has 6 heads"), ((8, 2), "k and v have 2 heads")):
-        with pytest.raises(UnsupportedError, match=f"{words}, which 4 ranks do not divide"):
-            require_heads(Request(**sizes, q_heads=heads[0], kv_heads=heads[1]), 4)
-    for option, name in (
-        ("bias", "bias"),
-        ("segment_ids", "segment_ids"),
-        ("dropout", "dropout_p"),
-    ):
-        asked: Any = {option: True}
-        with pytest.raises(UnsupportedError, match=f"it has no {name} yet. Instead: use strategy="):
-            require_heads(Request(**sizes, **asked), 1)
 
 
 def test_programs_of_strategies_differ() -> None:

@@ -1,13 +1,16 @@
-"""Per change at least two cases of each kind run: of each mask, option, layout and so on."""
+"""Per change two cases of each kind run; other releases of transformers run all its tests."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from cases import CASES, Case
+from tiers import imports_transformers
 
 from ring_core import ChunkLayout, Mask
 
@@ -42,3 +45,34 @@ def test_two_of_each_kind_run_per_change(run: str) -> None:
     ran = Counter(kind for case in cases if run not in case.nightly for kind in kinds(case))
     assert len(every) > 30
     assert {kind: ran[kind] for kind in every if ran[kind] < 2} == {}
+
+
+def test_every_file_that_imports_transformers_is_found() -> None:
+    """Compare with a plain search of the text, which knows the modules that import it by name."""
+    words = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|torch_hf|trl|peft|sweep)\b"
+    files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
+    named = {path for path in files if re.search(words, path.read_text(), re.MULTILINE)}
+    found = {path for path in files if imports_transformers(path)}
+    assert len(named) > 15
+    assert named <= found
+    assert {path.name for path in found - named} == {"test_finetune.py"}  # by an example's name
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import transformers", True),
+        ("def test() -> None:\n    from transformers.cache_utils import DynamicCache", True),
+        ("from ring_torch import (\n    ContextParallel,\n    hf,\n)", True),
+        ("from internals.torch_hf import scores", True),
+        ("from sweep import compare", True),
+        ("importlib.import_module('finetune_hf')", True),
+        ("run('from transformers import LlamaConfig')", True),
+        ("import torch\nfrom ring_torch import compat\nfrom internals.torch import ranks", False),
+        ("import lost  # without transformers", False),
+    ],
+)
+def test_what_counts_as_importing_transformers(text: str, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "test_file.py"
+    path.write_text(text)
+    assert imports_transformers(path) is expected

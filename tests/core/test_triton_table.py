@@ -18,7 +18,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "blocks.json"
     path.write_text(table.written(OURS))
     assert table.read(str(path)) == OURS
-    assert path.read_text() == Path(table._OURS).read_text(), "the package's own is written so"
+    assert path.read_text() == Path(table._OWN_TABLE).read_text(), "the package's own is written so"
 
 
 @pytest.mark.parametrize("kernel", table.PASSES)
@@ -44,12 +44,12 @@ def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "mine.json"
     path.write_text(table.written(replace(row, q=32, warps=2) for row in OURS))
     usual = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
-    monkeypatch.setenv(table.VARIABLE, str(path))
+    monkeypatch.setenv(table.BLOCKS_VARIABLE, str(path))
     found = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
     assert found == replace(usual, q=32, warps=2)
     asked = KernelConfig(block_q=64, block_k=16)
     assert choose_blocks(asked, "fwd", 128, 2, per_score_inputs=False) == replace(found, q=64, k=16)
-    monkeypatch.setenv(table.VARIABLE, "")
+    monkeypatch.setenv(table.BLOCKS_VARIABLE, "")
     assert choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False) == usual
 
 
@@ -92,6 +92,6 @@ def test_a_file_that_is_no_table(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(table.VARIABLE, str(tmp_path / "none.json"))
+    monkeypatch.setenv(table.BLOCKS_VARIABLE, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"none.json is no table.*python -m ring_jax_gpu tune"):
         table.default()

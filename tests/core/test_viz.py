@@ -131,16 +131,16 @@ who computes what: queries down, keys across, a cell is 1 x 1; . nobody
 who holds what: contiguous, 2 pieces of 4 tokens
 0000000011111111
 
-who works when: 100 is the mean of all ranks and steps, - is idle
-shift    0   1  total
-    0  111  89    100
-    1  111  89    100
+who works when: 100 is the mean, - idle; in step s K/V are from s ranks before
+step      0   1  total
+rank  0 111  89    100
+rank  1 111  89    100
 
-imbalance   1.000  the busiest rank's pairs over the mean
-in lockstep 1.000  the slowest rank's pairs, summed over steps, over the mean
-live        2 of 2 steps
-K/V         1 messages a rank, forward
-helped      1 steps: queries travel to idle ranks, results travel back"""
+imbalance          1.000  busiest rank's (query, key) pairs over the mean
+imbalance by step  1.000  the same if ranks wait for each other after each step
+steps with work    2 of 2; others are skipped
+K/V messages       1 per rank in the forward
+helped steps       1: queries travel to idle ranks, results travel back"""
 
 
 def test_describe_says_it_all() -> None:
@@ -152,16 +152,16 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
     # Four keys a rank, a window of one: each rank needs one key of the rank before it.
     program = ring(Mask(window=(1, 0)), 16, 4)
     lines = viz.describe(program).splitlines()
-    at = lines.index("shift    0   1  total")
+    at = lines.index("step      0   1  total")
     # 7 pairs of its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
     assert lines[at + 1 : at + 5] == [
-        "    0  181   -     90",
-        "    1  181  26    103",
-        "    2  181  26    103",
-        "    3  181  26    103",
+        "rank  0 181   -     90",
+        "rank  1 181  26    103",
+        "rank  2 181  26    103",
+        "rank  3 181  26    103",
     ]
-    assert "live        2 of 4 steps" in lines
-    assert "K/V         1 messages a rank, forward" in lines
+    assert "steps with work    2 of 4; others are skipped" in lines
+    assert "K/V messages       1 per rank in the forward" in lines
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,8 @@ def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     text = plotted_text(ring(Mask(causal=True), 4096, 4), tmp_path)
     assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
-    assert "imbalance 1.750, in lockstep 1.750, 4 of 4 steps live, 3 K/V messages per rank" in text
+    words = "imbalance 1.750, by step 1.750, 4 of 4 steps with work, 3 K/V messages per rank"
+    assert words in text
     assert "hatched: idle" in text
     assert "disagree" not in text
     zigzag = ring(Mask(causal=True), 4096, 4, layout="zigzag")

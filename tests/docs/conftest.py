@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 ONLY = {
+    "test_docstrings.py": "core",
     "test_pages.py": "core",
     "test_performance.py": "torch",
     "test_versions.py": "core",

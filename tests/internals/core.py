@@ -28,7 +28,6 @@ from ring_core.choose.rates import (
     expected as expected,
     written as written,
 )
-from ring_core.choose.refusals import require_heads as require_heads
 from ring_core.masks import band as band
 from ring_core.masks.band import (
     UNBOUNDED as UNBOUNDED,

@@ -106,6 +106,17 @@ def test_a_change_has_to_pass_on_every_backend_and_python() -> None:
     assert set(re.findall(r"'([a-z]+)'", text)) >= checks
 
 
+def test_releases_of_transformers_run_a_part_for_each_change_and_all_at_night() -> None:
+    table = constant("RELEASES")
+    assert isinstance(table, ast.Dict)
+    releases = [ast.literal_eval(key) for key in table.keys if key is not None]
+    part = " ".join(ast.literal_eval(constant("ON_EACH")))
+    for workflow, arguments in (("ci", part), ("nightly", "--all")):
+        ran = {x["session"]: x.get("arguments") for x in calls(FOLDER / f"{workflow}.yml")}
+        for release in releases:
+            assert ran[f"transformers-3.12({release})"] == arguments
+
+
 def test_each_python_is_the_one_of_its_session() -> None:
     for call in (call for path in FILES for call in calls(path)):
         named = re.search(r"-(3\.\d+)\(", call["session"])

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from internals.torch import (
-    CallOptions as Options,
+    CallOptions,
     KeyGradBuffer,
-    Operands,
     check_call,
     exchanges_of,
-    open_session,
+    head_exchange,
     ranks_of,
     relayout_between,
     ulysses_orders,
@@ -99,30 +98,31 @@ def _ulysses(rank: int, layout: Any) -> None:
     q, y = numbers(rank, (2, TOKENS // SIZE, 6, 4), (2, TOKENS, 2, 4))
     k, v = numbers(rank, *2 * [(2, TOKENS // SIZE, 3, 4)])
     ring = ranks_of(None)
-    options = Options(strategy="ulysses")
-    call, inputs = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
-    exchange, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
+    options = CallOptions(strategy="ulysses")
+    call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
+    moved, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
     every = (orders[0], orders[1], orders[1])
-    there = exchange.to_heads(ring, (q, k, v), every)
-    back = exchange.to_tokens(ring, [y, *there[1:]], every)
+    there = head_exchange.to_heads(ring, moved, (q, k, v), every)
+    back = head_exchange.to_tokens(ring, moved, [y, *there[1:]], every)
     same([(there[0], y)], [(q, back[0])])
-    for moved, x in zip(exchange.to_tokens(ring, there, every), (q, k, v), strict=True):
-        assert torch.equal(moved, x)
+    again = head_exchange.to_tokens(ring, moved, there, every)
+    for x, y in zip(again, (q, k, v), strict=True):
+        assert torch.equal(x, y)
 
 
 def _gather(rank: int, layout: Any, own: bool) -> None:
     """Keys that a rank fetches, and sums of gradients that it returns."""
     q, k, v = numbers(rank, *3 * [(2, TOKENS // SIZE, 2, 4)])
     ring = ranks_of(None)
-    options = Options(causal=True, strategy="gather", transport="p2p")
-    call, inputs = check_call(ring, ring.next_call(), layout, Operands(q, k, v), options)
+    options = CallOptions(causal=True, strategy="gather", transport="p2p")
+    call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     gather = gather_program(call.plan, rank, own=own)
-    session = open_session(call, inputs, call.forward_signature, groups=1, own=own)
+    session = call.open_session(inputs, call.forward_signature, groups=1, own=own)
     keys, (arriving,) = session.spec.keys, session.fetch(gather, inputs)
     arriving.wait(None)
     fetched = keys.split(arriving.tensors[0])
     y = numbers(rank, *2 * [tuple(fetched[0].shape)])
-    session = open_session(call, inputs, call.backward_signature, groups=1, own=own)
+    session = call.open_session(inputs, call.backward_signature, groups=1, own=own)
     sums = KeyGradBuffer(keys, head_major=False)
     (room,) = session.accumulators(gather, sums, zero=True)
     for place, of in zip(sums.views(room, gather.length), y, strict=True):

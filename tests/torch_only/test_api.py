@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
-from internals.torch import AttentionOptions, CallOptions, EagerKernel, Operands, Ranks
+from internals.torch import AttentionOptions, CallOptions, EagerKernel, Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -296,17 +296,18 @@ def test_dropout_is_the_oracles() -> None:
 
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:
     """In its order and with its defaults, so that a method's are the function's."""
-    keywords = [
-        x for x in inspect.signature(ring_attention).parameters.values() if x.kind is x.KEYWORD_ONLY
+    function, record = inspect.signature(ring_attention), get_type_hints(CallOptions)
+    given = [x for x in function.parameters.values() if x.kind is x.KEYWORD_ONLY]
+    options = {x.name: x.default for x in given if x.name not in {"group", "layout"}}
+    types = {x: y for x, y in get_type_hints(ring_attention).items() if x in options}
+    del record["bias_role"]  # which no caller gives
+    assert list(types.items()) == list(record.items())
+    assert {x: CallOptions._field_defaults[x] for x in options} == options
+    handed_on = get_type_hints(AttentionOptions)
+    assert list((handed_on | {"return_lse": bool}).items()) == [
+        *(x for x in types.items() if x[0] != "return_lse"),
+        ("return_lse", bool),
     ]
-    options = {x.name: x.default for x in keywords if x.name not in {"group", "layout"}}
-    assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
-    defaults = CallOptions._field_defaults
-    assert {x: y for x, y in options.items() if x in defaults}.items() <= defaults.items()
-    assert set(options) == {*Operands._fields[3:], *defaults} - {
-        "bias_masks", "bias_adds", "drops_lse", "check",
-    }  # fmt: skip
-    assert all(options[x] is None for x in Operands._fields[3:])
     for method in (ContextParallel.attention, ContextParallel.explain):
         shown = inspect.signature(method).parameters
         assert {x: shown[x].default for x in options} == options

@@ -61,8 +61,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, triton, eager"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
-    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, p2p, symm_mem"),
-    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring, balanced, gather"),
+    "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, symm_mem, p2p"),
+    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, gather, ring, balanced, ulysses"),
     "group": ({"group": 3}, "group must be a process group"),
 }  # fmt: skip
 

@@ -19,10 +19,10 @@ SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "1
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--window", "40", "--strategy", "gather", "--kernel", "eager", "--seconds", "0")
+    options = ("--window", "40,0", "--strategy", "gather", "--kernel", "eager", "--seconds", "0")
     assert main(["bench", *SMALL, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["setting"]["ranks"] == 2 and found["setting"]["window"] == 40
+    assert found["setting"]["ranks"] == 2 and found["setting"]["window"] == [40, 0]
     assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
     for row in found["timings"]:
         assert len(row["one"]) == len(row["ring"]) == len(row["checked"]) == 3

@@ -60,7 +60,9 @@ def chosen(
 ) -> tuple[str, str]:
     """Strategy and transport, with four query heads of 8 for each key head, in bfloat16."""
     ring = Ranks(None, 0, size)
-    return choose_strategy(*move, ring, over.plan, device, widths=(32, 16, 2), probe=probe)
+    request = Request(device.type, "bfloat16", 8, 8, q_heads=4, kv_heads=1)
+    spec, way = choose_strategy(*move, ring, over, device, request=request, probe=probe)
+    return spec.name, way.name
 
 
 @pytest.mark.parametrize("dim", [192, 256])
@@ -102,11 +104,11 @@ def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> 
 
 
 @pytest.mark.parametrize("strategy", ["ring", "balanced"])
-def test_steps_are_sent_in_messages(strategy: str) -> None:
+def test_steps_are_sent_in_messages(strategy: Any) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
         chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), program())
+        found = chosen((strategy, transport), ring_program(program().plan, strategy))
         assert found == (strategy, "p2p")
 
 
@@ -236,7 +238,8 @@ def test_flash_attn_4_under_an_older_one_says_how_to_mend_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4, "_module", SimpleNamespace)
+    older = SimpleNamespace(flash_attn_func=lambda q: q)
+    monkeypatch.setattr(fa4.public, "_module", lambda: older)
     message = fa4.FA4.unavailable_reason()
     assert message is not None and "flash-attn 2.8 has put an older flash_attn/cute" in message
     assert message.endswith("pip install --force-reinstall --no-deps flash-attn-4")
@@ -248,7 +251,7 @@ def test_flash_attn_4_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> Non
         raise ImportError("no cutlass")
 
     monkeypatch.setattr(fa4, "version", lambda _: "4.1")
-    monkeypatch.setattr(fa4, "_module", broken)
+    monkeypatch.setattr(fa4.public, "_module", broken)
     assert fa4.FA4.unavailable_reason() == "flash-attn-4 4.1 does not load: no cutlass"
 
 
@@ -326,6 +329,7 @@ def installed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(TritonKernel, "unavailable_reason", lambda _: None)
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
     return show
 
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import CallOptions as Options, compiled as _compiled
+from internals.torch import CallOptions, compiled as _compiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -137,8 +137,9 @@ def _other_blocks_are_another_graph(_: int) -> None:
         with patch.object(_compiled, "_read", wraps=_compiled._read) as read:
             found = compiled(config, q, k, v)
         torch.testing.assert_close(found, function(config, q, k, v), rtol=0, atol=0)
-        kernels = [json.loads(call.args[0])["kernel"] for call in read.call_args_list]
-        assert kernels and all(kernel[:2] == ["eager", block] for kernel in kernels)
+        texts = [json.loads(call.args[0])["options"] for call in read.call_args_list]
+        kernels: list[Any] = [CallOptions(*options).kernel for options in texts]
+        assert kernels and all(kernel["kernel"][:2] == ["eager", block] for kernel in kernels)
 
 
 def test_other_blocks_are_another_graph(pool: LocalRanks) -> None:
@@ -149,23 +150,20 @@ def _operations_are_sound(_: int, name: str) -> None:
     """What they say of their results before they run is what they return."""
     cp = ContextParallel()
     leaves, options = tensors(cp, CALLS[name])
-    causal, numbers = _compiled._numbers(_options(options))
-    plain = (causal, False, False, "auto", False, True)
-    text = _compiled.static_text(
-        None, "zigzag", "auto", options.get("strategy", "auto"), plain, True
-    )
-    ids = options.get("segment_ids")
-    sinks, bias = options.get("sinks"), options.get("bias")
+    arguments: list[Any] = []
+
+    def seen(*given: Any) -> Any:
+        arguments.extend(given)
+        return operation(*given)
+
+    operation = _compiled.attention
+    with patch.object(_compiled, "attention", seen):
+        q, k, v = leaves[:3]
+        _compiled.attend_in_graph(q, k, v, None, "zigzag", CallOptions(**options))
     torch.library.opcheck(
-        _compiled.attention,
-        (*leaves[:3], ids, ids, sinks, bias, options.get("alibi_slopes"), text, *numbers),
+        operation, tuple(arguments),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
-
-
-def _options(given: dict[str, Any]) -> Options:
-    plain: dict[str, Any] = dict.fromkeys(Options._fields) | {"causal": False, "dropout_p": 0.0}
-    return Options(**plain | {name: x for name, x in given.items() if name in plain})
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gather", "segments", "sinks", "documents", "dropout", "bias"])

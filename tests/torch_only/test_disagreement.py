@@ -95,7 +95,7 @@ def a_table_of_its_own() -> Iterator[None]:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "rates.json"
         path.write_text(rates.written(rates.Rates(rates.default().cases[1:])))
-        patch.setenv(rates.VARIABLE, str(path))
+        patch.setenv(rates.RATES_VARIABLE, str(path))
         _prepare.cache_clear()
         try:
             yield

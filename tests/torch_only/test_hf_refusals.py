@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,11 @@ def test_models_that_would_answer_wrong() -> None:
     model = build("Llama", name)
     refused("output_attentions", lambda: model(**shard, output_attentions=True))
     refused("head_mask", lambda: model(**shard, head_mask=TOKENS))
-    cache = transformers.DynamicCache(config=model.config)
-    model(**shard, past_key_values=cache)
-    refused("KV cache", lambda: model(**shard, past_key_values=cache))
+    takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+    (argument,) = {"cache", "past_key_values"} & takes.keys()  # it was renamed in 5.24
+    cache = {argument: transformers.DynamicCache(config=model.config)}
+    model(**shard, **cache)
+    refused("KV cache", lambda: model(**shard, **cache))
     refused("chunked", lambda: build("Llama4", name)(**shard))
     refused(
         "another mask", lambda: build("Gemma3", name, use_bidirectional_attention=True)(**shard)

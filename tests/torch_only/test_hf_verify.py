@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from internals.torch_hf import hooks, scores, verification, wiring
-from sweep.compare import build as build_any
+from internals.torch_hf import hooks, releases, scores, wiring
+from sweep.compare import batch_of, build as build_any
+from sweep.images import image_batch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -101,8 +102,8 @@ def rolled_tokens(result: Any) -> Any:
 #: By kind of hook: a model, its batch, what is done wrongly, and the module that is to be named.
 WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     "attention": (
-        "GPTJForCausalLM", "gptj", "plain", scaled_scores,
-        "transformer.h.0.attn (GPTJAttention)",
+        "GPTNeoXJapaneseForCausalLM", "gpt_neox_japanese", "plain", scaled_scores,
+        "gpt_neox_japanese.layers.0.attention (GPTNeoXJapaneseAttention)",
     ),
     "alibi": (
         "BloomForCausalLM", "bloom", "right",
@@ -165,6 +166,60 @@ def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) 
         assert not right
         words = "its modules agree, and" if kind == "loss join" else "output differs is"
         assert f"{words} {WRONG[kind][-1]}" in found
+
+
+def unsplit_rows(result: Any) -> Any:
+    """Give a text model embeddings that stand elsewhere, as if images were told to other tokens."""
+    args, kwargs = result
+    return args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].roll(1, dims=1)}
+
+
+def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what verify says of a batch with images, and with embeddings split wrongly."""
+    model = build_any(name, model_type)
+    batch = image_batch(model, batch_of(model))
+    assert batch is not None
+    model.to(dtype)
+    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    batch["labels"] = batch["input_ids"]
+    handle = hf.parallelize(model, ContextParallel())
+    right = verdict(handle, batch)
+    with changed(hooks, "split_text", unsplit_rows):
+        return right, verdict(handle, batch)
+
+
+@pytest.mark.nightly
+@pytest.mark.refused_in("5.14", "Qwen3VL")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
+        ("LlavaForConditionalGeneration", "llava"),
+    ],
+)
+def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: torch.dtype) -> None:
+    for right, found in two.run(_with_images, name, model_type, dtype):
+        assert not right
+        assert "first module whose output differs is" in found
+
+
+def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what verify says of a model, and where its tokens are split wrongly."""
+    model = build(name).to(dtype)
+    handle = hf.parallelize(model, ContextParallel())
+    right = verdict(handle, whole("left"))
+    with changed(hooks.ModelHooks, "_shard", rolled_tokens):
+        return right, verdict(handle, whole("left"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
+def test_in_half_precision(two: LocalRanks, name: str, dtype: torch.dtype) -> None:
+    for right, found in two.run(_in_half_precision, name, dtype):
+        assert not right
+        assert f"first module whose output differs is {name}ForCausalLM" in found
 
 
 class Shift(nn.Module):
@@ -411,7 +466,7 @@ def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: s
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
 def test_a_newer_transformers_is_warned_of(release: str) -> None:
     with (
-        patch.object(verification, "installed_release", lambda: release),
+        patch.object(releases, "installed_release", lambda: release),
         pytest.warns(UserWarning, match=r"transformers is .*hf\.verify"),
     ):
         hf.parallelize(build("Llama"), ContextParallel())
@@ -419,7 +474,7 @@ def test_a_newer_transformers_is_warned_of(release: str) -> None:
 
 def test_a_tested_transformers_is_not_warned_of() -> None:
     with (
-        patch.object(verification, "installed_release", lambda: "5.14.3"),
+        patch.object(releases, "installed_release", lambda: "5.14.3"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

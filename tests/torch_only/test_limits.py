@@ -35,11 +35,10 @@ TAKEN: dict[str, tuple[Mask, dict[str, Any], tuple[int, int]]] = {
 
 
 def _limits(
-    monkeypatch: pytest.MonkeyPatch, mask: Mask, options: dict[str, Any], gpu: tuple[int, int],
-    version: str = "4.0.0b36",
-) -> tuple[str, ...]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, mask: Mask, options: dict[str, Any], gpu: tuple[int, int]
+) -> tuple[str, ...]:
     monkeypatch.setattr(fa4, "capability", lambda: gpu)
-    monkeypatch.setattr(fa4, "version", lambda _: version)
+    monkeypatch.setattr(fa4.private, "is_known", lambda: True)
     program = ring_program(make_plan(mask, seq_len=512, cp_size=1))
     assert fa4.FA4.limits is not None
     return fa4.FA4.limits(replace(CALL, **options), program)
@@ -55,14 +54,6 @@ def test_fa4_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", TAKEN)
 def test_fa4_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _limits(monkeypatch, *TAKEN[name]) == ()
-
-
-def test_fa4_counts_rows_in_a_way_that_another_version_may_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (reason,) = _limits(monkeypatch, CAUSAL, {"alibi": True}, (9, 0), "4.0.0")
-    assert "4.0.0b36 only" in reason
-    assert _limits(monkeypatch, CAUSAL, {"alibi": True, "grad": False}, (9, 0), "4.0.0") == ()
 
 
 @pytest.mark.parametrize(

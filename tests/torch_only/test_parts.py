@@ -21,8 +21,8 @@ from internals.torch import (
     Selection,
     SplitBackward,
     fa4,
+    gather_strategy,
     prepare,
-    strategies,
 )
 from torch import Tensor
 
@@ -93,7 +93,7 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
-        patch.object(strategies, "head_groups_of", lambda *_: groups),
+        patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather, "TILE", KEYS),
     ):

@@ -14,12 +14,14 @@ from backends.peer_memory import BufferOnFiles, Now, OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from internals.torch import (
+    GATHER,
     ONE_GROUP,
+    SYMM_MEM,
     HeadGroups,
     Ranks,
+    gather_strategy,
     peer_copies,
     prepare,
-    strategies,
     symm_buffer,
 )
 from tolerances import assert_close
@@ -63,8 +65,8 @@ def on_a_rank(
         patched.setattr(peer_copies, "has_triton", lambda: triton)
         patched.setattr(symm_buffer, "symm_buffer_of", buffer_of)
         patched.setattr(peer_copies, "fits_one_kernel", lambda *_: False)
-        patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
-        patched.setattr(strategies, "head_groups_of", lambda *_: groups)
+        patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, SYMM_MEM))
+        patched.setattr(gather_strategy, "head_groups_of", lambda *_: groups)
         if lost:
             patched.setattr(peer_copies, "note_reads", lambda _: None)
         with ring_torch.check():

@@ -1,4 +1,4 @@
-"""A call like an earlier one, which is known again, on tensors that are not those of the earlier one.
+"""A call like an earlier one is known again, and its tensors are not those of the earlier one.
 
 What is kept of a call holds no tensor of it and nothing that can change: each repeat here follows
 plain calls of the same shapes and options, and is compared with dense attention in one process.
@@ -172,35 +172,19 @@ def test_repeats(way: str, backend: Any) -> None:
     backend.pool(size).run(_repeats, size, options)
 
 
-def _two_threads() -> list[BaseException]:
-    """Make unlike calls in two threads at once, many times, on one rank alone."""
-    errors: list[BaseException] = []
+def test_two_threads() -> None:
+    """Each makes calls of its own on one rank alone, some like the other's at the same time."""
+    finished: list[int] = []
 
     def work(seed: int) -> None:
         attend = Attend(0, 1, {})
-        try:
-            for n in range(8):
-                attend.once(seed + n, VIEWS["offset" if n % 2 else "heads_first"])
-        except BaseException as error:
-            errors.append(error)
+        for n in range(8):
+            attend.once(seed + n, VIEWS["offset" if n % 2 else "heads_first"])
+        finished.append(seed)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 100)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return errors
-
-
-def test_two_threads() -> None:
-    assert _two_threads() == []
-
-
-def test_what_is_known_again_is_not_another_call() -> None:
-    """Dense attention would differ: a repeat that took the first call's options shows here."""
-    attend = Attend(0, 1, {})
-    numbers = attend.numbers(1)
-    qkv, _ = numbers.shards()
-    with pytest.raises(AssertionError):
-        out = attend(*qkv, causal=False)
-        numbers.check(out, torch.autograd.grad(out, qkv, torch.ones_like(out)))
+    assert sorted(finished) == [0, 100]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from internals.torch import RingFlashAttention
+from internals.torch_hf import RingFlashAttention
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -201,7 +201,7 @@ def test_what_a_model_asks_for(name: str) -> None:
 
 
 def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
-    from internals.torch import compat_hf as hf
+    from internals.torch_hf import compat_hf as hf
 
     asked = []
 

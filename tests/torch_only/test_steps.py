@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from internals.torch import Balanced, Ring
+import torch
+from internals.torch import Balanced, CallOptions, Ranks, Ring, Traffic, check_call
 
-from ring_core import Mask, make_plan, ring_program
+from ring_core import Mask, cost, make_plan, ring_program
 
 T = 768
 MASKS = {
@@ -70,3 +71,31 @@ def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
         done = sum(len(x.launches) for x in step.pieces)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [*RINGS, ("gather", "zigzag"), ("ulysses", "striped")]
+)
+def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
+    strategy: str, layout: Any, mask: str, backward: bool
+) -> None:
+    q, k = (torch.zeros(1, T // 4, heads, 16, requires_grad=True) for heads in (8, 4))
+    options = CallOptions(mask=MASKS[mask], strategy=strategy)
+    ranks: list[Traffic] = []
+    for rank in range(4):
+        call, inputs = check_call(Ranks(None, rank, 4), 0, layout, q, k, k, options)
+        saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
+        passes = [
+            call.strategy.traffic(call, inputs, forward=forward, saved=saved)
+            for forward in ([True, False] if backward else [True])
+        ]
+        ranks.append(Traffic(*(sum(x) for x in zip(*passes, strict=True))))
+    assert sum(x.sent for x in ranks) == sum(x.received for x in ranks) > 0
+    if strategy in ("ring", "balanced"):
+        model = cost.Model(8, 4, 16, bytes_per_element=4)
+        bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
+        most = max(x.sent for x in ranks)
+        helps = any(step.helps != "none" for step in call.program.steps)
+        assert most <= bound.bytes_sent if helps else most == bound.bytes_sent

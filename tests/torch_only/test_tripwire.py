@@ -22,7 +22,7 @@ from internals.torch import (
     Ring,
     Transfer,
     _prepare,
-    strategies,
+    gather_strategy,
     tripwire_settings,
     tripwire_traffic,
 )
@@ -138,7 +138,7 @@ def gradients_to_the_wrong_owner() -> Patches:
     right = Ring.backward
 
     def wrong(self: Any, call: Any, *args: Any) -> Any:
-        found, ring = right(self, call, *args), call.ring
+        found, ring = right(self, call, *args), call.ranks
         came = found._replace(dk=torch.empty_like(found.dk), dv=torch.empty_like(found.dv))
         ring.start(
             [(found.dk, ring.ahead(1)), (found.dv, ring.ahead(1))],
@@ -272,7 +272,7 @@ def in_groups(rank: int, groups: HeadGroups) -> None:
     """Ids travel with each group of heads."""
     ids = (torch.arange(12).expand(2, 12) // 5).int()
     _prepare.cache_clear()
-    with patch.object(strategies, "head_groups_of", lambda *_: groups), ring_torch.check():
+    with patch.object(gather_strategy, "head_groups_of", lambda *_: groups), ring_torch.check():
         attend(rank, strategy="gather", layout="zigzag", segment_ids=ids)
     _prepare.cache_clear()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from internals.torch import (
+    GATHER,
+    P2P,
+    SYMM_MEM,
     BufferSpec,
     GatherSession,
     KVPayload,
     SessionSpec,
+    _prepare,
     agree,
     peer_copies,
     prepare,
     ranks as _comm,
     room_of,
-    sessions,
 )
 from internals.torch_triton import exchange_kernel as kernels, one_kernel
 from tolerances import assert_close
@@ -86,9 +90,10 @@ def on_a_rank(
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
-        patched.setattr(sessions, "TRANSPORTS", dict.fromkeys(("p2p", "symm_mem"), opened))
-        if checked:  # as on GPUs that reach each other's memory
-            patched.setattr(prepare, "choose_strategy", lambda *_, **__: ("gather", "symm_mem"))
+        # Checked as on GPUs that reach each other's memory.
+        transport = replace(SYMM_MEM if checked else P2P, open=opened)
+        patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
+        _prepare.cache_clear()
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from internals.torch import head_exchange
+from internals.torch import HeadBuffer, HeadPart, head_exchange
 
 RANKS, BATCH = 4, 2
-Exchanged = head_exchange.Exchanged
 #: Tensors exchanged together: heads a rank, head dim, dtype, whether `[B, H, T]` lies in memory.
 TOGETHER: dict[str, list[tuple[int, int, torch.dtype, bool]]] = {
     "q, k, v": [(3, 16, torch.bfloat16, False), (1, 16, torch.bfloat16, False),
@@ -27,10 +26,10 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
 
     torch.manual_seed(0)
     parts = [
-        Exchanged(BATCH, lengths[n > 0], *rest[:3], head_major=rest[3])
+        HeadPart(BATCH, lengths[n > 0], *rest[:3], head_major=rest[3])
         for n, rest in enumerate(TOGETHER[names])
     ]
-    exchange = head_exchange.HeadExchange.of(RANKS, *parts)
+    layout = HeadBuffer.of(RANKS, *parts)
     orders = [
         torch.randperm(RANKS * x.length, device="cpu") if ordered and not by_heads else None
         for x in parts
@@ -42,16 +41,16 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
         x.empty(*shape, torch.device("cpu")).normal_()
         for x, shape in zip(parts, shapes, strict=True)
     ]
-    size = (RANKS, exchange.message.size)
+    size = (RANKS, layout.message.size)
     expected, packed = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(2))
-    head_exchange._pack(exchange, expected, tensors, orders, by_heads=by_heads)
-    memory_ops.pack_heads_on_gpu(exchange, packed, tensors, orders, by_heads=by_heads)
+    head_exchange._pack(layout, expected, tensors, orders, by_heads=by_heads)
+    memory_ops.pack_heads_on_gpu(layout, packed, tensors, orders, by_heads=by_heads)
     assert torch.equal(packed, expected)
     unpacked = [torch.zeros_like(x) for x in tensors]
-    memory_ops.unpack_heads_on_gpu(exchange, packed, unpacked, orders, by_heads=by_heads)
+    memory_ops.unpack_heads_on_gpu(layout, packed, unpacked, orders, by_heads=by_heads)
     for x, y in zip(unpacked, tensors, strict=True):
         assert torch.equal(x, y)
     again = [torch.zeros_like(x) for x in tensors]
-    head_exchange._unpack(exchange, packed, again, orders, by_heads=by_heads)
+    head_exchange._unpack(layout, packed, again, orders, by_heads=by_heads)
     for x, y in zip(again, tensors, strict=True):
         assert torch.equal(x, y)

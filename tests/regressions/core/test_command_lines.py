@@ -23,7 +23,7 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         (("--seq-len", "64k"), ("--seq-len", "65536")),
         (("--seq-len", "1M"), ("--seq-len", "1048576")),
-        (("--seq-len", "64k", "--window", "4096"), ("--seq-len", "65536", "--window", "4096,0")),
+        (("--seq-len", "64k", "--window", "4k,0"), ("--seq-len", "65536", "--window", "4096,0")),
         (("--seq-len", "64k", "--window", "4k,none"), ("--seq-len", "65536", "--window", "4096,none")),
         (("--seq-len", "64k", "--chunk-size", "8k"), ("--seq-len", "65536", "--chunk-size", "8192")),
         (("--seq-len", "64k"), ("--seq-len", "65536", "--layout", "zigzag")),
@@ -50,8 +50,8 @@ def test_what_is_no_size_is_refused(
 def test_bench_takes_such_sizes() -> None:
     parser = argparse.ArgumentParser()
     bench.add_options(parser)
-    args = parser.parse_args(["--seq-len", "64k", "--window", "4k"])
-    assert (args.seq_len, args.window) == (65536, 4096)
+    args = parser.parse_args(["--seq-len", "64k", "--window", "4k,0"])
+    assert (args.seq_len, args.window) == (65536, (4096, 0))
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -106,7 +106,7 @@ def _refused(_: int) -> list[str]:
     words = []
     for options in (
         {"window": 3}, {"window": (-1, 0)}, {"chunk_size": 0}, {"cu_seqlens": torch.tensor([0, 5])},
-        {"mask": Mask(causal=True), "causal": True}, {"dropout_p": 0.1},
+        {"mask": Mask(causal=True), "causal": True}, {"dropout_p": 0.1}, {"mask": "causal"},
     ):  # fmt: skip
         cp = ContextParallel()
         compiled = torch.compile(
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
     for words in pool.run(_refused):
         for found, name in zip(
             words,
-            ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p"],
+            ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p", "mask"],
             strict=True,
         ):
             assert name in found

@@ -58,7 +58,7 @@ def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPa
     check = prepare.check_call
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args[4].deterministic)
+        seen.append(args[6].deterministic)
         return check(*args, **kwargs)
 
     monkeypatch.setattr(attention, "check_call", spy)

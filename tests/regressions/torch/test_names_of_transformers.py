@@ -210,6 +210,17 @@ def test_attention_that_is_not_set() -> None:
         hf.parallelize(model, ContextParallel())
 
 
+def test_attention_of_a_text_part_alone() -> None:
+    """GOT-OCR2's own module has attention of images, which is kept; the text part's is set."""
+    model = build("GotOcr2ForConditionalGeneration", "got_ocr2")
+    language = next(x for x in model.modules() if type(x).__name__ == "Qwen2Model")
+    before = language.config._attn_implementation, model.config._attn_implementation
+    handle = hf.parallelize(model, ContextParallel())
+    assert language.config._attn_implementation.startswith("ring")
+    handle.remove()
+    assert (language.config._attn_implementation, model.config._attn_implementation) == before
+
+
 def test_a_routers_loss_of_another_name() -> None:
     """It would be counted on each rank."""
     model = build_known("Mixtral", output_router_logits=True)
@@ -221,6 +232,93 @@ def test_a_routers_loss_of_another_name() -> None:
     hf.parallelize(model, ContextParallel())
     with pytest.raises(UnsupportedError, match=r"output of MixtralForCausalLM .* has no aux_loss"):
         model(**whole("plain"))
+
+
+def _without_router_logits(model: Any) -> None:
+    def rename(_module: object, _args: object, output: Any) -> Any:
+        output["router_logits"] = None
+        return output
+
+    model.model.register_forward_hook(rename)
+
+
+def _without_coefficient(model: Any) -> None:
+    model.renamed = model.router_aux_loss_coef
+    del model.router_aux_loss_coef
+    names = ("router_aux_loss_coef",)
+    assert with_class(
+        model, "MixtralForCausalLM", lambda cls: _with_other_names(cls, "forward", names)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without_router_logits, "MixtralModel has no router_logits of every token"),
+        (_without_coefficient, "a router's loss and no router_aux_loss_coef"),
+    ],
+)
+def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], words: str) -> None:
+    model = build_known("Mixtral", output_router_logits=True)
+    change(model)
+    hf.parallelize(model, ContextParallel())
+    with pytest.raises(UnsupportedError, match=words):
+        model(**whole("plain"))
+
+
+def without_masks(model: Any) -> None:
+    """Let the model give its decoder no mask of the encoder's sequence, by this name."""
+
+    def rename(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "encoder_attention_mask": None}
+
+    model.get_decoder().register_forward_pre_hook(rename, with_kwargs=True, prepend=True)
+
+
+def with_other_rows(model: Any) -> None:
+    """Let a recurrent layer return another number of rows than it is given."""
+    layer = next(x for x in model.modules() if type(x).__name__ == "Qwen3NextGatedDeltaNet")
+    layer.register_forward_hook(lambda _module, _args, output: output[:, 1:], prepend=True)
+
+
+def without_layers_mask(model: Any) -> None:
+    """Give attention that counts its queries no mask of the batch."""
+
+    def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": None}
+
+    layer = next(x for x in model.modules() if type(x).__name__ == "Llama4TextAttention")
+    layer.register_forward_pre_hook(drop, with_kwargs=True, prepend=True)
+
+
+def without_a_layers_mask(model: Any) -> None:
+    """Give a recurrent layer, which is told the batch by its mask, none."""
+
+    def drop(_module: object, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": None}
+
+    layer = next(x for x in model.modules() if type(x).__name__ == "Qwen3NextGatedDeltaNet")
+    layer.register_forward_pre_hook(drop, with_kwargs=True, prepend=True)
+
+
+@pytest.mark.parametrize(
+    ("model_of", "change", "words"),
+    [
+        (BART_PAIR, without_masks, "BartDecoder is given ShardedMask and NoneType"),
+        (NEXT, with_other_rows, r"Qwen3NextGatedDeltaNet returns \("),
+        (NEXT, without_a_layers_mask, "without the mask of a split batch"),
+        (LLAMA4, without_layers_mask, "Llama4TextAttention is given a cache, or no mask"),
+    ],
+)
+def test_what_a_hook_is_not_given_in_a_forward(
+    model_of: tuple[str, str], change: Callable[[Any], None], words: str
+) -> None:
+    model = build(*model_of)
+    batch = batch_of(model)
+    hf.parallelize(model, ContextParallel())
+    change(model)
+    with Wide(), pytest.raises(UnsupportedError, match=words):
+        model(**batch)
 
 
 @pytest.mark.parametrize("name", ["floating_point_ops", "_track_num_input_tokens", "get_tp_size"])

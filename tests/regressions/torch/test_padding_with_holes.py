@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import Wide
-from internals.torch import stated_documents
+from internals.torch_hf import stated_documents
 from sweep import compare
 from torch import Tensor
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from internals.torch import Place, Ranks, Ring, describe_strategy, refusals
+from internals.torch import (
+    CallOptions,
+    Place,
+    Ranks,
+    check_call,
+    describe_strategy,
+    refusals,
+)
 
-from ring_core import Mask, make_plan
 from ring_torch import ContextParallel
 
 ONE, OTHER = 7, 8  # hosts
@@ -40,14 +43,10 @@ def test_gpus_are_told_apart_by_what_they_are(
 
 
 def test_explain_says_why_keys_are_not_gathered() -> None:
-    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="striped")
-    call: Any = SimpleNamespace(
-        ring=Ranks(None, 0, 4), plan=plan, device=torch.device("cpu"), strategy=Ring((), ()),
-        transport="p2p",
-    )  # fmt: skip
-    said = describe_strategy(call, (32, 16, 2))
+    x = torch.zeros(1, 8, 1, 8)
+    call, inputs = check_call(Ranks(None, 0, 4), 0, "striped", x, x, x, CallOptions())
+    said = describe_strategy(call, inputs)
     reason = "layout 'striped' assigns tokens one by one"
     assert said.startswith(f"strategy ring, transport p2p\n  not gather over symm_mem: {reason}")
     assert "need CUDA tensors and a nccl group" in said
-    x = torch.zeros(1, 8, 1, 8)
     assert "one rank: nothing travels" in ContextParallel().explain(x, x, x)

@@ -1,8 +1,9 @@
 """Exact attention over sequences longer than one device holds: the part without a framework.
 
 A ring-attention call is a :class:`Plan`: for every pair of ranks, which slice of Q meets which
-slice of K/V under which band. A strategy orders it in time (:class:`RingProgram`,
-:class:`GatherProgram`), and backends execute that.
+slice of K/V, and which of these queries see which of these keys. A strategy orders it in time
+(:class:`RingProgram`, :class:`GatherProgram`), and backends execute that. Everything is decided
+here in numpy, once for all frameworks.
 """
 
 from ring_core.base.arguments import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE

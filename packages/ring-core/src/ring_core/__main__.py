@@ -1,4 +1,4 @@
-"""``python -m ring_core``: see :mod:`ring_core.tools.cli`."""
+"""Entry point of ``python -m ring_core``: see :mod:`ring_core.tools.cli`."""
 
 from ring_core.tools.cli import main
 

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, with the same words in every framework.
+"""Check a call's arguments, with the same words in every framework.
 
 Backends describe their tensors as :class:`Tensor` records; everything here runs before any
 communication and raises ``ValueError``: what was asked, what is possible, what to do.
@@ -21,12 +21,12 @@ from ring_core.masks.mask import Mask, Window, mask_of
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-MOST_DENSE = 64 << 20  # bytes of a mask that is an array, per rank
+MOST_DENSE = 64 << 20  # largest array of a mask, bytes per rank
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a check needs to know of a tensor."""
+    """A tensor's shape, dtype and device, by names that all frameworks share."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,7 +35,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call: shapes are ``[batch, q_len, q_heads, head_dim]`` and so on."""
+    """The sizes of a call.
+
+    Q is ``[batch, q_len, q_heads, head_dim]``, K ``[batch, k_len, kv_heads, head_dim]`` and V
+    ``[batch, k_len, kv_heads, v_head_dim]``.
+    """
 
     batch: int
     q_len: int
@@ -47,7 +51,11 @@ class Sizes:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    """Check that Q, K and V fit together, and name their sizes."""
+    """Check that Q, K and V fit together, and return their sizes.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 4:
             raise ValueError(
@@ -58,13 +66,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
                 f"{name} must be {', '.join(FLOATS[:-1])} or {FLOATS[-1]}, got {x.dtype}"
             )
     for name, x in (("k", k), ("v", v)):
-        for what, ours, theirs in (
+        for demand, of_q, of_x in (
             ("share a dtype", q.dtype, x.dtype), ("be on one device", q.device, x.device),
             ("share a batch size", q.shape[0], x.shape[0]),
         ):  # fmt: skip
-            if ours != theirs:
+            if of_q != of_x:
                 raise ValueError(
-                    f"q, k and v must {what}, got {ours} for q and {theirs} for {name}"
+                    f"q, k and v must {demand}, got {of_q} for q and {of_x} for {name}"
                 )
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(
@@ -98,14 +106,18 @@ def check_mask(
     chunk_size: int | None,
     cu_seqlens: Sequence[int] | None,
 ) -> Mask:
-    """The mask of a call: the given one, or one made of the other options."""
+    """Return the mask of a call: ``mask``, or one made of the other options.
+
+    Raises:
+        ValueError: ``mask`` is no :class:`Mask`, both are given, or an option is malformed.
+    """
     if mask is None:
         return mask_of(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     if not isinstance(mask, Mask):
         raise ValueError(
             f"mask must be a ring_core.Mask or an array of booleans, got {type(mask).__name__}"
         )
-    given = [
+    clashing = [
         name
         for name, value in (
             ("causal", causal or None), ("window", window), ("chunk_size", chunk_size),
@@ -113,9 +125,9 @@ def check_mask(
         )
         if value is not None
     ]  # fmt: skip
-    if given:
+    if clashing:
         raise ValueError(
-            f"mask was given together with {', '.join(given)}; put them into the Mask instead"
+            f"mask was given together with {', '.join(clashing)}; put them into the Mask instead"
         )
     return mask
 
@@ -126,8 +138,8 @@ def check_causal(causal: bool, q_len: int, k_len: int) -> None:
     Nearly always such tensors are ``[B, H, T, D]``, and heads were taken for tokens.
 
     Args:
-        causal: The option; a :class:`Mask` that is causal is not asked.
-        q_len: Queries, of a rank or of all, and ``k_len`` keys.
+        causal: The option alone; a causal :class:`Mask` may have fewer keys.
+        q_len, k_len: Numbers of queries and keys, of a rank or of all.
 
     Raises:
         ValueError: There are fewer keys.
@@ -142,7 +154,11 @@ def check_causal(causal: bool, q_len: int, k_len: int) -> None:
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The scale of the logits; ``head_dim ** -0.5`` by default."""
+    """Return the scale of the scores as a float; ``head_dim ** -0.5`` by default.
+
+    Raises:
+        ValueError: It is no finite number.
+    """
     if softmax_scale is None:
         return float(head_dim**-0.5)
     if not _is_real(softmax_scale):
@@ -151,14 +167,22 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def check_softcap(softcap: float | None) -> float | None:
-    """The soft cap of the logits, or none."""
+    """Return the soft cap of the scores as a float, or ``None``.
+
+    Raises:
+        ValueError: It is no finite number above 0.
+    """
     if softcap is not None and (not _is_real(softcap) or softcap <= 0):
         raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap!r}")
     return None if softcap is None else float(softcap)
 
 
 def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
-    """Dropout needs a probability below 1, and a seed as soon as it drops anything."""
+    """Check dropout's probability, and that there is a seed where it is not 0.
+
+    Raises:
+        ValueError: ``dropout_p`` is not in ``[0, 1)``, or the seed is missing.
+    """
     if not _is_real(dropout_p) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     if dropout_p > 0 and dropout_seed is None:
@@ -169,7 +193,11 @@ def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
 
 
 def check_seed(dropout_seed: int | None) -> None:
-    """A seed known on the host is an unsigned 64-bit integer."""
+    """Check that dropout's seed is an integer in ``[0, 2**64)``; traced ones are checked elsewhere.
+
+    Raises:
+        ValueError: It is not.
+    """
     if dropout_seed is not None and (
         not isinstance(dropout_seed, int)
         or isinstance(dropout_seed, bool)
@@ -179,7 +207,11 @@ def check_seed(dropout_seed: int | None) -> None:
 
 
 def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
-    """Sinks are one logit per head, or several."""
+    """Check that sinks are floats ``[H]`` or ``[H, n]``, one or several logits per query head.
+
+    Raises:
+        ValueError: They have another shape, dtype or device.
+    """
     if sinks is not None:
         shape, heads = sinks.shape, sizes.q_heads
         fits = len(shape) in (1, 2) and shape[0] == heads and 0 not in shape
@@ -189,7 +221,11 @@ def check_sinks(sinks: Tensor | None, sizes: Sizes, device: str) -> None:
 
 
 def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) -> None:
-    """The bias holds rows for the local queries, and columns for all keys in natural order."""
+    """Check that a bias has rows for the local queries, and columns for all keys in natural order.
+
+    Raises:
+        ValueError: It is not ``[B or 1, H or 1, T_local, T_kv]``, or has another dtype or device.
+    """
     if bias is not None:
         batch, heads, rows = sizes.batch, sizes.q_heads, sizes.q_len
         words = (
@@ -204,14 +240,14 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
 def check_dense_mask(
     mask: Tensor, q_shape: tuple[int, ...], kv_seq_len: int, device: str, *, parts: int = 1
 ) -> None:
-    """A mask that is an array has rows for the local queries, and columns for all keys.
+    """Check that an array of a mask has rows for the local queries, and columns for all keys.
 
     Args:
         mask: Booleans, ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``.
         q_shape: ``[B, T_local, H, D]``.
-        kv_seq_len: Keys, over all ranks.
-        device: Of the queries.
-        parts: Ranks over which the two are split, where they are global.
+        kv_seq_len: Number of keys, over all ranks.
+        device: The device of the queries.
+        parts: Number of devices that share the mask, where it is a global array.
 
     Raises:
         ValueError: It has another type, shape or device, or more than ``MOST_DENSE`` bytes.
@@ -241,7 +277,11 @@ def check_dense_mask(
 
 
 def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None:
-    """ALiBi has one slope per query head."""
+    """Check that ALiBi slopes are floats ``[H]`` or ``[B, H]``.
+
+    Raises:
+        ValueError: They have another shape, dtype or device.
+    """
     if slopes is not None:
         batch, heads = sizes.batch, sizes.q_heads
         fits = slopes.shape in ((heads,), (batch, heads))
@@ -249,7 +289,11 @@ def check_alibi_slopes(slopes: Tensor | None, sizes: Sizes, device: str) -> None
 
 
 def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None:
-    """Segment ids are int32, one a token; ``side`` is ``queries`` or ``keys``."""
+    """Check that segment ids are int32 ``[B, T]``, one per token of the ``queries`` or ``keys``.
+
+    Raises:
+        ValueError: They have another shape, dtype or device.
+    """
     length = sizes.q_len if side == "queries" else sizes.k_len
     if ids.dtype != "int32":
         raise ValueError(f"segment_ids must be int32, got {ids.dtype} for the {side}")
@@ -262,7 +306,11 @@ def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None
 
 
 def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
-    """Segment ids as (queries', keys')."""
+    """Return segment ids as a pair (queries', keys'), both the same array if one was given.
+
+    Raises:
+        ValueError: One array for other keys than queries, or not two arrays.
+    """
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
             raise ValueError(
@@ -279,14 +327,14 @@ def check_pair(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
 def _is_score_shape(
     shape: tuple[int, ...], batch: int, heads: int, rows: int, columns: int
 ) -> bool:
-    """Whether it is ``[batch or 1, heads or 1, rows, columns]``."""
+    """Return True if a shape is ``[batch or 1, heads or 1, rows, columns]``."""
     return len(shape) == 4 and (
         shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (rows, columns)
     )
 
 
 def _key_mask_advice(shape: tuple[int, ...], batch: int) -> str:
-    """Say what a padding mask of keys is here, if a tensor has the shape of one."""
+    """Return a hint to use ``segment_ids`` if a shape looks like a padding mask's, else nothing."""
     if shape[:1] not in ((1,), (batch,)) or any(size != 1 for size in shape[1:-1]):
         return ""
     return (
@@ -296,6 +344,7 @@ def _key_mask_advice(shape: tuple[int, ...], batch: int) -> str:
 
 
 def _check_option(name: str, x: Tensor, device: str, fits: bool, shape: str) -> None:
+    """Check that a tensor of an option is of floats, on the device, and of a shape that fits."""
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if x.device != device:

@@ -1,9 +1,9 @@
-"""What a plan costs on given hardware: FLOPs, bytes, messages, memory and an estimate of the time.
+"""Estimate what a plan costs on given hardware: FLOPs, bytes, messages, memory and time.
 
-The model is a lockstep ring: every stage of the step program takes as long as its slowest rank's
-kernels or the messages that travel meanwhile, whichever is longer. It knows nothing of launches,
-merges or small blocks, on which kernels run slower, so it is a bound to compare layouts by and no
-forecast of a benchmark.
+The model is a ring whose ranks wait for each other after every stage: a stage takes as long as its
+slowest rank's kernels or the messages that travel meanwhile, if these take longer. It knows nothing
+of launches, merges or small blocks, on which kernels run slower, so it is a bound to compare
+layouts by and no forecast of a benchmark.
 
 Letters: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``D`` head dim of Q and K, ``Dv`` of
 V, ``Tq`` and ``Tk`` queries and keys per rank, ``e`` bytes per element.
@@ -32,16 +32,22 @@ _FLOAT32 = 4  # bytes of an accumulator, lse or delta
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a device and its link achieve.
+    """The rates that a device and its link achieve.
+
+    >>> from ring_core.cost import Hardware
+    >>> mine = Hardware("mine", 400, 350, link_gb_s=40, hop_us=20, source="measured here")
 
     Attributes:
-        name: A word to find it by.
+        name: The name for ``--hardware`` and tables.
         matmul_tflops: Achievable bf16 attention TFLOP/s per device, forward.
-        backward_tflops: The same, backward.
-        link_gb_s: What a device sends in one direction, GB/s (1e9 bytes).
+        backward_tflops: Achievable bf16 attention TFLOP/s per device, backward.
+        link_gb_s: Rate at which a device sends in one direction, GB/s (1e9 bytes).
         hop_us: Latency of a message, microseconds; the same for a hop of any distance, as on a
             switched network (on a torus, far hops cost more than this says).
-        source: Where the figures come from.
+        source: The origin of the figures, in words.
+
+    Raises:
+        ValueError: A rate is no finite number above 0, or a text is none.
     """
 
     name: str
@@ -86,7 +92,11 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
 
 
 def hardware(name: str) -> Hardware:
-    """The preset of a name, one of ``HARDWARE``.
+    """Return the preset of a name, one of ``HARDWARE``.
+
+    >>> from ring_core.cost import hardware
+    >>> hardware("h200-nvlink").link_gb_s
+    370
 
     Raises:
         ValueError: No such preset.
@@ -101,9 +111,22 @@ def hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Model:
-    """The attention layer: heads, head dims, batch and bytes an element of the inputs.
+    """The sizes of an attention layer.
 
-    ``v_head_dim=None`` means V's head dim is ``head_dim``.
+    >>> from ring_core.cost import Model
+    >>> Model(num_q_heads=32, num_kv_heads=8, head_dim=128).flops_per_pair
+    16384
+
+    Attributes:
+        num_q_heads: Number of query heads ``H``.
+        num_kv_heads: Number of key/value heads ``K``, a divisor of ``H``.
+        head_dim: Head dim ``D`` of Q and K.
+        v_head_dim: Head dim ``Dv`` of V; ``None`` means that of Q and K.
+        batch: Batch size ``B``.
+        bytes_per_element: Bytes per element ``e`` of the inputs; 2 for bfloat16.
+
+    Raises:
+        ValueError: A size is no positive integer, or ``K`` does not divide ``H``.
     """
 
     num_q_heads: int
@@ -125,7 +148,7 @@ class Model:
 
     @property
     def value_dim(self) -> int:
-        """``Dv``."""
+        """Head dim ``Dv`` of V."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
@@ -136,19 +159,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call costs; with a backward, forward + backward together.
+    """The estimated cost of one call; with a backward, of forward and backward together.
 
     Attributes:
         flops: FLOPs of the busiest rank: its visible pairs times ``2 * B * H * (D + Dv)``, which is
             ``4 * B * H * D`` where the dims are equal, and 2.5 times as many again backward.
-        bytes_sent: Bytes a rank sends.
-        messages: Messages a rank sends.
-        active_steps: Steps the plan runs, the own block included.
+        bytes_sent: Bytes that a rank sends.
+        messages: Number of messages that a rank sends.
+        active_steps: Number of live steps, in which some rank has work; the own block is one.
         imbalance: Visible pairs of the busiest rank over the mean of all.
-        memory_bytes: Bytes a rank needs beyond the caller's tensors, in the larger pass.
-        compute_s: Seconds: the slowest rank of every stage, summed.
-        exposed_s: Seconds of exposed communication: ``time_s - compute_s``.
-        time_s: Seconds: the longer of computation and transfer of every stage, summed.
+        memory_bytes: Bytes that a rank needs beyond the caller's tensors, in the larger pass.
+        compute_s: Seconds of computing: the slowest rank of every stage, summed.
+        exposed_s: Seconds of communication not hidden by computing: ``time_s - compute_s``.
+        time_s: Seconds in all: the longer of computing and transfer of every stage, summed.
     """
 
     flops: float
@@ -165,7 +188,14 @@ class Cost:
 def estimate(
     program: RingProgram, model: Model, hardware: Hardware, *, backward: bool = True
 ) -> Cost:
-    """What a ring costs.
+    """Estimate what a ring's program costs.
+
+    >>> from ring_core import Mask, make_plan, ring_program
+    >>> from ring_core.cost import Model, estimate, hardware
+    >>> plan = make_plan(Mask(causal=True), seq_len=131072, cp_size=4, layout="zigzag")
+    >>> cost = estimate(ring_program(plan), Model(32, 8, 128), hardware("h200-nvlink"))
+    >>> print(f"{1e3 * cost.time_s:.1f} ms, {cost.messages} messages")
+    203.8 ms, 8 messages
 
     A message carries, in bytes:
 
@@ -195,8 +225,8 @@ def estimate(
     ):  # fmt: skip
         check_kind(name, value, kind)
     work = program.work()
-    longest, most = work.max(axis=1), int(work.sum(axis=0).max())
-    flops = float(most * model.flops_per_pair)
+    longest, busiest = work.max(axis=1), int(work.sum(axis=0).max())
+    flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
     forward_bytes, backward_bytes = _message_bytes(program.plan, model)
     passes = [_run(program.forward, longest * rate, forward_bytes, hardware)]
@@ -229,13 +259,36 @@ def compare(
     kv_seq_len: int | None = None,
     backward: bool = True,
 ) -> dict[str, Cost | str]:
-    """The cost of a ring over each layout, or, where one cannot be had, the text that says so.
+    """Estimate what a ring costs over each layout.
 
-    Keys are a layout and a strategy, as ``zigzag/ring``; ``contiguous`` has ``balanced``, too.
-    ``chunks`` stands for what :func:`ring_core.balance_chunks` makes for this mask.
+    >>> from ring_core import Mask
+    >>> from ring_core.cost import Model, compare, hardware
+    >>> costs = compare(
+    ...     Mask(causal=True),
+    ...     seq_len=65536,
+    ...     cp_size=8,
+    ...     model=Model(32, 8, 128),
+    ...     hardware=hardware("h200-nvlink"),
+    ... )
+    >>> min(costs, key=lambda name: costs[name].time_s)
+    'zigzag/ring'
+
+    Args:
+        mask: The rule that says which query sees which key.
+        seq_len: Number of queries, over all ranks.
+        cp_size: Number of ranks.
+        model: The attention layer.
+        hardware: Rates; see :func:`hardware` for presets.
+        layouts: Names of layouts; ``chunks`` is what :func:`ring_core.balance_chunks` makes.
+        kv_seq_len: Number of keys, over all ranks, if it is another.
+        backward: Count the backward as well.
+
+    Returns:
+        For each layout and strategy, as ``zigzag/ring``, the cost; or, where the layout cannot be
+        had for these lengths, the text that says why.
 
     Raises:
-        ValueError: What no layout could plan, e.g. ``cu_seqlens`` that end elsewhere.
+        ValueError: Arguments that no layout could plan, e.g. ``cu_seqlens`` that end elsewhere.
     """
     check_kind("mask", mask, Mask)
     if not isinstance(layouts, list | tuple):
@@ -268,16 +321,16 @@ def compare(
 
 
 class _Bytes(NamedTuple):
-    """Bytes of one message of each kind."""
+    """Bytes of one message of each kind, in one pass."""
 
     kv: int
-    grad: int
-    ship: int
-    results: int
+    grad: int  # dK/dV
+    ship: int  # queries, to the rank that helps
+    results: int  # of helped queries, back home
 
 
 def _message_bytes(plan: Plan, model: Model) -> tuple[_Bytes, _Bytes]:
-    """Of the forward, and of the backward."""
+    """Return the bytes of messages of the forward, and of the backward."""
     rows, kv = _rows(plan, model)
     d, dv, e = model.head_dim, model.value_dim, model.bytes_per_element
     return (
@@ -292,7 +345,7 @@ def _message_bytes(plan: Plan, model: Model) -> tuple[_Bytes, _Bytes]:
 
 
 def _rows(plan: Plan, model: Model) -> tuple[int, int]:
-    """A rank's rows of Q, ``B * Tq * H``, and elements of K and V, ``B * Tk * K * (D + Dv)``."""
+    """Return a rank's rows of Q, ``B * Tq * H``, and numbers in K/V, ``B * Tk * K * (D + Dv)``."""
     rows = model.batch * plan.q_layout.local_len * model.num_q_heads
     keys = model.batch * plan.k_layout.local_len * model.num_kv_heads
     return rows, keys * (model.head_dim + model.value_dim)
@@ -304,16 +357,24 @@ def _run(
     sizes: _Bytes,
     hardware: Hardware,
 ) -> tuple[float, float, int, int]:
-    """``(compute_s, time_s, bytes_sent, messages)`` of a pass.
+    """Return ``(compute_s, time_s, bytes_sent, messages)`` of a pass.
 
-    ``step_s [num_steps]`` is what the slowest rank computes in each step. Slot ``n + 1`` is stage
-    ``n``; slots before the first and after the last compute nothing.
+    Time is divided into slots, in each of which computing and transfers overlap. Slot ``n + 1`` is
+    stage ``n``; in the slots before the first and after the last nothing is computed.
+
+    Args:
+        stages: The stages of the pass.
+        step_s: Seconds that the slowest rank computes in each step, ``[num_steps]``.
+        sizes: Bytes of messages.
+        hardware: Rates.
     """
     kv = np.array([s.kv_hop is not None for s in stages])
     grad = np.array([s.grad_hop is not None for s in stages])
     helps = np.array([s.helps for s in stages])
     # The first piece for a helper travels in the slot before, the last result in the slot after.
     ship, results = sizes.ship / HELP_PIECES, sizes.results / HELP_PIECES
+    # Rows: messages that a rank sends in each slot, and their bytes. K/V of the next stage travel
+    # in a stage's own slot, dK/dV in the slot after it.
     messages, sent = np.zeros((2, len(stages) + 2))
     messages[:-2] += helps
     messages[1:-1] += kv + 2 * (HELP_PIECES - 1) * helps
@@ -331,7 +392,7 @@ def _run(
 
 
 def _memory(program: RingProgram, model: Model, backward: bool) -> int:
-    """Bytes beyond the caller's tensors; the larger of the two passes.
+    """Return the bytes a rank needs beyond the caller's tensors, in the larger of the two passes.
 
     Forward, two K/V slots and out in float32; backward, two K/V slots, dQ and three times dK/dV
     (the sum, what the step adds, what arrives) in float32. Where steps are helped, forward adds a

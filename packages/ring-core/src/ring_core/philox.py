@@ -1,4 +1,4 @@
-"""Dropout's random numbers: Philox-4x32-10, keyed by global indices.
+"""Draw dropout's random numbers: Philox-4x32-10, keyed by global indices.
 
 Philox (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a
 128-bit counter and a 64-bit key to four 32-bit words, with no state: every kernel of every
@@ -23,7 +23,15 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike], key: tuple[int, int]
 ) -> tuple[Words, Words, Words, Words]:
-    """Four words of each counter ``(c0, c1, c2, c3)``, arrays that broadcast, all 32 bits wide."""
+    """Return four random 32-bit words for each counter ``(c0, c1, c2, c3)``.
+
+    Args:
+        counter: Four arrays of 32-bit numbers, which broadcast.
+        key: Two 32-bit numbers.
+
+    Returns:
+        Four uint32 arrays of the broadcast shape.
+    """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in counter))
     k0, k1 = key
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -48,10 +56,21 @@ def dropout_keep(
     queries: npt.ArrayLike,
     keys: npt.ArrayLike,
 ) -> npt.NDArray[np.bool_]:
-    """Which elements of the softmax survive: ``[len(batch), len(heads), len(queries), len(keys)]``.
+    """Return which softmax weights dropout keeps, ``[batch, heads, queries, keys]``; True is kept.
 
     The counter is ``(j >> 2, i, h, b)`` and the key the seed's low and high 32 bits; element ``j``
-    takes word ``j & 3`` and is kept when ``word >= round(p * 2**32)``. All indices are global.
+    takes word ``j & 3`` and is kept when ``word >= round(p * 2**32)``. So any part of the matrix
+    can be drawn alone:
+
+    >>> whole = dropout_keep(0.3, 7, batch=[0], heads=[0, 1], queries=range(8), keys=range(8))
+    >>> part = dropout_keep(0.3, 7, batch=[0], heads=[1], queries=[5], keys=range(3, 8))
+    >>> bool((part[0, 0, 0] == whole[0, 1, 5, 3:]).all())
+    True
+
+    Args:
+        p: The probability to drop a weight.
+        seed: The call's ``dropout_seed``.
+        batch, heads, queries, keys: Global indices, one row of integers each.
 
     Raises:
         ValueError: ``p`` is not in ``[0, 1)``, ``seed`` not in ``[0, 2**64)``, or indices are no
@@ -73,10 +92,10 @@ def dropout_keep(
 
 
 def seed_key(seed: int) -> tuple[int, int]:
-    """The seed's low and high 32 bits."""
+    """Split a 64-bit seed into the two 32-bit words of a Philox key, the low word first."""
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
 def dropout_threshold(p: float) -> int:
-    """Words below this drop: ``round(p * 2**32)``."""
+    """Return the number below which a random 32-bit word drops its weight: ``round(p * 2**32)``."""
     return round(p * 2**32)

@@ -1,4 +1,4 @@
-"""What is checked of a call while a job runs: how often, which tokens, how close is close enough.
+"""Check attention calls while a job runs: how often, which tokens, how close is close enough.
 
 A few rows of each checked call are computed once more, densely and in float64, by the mask's rule
 over positions alone. No plan, strategy, transport or kernel takes part, so a fault in one of these
@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+Float64s = npt.NDArray[np.float64]
 
 #: The environment variable that switches checks on: ``1``, or ``every:100``.
 VARIABLE = "RING_CHECK"
 
-#: Query rows, and keys, of each rank that a checked call takes.
+#: Number of query rows, and of keys, of each rank that are recomputed in a checked call.
 SAMPLES = 4
 
 # As in the tests: twice the error of a plain implementation in the same dtype, a few units in the
@@ -46,14 +46,17 @@ _PEAK_TFLOPS = {
 
 @lru_cache(maxsize=16)
 def every_of(setting: str | int | None) -> int:
-    """Every which call is checked; 0 is none.
+    """Return ``n`` where every ``n``-th call is to be checked; 0 checks none.
+
+    >>> every_of("every:100"), every_of("1"), every_of(None)
+    (100, 1, 0)
 
     Args:
         setting: A number of calls, or the value of ``RING_CHECK``: ``1``, ``every:100``; ``None``,
-            nothing and ``0`` switch checks off.
+            an empty text and ``0`` switch checks off.
 
     Raises:
-        ValueError: Something else.
+        ValueError: It is anything else.
     """
     text = "0" if setting is None else str(setting).strip() or "0"
     number = text.removeprefix("every:")
@@ -69,16 +72,17 @@ def every_of(setting: str | int | None) -> int:
 def sampled(
     kind: Kind, call: int, rank: int, length: int, count: int = SAMPLES
 ) -> npt.NDArray[np.int64]:
-    """Local indices of the tokens of a rank that are checked, ascending ``[count]``.
+    """Draw the tokens of a rank that are checked: ascending local indices, int64 ``[count]``.
 
-    Drawn from the call's number, so that all ranks know them and other calls check others.
+    The random numbers follow from the arguments, so all ranks know each other's, and other calls
+    check other tokens.
 
     Args:
-        kind: What is taken.
-        call: The call's number.
-        rank: Whose.
-        length: Tokens a rank.
-        count: How many; the same may be taken twice.
+        kind: ``queries`` or ``keys``.
+        call: Number of the call.
+        rank: The rank that holds the tokens.
+        length: Number of tokens per rank.
+        count: Number of tokens to draw; one may be drawn twice.
     """
     seed = (call, rank, ("queries", "keys").index(kind))
     return np.sort(np.random.default_rng(seed).integers(length, size=count))
@@ -87,29 +91,44 @@ def sampled(
 def result_shapes(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what a call returns and of its gradients, from those of its operands."""
+    """Return the shapes of a call's ``out``, ``lse`` and gradients, from those of Q, K and V."""
     return {"out": (*q[:3], v[3]), "lse": (q[0], q[2], q[1]), "dq": q, "dk": k, "dv": v}
 
 
 def peak_tflops(device: str) -> float | None:
-    """Dense bf16 TFLOP/s that no kernel can exceed, by the device's name; ``None`` if unknown."""
+    """Return the dense bf16 TFLOP/s that a device cannot exceed; ``None`` if its name is unknown.
+
+    >>> peak_tflops("NVIDIA H200")
+    989.5
+    """
     return next((peak for word, peak in _PEAK_TFLOPS.items() if word in device), None)
 
 
 class SampledRows(NamedTuple):
-    """A result of some rows, three times; float64 ``[rows, H, D]``."""
+    """A result (``out``, or a gradient) of some rows, computed in three ways.
 
-    got: Floats
-    exact: Floats
-    plain: Floats  # by a plain implementation in the call's dtype
-    terms: Floats  # the size of the terms that add up to it, ``[rows]``
-    rounded: Floats | float = 0.0  # root of the sum of squares of the terms with rounded weights
+    Attributes:
+        got: The call's, as float64 ``[rows, H, D]``, as the next two are.
+        exact: That of dense attention in float64.
+        plain: That of a plain implementation in the call's dtype.
+        terms: Size of the terms that add up to the result, ``[rows]``.
+        rounded: Root of the sum of squares of the terms whose weights are rounded.
+    """
+
+    got: Float64s
+    exact: Float64s
+    plain: Float64s
+    terms: Float64s
+    rounded: Float64s | float = 0.0
 
     def worst(self, dtype: str) -> Worst | None:
-        """Where the result is farthest beyond its limit; ``None`` where it is within.
+        """Return the entry that exceeds its error limit most; ``None`` if no entry does.
 
-        Where the exact result is infinite, and the plain one too, a finite one is wrong; elsewhere
-        what is not finite cannot be compared.
+        Where the exact and the plain result are the same infinity, a finite one is wrong; other
+        entries without finite values to compare with are left out.
+
+        Args:
+            dtype: The call's dtype, by which errors are judged.
         """
         ulp, term_ulp = _ULP[dtype], _ULP["float64" if dtype == "float64" else "float32"]
         known = np.isfinite(self.exact) & np.isfinite(self.plain)
@@ -123,16 +142,23 @@ class SampledRows(NamedTuple):
         beyond = np.where(known & (error > limit), error - limit, 0)
         infinite = np.isinf(self.exact) & (self.plain == self.exact)
         beyond = np.where(infinite & np.isfinite(self.got), np.inf, beyond)
-        at = np.unravel_index(int(beyond.argmax()), beyond.shape)
-        if beyond[at] == 0:
+        entry = np.unravel_index(int(beyond.argmax()), beyond.shape)
+        if beyond[entry] == 0:
             return None
         limit = np.broadcast_to(limit, error.shape)
-        row, head, dim = map(int, at)
-        return Worst(row, head, dim, *(float(x[at]) for x in (self.got, self.exact, limit)))
+        row, head, dim = map(int, entry)
+        return Worst(row, head, dim, *(float(x[entry]) for x in (self.got, self.exact, limit)))
 
 
 class Worst(NamedTuple):
-    """The entry of a result that is farthest beyond its limit."""
+    """The entry of a result that exceeds its error limit most.
+
+    Attributes:
+        row: Index into the sampled rows.
+        head, dim: Head, and element of the head dim.
+        got, exact: The call's value, and that of dense attention in float64.
+        limit: The largest error that would have been accepted.
+    """
 
     row: int
     head: int
@@ -142,9 +168,15 @@ class Worst(NamedTuple):
     limit: float
 
     def describe(self, tensor: str, batch: int, token: int, shape: tuple[int, ...]) -> str:
-        """A line for an error's message, of the entry in ``[B, T, H, D]``, or ``[B, H, T]``."""
-        at = (self.head, token) if tensor == "lse" else (token, self.head, self.dim)
+        """Return a line for an error's message.
+
+        Args:
+            tensor: Name of the result, as in :func:`result_shapes`.
+            batch, token: The row's batch row and local index.
+            shape: The result's shape: ``[B, T, H, D]``, of ``lse`` ``[B, H, T]``.
+        """
+        entry = (self.head, token) if tensor == "lse" else (token, self.head, self.dim)
         return (
-            f"{tensor}{[batch, *at]} of {list(shape)} is {self.got!r}, and {self.exact!r} by the dense formula "
+            f"{tensor}{[batch, *entry]} of {list(shape)} is {self.got!r}, and {self.exact!r} by the dense formula "
             f"in float64 (the error may be {self.limit:.3g})"
         )

@@ -78,8 +78,9 @@ def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
     if call.check_every and x.q.size:
         checked_call = tripwire.CheckedCall.of(call, x.q)
         tripwire.check_traffic(
-            call, x, "forward", lambda x: strategy.forward(call, with_bias_shift(call, x)), x
-        )
+            call, x, "forward", strategy.sent(call, x, "forward"),
+            lambda x: strategy.forward(call, with_bias_shift(call, x)), x,
+        )  # fmt: skip
         start_time, (q,) = tripwire.start_clock(checked_call, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(call, x)
@@ -107,8 +108,9 @@ def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> t
     if call.check_every and x.q.size:
         checked_call = tripwire.CheckedCall.of(call, x.q)
         tripwire.check_traffic(
-            call, x, "backward", partial(strategy.backward, call), x, upstream, saved.last
-        )
+            call, x, "backward", strategy.sent(call, x, "backward"),
+            partial(strategy.backward, call), x, upstream, saved.last,
+        )  # fmt: skip
         start_time, (q, dout_bhtd) = tripwire.start_clock(checked_call, x, x.q, upstream.dout)
         x, upstream = x._replace(q=q), upstream._replace(dout=dout_bhtd)
     grads = strategy.backward(call, x, upstream, saved.last)

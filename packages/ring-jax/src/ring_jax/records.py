@@ -216,6 +216,11 @@ class Item(NamedTuple):
     hi: int
 
 
+def nbytes(*arrays: Array | None) -> int:
+    """Count the bytes of arrays, those that are traced too; ``None`` has none."""
+    return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
+
+
 def rectangles_of(items: tuple[Item, ...] | None) -> tuple[Rectangle, ...]:
     """Return the rectangles of items if every one is fully visible, else an empty tuple."""
     unbounded = (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)

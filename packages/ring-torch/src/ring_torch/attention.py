@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import RingAttention
-from ring_torch.call import AttentionOptions, Operands, Options, Window
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
+from ring_torch.options import AttentionOptions, CallOptions, Window
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN
 
@@ -132,79 +132,30 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
-    return attend(
-        group, layout, Operands(q, k, v, segment_ids, sinks, bias, alibi_slopes),
-        Options(
-            causal, window, chunk_size, cu_seqlens, mask, softmax_scale, softcap, dropout_p,
-            dropout_seed, deterministic, return_lse, kernel, strategy, transport,
-        ),
+    if deterministic is False and torch.are_deterministic_algorithms_enabled():
+        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
+    options = CallOptions(
+        causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap, sinks,
+        bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel, strategy,
+        transport,
     )  # fmt: skip
+    q, k, v = _as_autocast(q, k, v)
+    if isinstance(mask, Tensor):
+        options = with_dense_mask(q, k, options, _size_of(group))
+    if not torch.compiler.is_compiling():
+        out, lse = _attend(q, k, v, group, layout, options)
+    elif isinstance(mask, Mask) and mask.predicate is not None:
+        # A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
+        out, lse = _attend_between_graphs(q, k, v, group, layout, options)
+    else:
+        out, lse = attend_in_graph(q, k, v, group, layout, options)
+    return (out, lse) if return_lse else out
 
 
-def attend(
-    group: Group, layout: LayoutSpec, x: Operands, options: Options
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Check a call and run it, or put it in the graph that is being compiled.
-
-    A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
-    """
-    x = _as_autocast(x)
-    if torch.are_deterministic_algorithms_enabled() and options.deterministic is False:
-        options = options._replace(
-            deterministic=not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
-    if isinstance(options.mask, Tensor):
-        x, options = with_dense_mask(x, options, _size_of(group))
-    if options.return_lse is False:  # what is no bool is refused below
-        options = options._replace(drops_lse=True)
-    run = _run
-    if torch.compiler.is_compiling():
-        if not isinstance(options.mask, Mask) or options.mask.predicate is None:
-            run = attend_in_graph
-        else:  # where a graph breaks, torch 2.11 loses tuples that `_replace` made
-            run, x, options = _run_alone, Operands(*x), Options(*options)
-    out, lse = run(group, layout, x, options)
-    return (out, lse) if options.return_lse else out
-
-
-def with_dense_mask(x: Operands, options: Options, ranks: int) -> tuple[Operands, Options]:
-    """Options without an array for a mask, and tensors with a bias that says the same, by ``-inf``.
-
-    Kernels skip the blocks of which nothing else is left.
-
-    Args:
-        x: A call's tensors; its bias is added where the mask is true.
-        options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
-            T_local, T_kv]``, rows in layout order, columns for all keys in natural order.
-        ranks: That hold a sequence.
-
-    Raises:
-        ValueError: The mask is malformed or too large.
-    """
-    mask, (q, k), bias = options.mask, x[:2], x.bias
-    if not isinstance(mask, Tensor):
-        return x, options
-    if q.ndim != 4 or k.ndim != 4:
-        return x, options._replace(mask=None)  # which is refused for that
-    fact = checks.Tensor(
-        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
-    )
-    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
-    shown = mask if mask.ndim == 4 else mask[None, None]
-    zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
-    hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
-    return (
-        x._replace(bias=torch.where(shown, zero, hidden)),
-        options._replace(mask=None, bias_masks=True, bias_adds=bias is not None),
-    )
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _size_of(group: Group) -> int:
-    return ranks_of(group).size
-
-
-def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, layout: LayoutSpec, options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    """Check a call, and run it as one operation of autograd."""
     # An operation over several processes has no rule for these.
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
         raise UnsupportedError(
@@ -216,25 +167,64 @@ def _run(group: Group, layout: LayoutSpec, x: Operands, options: Options) -> tup
             "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
             "outside of torch.autograd.forward_ad.dual_level"
         )
-    ring = ranks_of(group)
-    call, inputs = check_call(ring, ring.next_call(), layout, x, options)
+    ranks = ranks_of(group)
+    call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)
     results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs[:GIVEN])
     return results
 
 
-def _as_autocast(x: Operands) -> Operands:
+_attend_between_graphs = torch.compiler.disable(_attend)
+
+
+def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> CallOptions:
+    """Options without an array for a mask, and with a bias that says the same, by ``-inf``.
+
+    Kernels skip the blocks of which nothing else is left.
+
+    Args:
+        q: The call's queries.
+        k: Its keys.
+        options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
+            T_local, T_kv]``, rows in layout order, columns for all keys in natural order. The bias
+            is added where it is true.
+        ranks: That hold a sequence.
+
+    Raises:
+        ValueError: The mask is malformed or too large.
+    """
+    mask, bias = options.mask, options.bias
+    if not isinstance(mask, Tensor):
+        return options
+    if q.ndim != 4 or k.ndim != 4:
+        return options._replace(mask=None)  # which is refused for that
+    fact = checks.Tensor(
+        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
+    )
+    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
+    shown = mask if mask.ndim == 4 else mask[None, None]
+    zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+    hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
+    return options._replace(
+        mask=None, bias=torch.where(shown, zero, hidden),
+        bias_role="mask" if bias is None else "both",
+    )  # fmt: skip
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _size_of(group: Group) -> int:
+    return ranks_of(group).size
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
-    kind = x.q.device.type if isinstance(x.q, Tensor) else "none"
+    kind = q.device.type if isinstance(q, Tensor) else "none"
     if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
-        return x
+        return q, k, v
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (
-        y.to(dtype)
-        if isinstance(y, Tensor) and y.is_floating_point() and y.dtype != torch.float64
-        else y
-        for y in x[:3]
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in (q, k, v)
     )
-    return x._replace(q=q, k=k, v=v)
-
-
-_run_alone = torch.compiler.disable(_run)
+    return q, k, v

@@ -17,7 +17,7 @@ from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.derivatives import check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
-from ring_torch.strategies.bias_shift import bias_shift
+from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 
 _DELTA_ROWS = 4096
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -60,13 +60,13 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     Where the rows of a bias are shifted, that begins with the shift and ``lse`` of shifted scores.
     """
     if call.device.type == "cuda":
-        check_graph(call.ring, call.forward_signature, call.device)
+        check_graph(call.ranks, call.forward_signature, call.device)
     # What is saved for the backward stays the caller's own: copies live as long as a pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ring, call.number, call.forward_signature),
+        with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             if call.params.shifts_bias:
@@ -74,7 +74,11 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
             (out, lse), saved = attend(call, inputs)
         # Libraries allocate what they return with the strides of what they are given.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
-        wrong = None if seen is None else tripwire.forward_faults(call, inputs, out, lse, seen)
+        wrong = None
+        if seen is not None:
+            wrong = tripwire.forward_faults(
+                call, inputs, out, lse, seen, sent_before=sent_for_shift(call, inputs)
+            )
     if wrong is not None:
         raise WrongResultError(wrong)
     if inputs.bias_shift is not None:
@@ -115,10 +119,10 @@ def backward_pass(
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     if call.device.type == "cuda":
-        check_graph(call.ring, call.backward_signature, call.device)
+        check_graph(call.ranks, call.backward_signature, call.device)
     with (
         _on_device(call.device),
-        with_peer_errors(call.ring, call.number, call.backward_signature),
+        with_peer_errors(call.ranks, call.number, call.backward_signature),
     ):
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,3 +78,60 @@ def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> B
 @lru_cache(maxsize=256)
 def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> BufferSpec:
     return BufferSpec.of(*zip(shapes, dtypes, strict=True))
+
+
+class HeadPart(NamedTuple):
+    """One tensor of an exchange of tokens for heads.
+
+    Attributes:
+        batch: Batch size B.
+        length: Tokens a rank holds, T_local; there are ``T = P * T_local`` on P ranks.
+        heads: Heads a rank attends with, H / P.
+        dim: Numbers of a head, D.
+        dtype: Of the numbers.
+        head_major: Results are laid out as ``[B, H, T]`` in memory (``lse``), not ``[B, T, H, D]``.
+    """
+
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    head_major: bool = False
+
+    def empty(self, tokens: int, heads: int, device: torch.device) -> Tensor:
+        """Allocate ``[B, tokens, heads, D]``."""
+        shape = (self.batch, tokens, heads, self.dim)
+        if not self.head_major:
+            return torch.empty(shape, dtype=self.dtype, device=device)
+        shape = (self.batch, heads, tokens, self.dim)
+        return torch.empty(shape, dtype=self.dtype, device=device).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class HeadBuffer:
+    """A message for each rank, with its part of several tensors, ``[B, T_local, H / P, D]`` each.
+
+    Attributes:
+        ranks: How many ranks there are, P.
+        parts: The tensors.
+        blocks: Shape of each tensor's part of all messages, ``[P, B, T_local, H / P, D]``.
+        message: What one rank sends another: its heads of all tensors.
+    """
+
+    ranks: int
+    parts: tuple[HeadPart, ...]
+    blocks: tuple[tuple[int, ...], ...]
+    message: BufferSpec
+
+    @classmethod
+    def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:
+        """Lay out the messages; equal ones are laid out once."""
+        return _head_buffer(ranks, parts)
+
+
+@lru_cache(maxsize=256)
+def _head_buffer(ranks: int, parts: tuple[HeadPart, ...]) -> HeadBuffer:
+    blocks = tuple((ranks, x.batch, x.length, x.heads, x.dim) for x in parts)
+    message = BufferSpec.of(*((block[1:], x.dtype) for block, x in zip(blocks, parts, strict=True)))
+    return HeadBuffer(ranks, parts, blocks, message)

@@ -1,21 +1,29 @@
-"""Everything static about one call, the options it was made with, and its forward."""
+"""Everything static about one call, and its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import KernelConfig, Mask, Plan, RingProgram, StrategyConfig, StrategyName
+from ring_core import GatherProgram, Plan, Request, RingProgram
+from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
-from ring_torch.positions import key_runs, positions_of, query_runs
+from ring_torch.payload import KVPayload
+from ring_torch.positions import (
+    gathered_positions,
+    gathered_runs,
+    key_runs,
+    positions_of,
+    query_runs,
+)
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -27,6 +35,13 @@ from ring_torch.records import (
     QueryGrads,
     folded,
     zero_bias_grad,
+)
+from ring_torch.transports.api import (
+    GatherSession,
+    Refusals,
+    SessionSpec,
+    Traffic,
+    Transport,
 )
 
 Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
@@ -40,7 +55,7 @@ class Strategy(Protocol):
     hand plain tensors on: autograd stands around them.
     """
 
-    name: StrategyName  # what ``strategy=`` calls it
+    name: str  # what ``strategy=`` calls it
     depends_on_kernel: bool = False  # whether what travels is another with another kernel
     adds_sinks: bool = False  # whether the state that the forward returns includes the sinks
 
@@ -52,6 +67,16 @@ class Strategy(Protocol):
     ) -> Grads:
         """Gradients of this rank's shards, wide or in the inputs' dtype."""
 
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of a pass from the steps that it runs, for the tripwire and ``explain``.
+
+        ``saved`` says that the backward has what the forward saved.
+        """
+
+    def visible_pairs(self, call: Call) -> float:
+        """Return how many visible (query, key) pairs this rank computes in a forward, a head."""
+        return float(call.program.work()[:, call.ranks.rank].sum())
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """What a compiled forward saves; where the plan is not known, what all plans save."""
         del call, inputs, plan_known
@@ -61,9 +86,10 @@ class Strategy(Protocol):
 class Call(NamedTuple):
     """Everything static about a call."""
 
-    ring: Ranks
+    ranks: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
+    request: Request  # what it asks of kernels and strategies
     params: KernelParams
     kernel: Kernel
     choice: Selection
@@ -73,7 +99,7 @@ class Call(NamedTuple):
     needs_index: bool  # some option asks for global positions
     needs_grad: bool
     strategy: Strategy
-    transport: str
+    transport: Transport
     number: int  # of the calls on this group
     forward_signature: CallSignature
     backward_signature: CallSignature
@@ -114,8 +140,8 @@ class Call(NamedTuple):
         )
         if not self.needs_index:
             return rows
-        indices, position, _ = self.positions(self.ring.rank)
-        runs = query_runs(self.plan, self.ring.rank)
+        indices, position, _ = self.positions(self.ranks.rank)
+        runs = query_runs(self.plan, self.ranks.rank)
         return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
@@ -129,65 +155,94 @@ class Call(NamedTuple):
             runs=key_runs(self.plan, rank),
         )
 
+    def open_session(
+        self, inputs: Inputs, signature: CallSignature, *, groups: int, own: bool
+    ) -> GatherSession:
+        """Open a session for one pass; ``own`` says that a rank's own keys are fetched, too.
 
-Window = tuple[int | None, int | None]
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        return self.transport.open(SessionSpec(
+            self.ranks, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
+            self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
+        ))  # fmt: skip
 
-
-class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
-
-    causal: bool
-    window: Window | None
-    chunk_size: int | None
-    cu_seqlens: Sequence[int] | None
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None
-    mask: Mask | Tensor | None
-    softmax_scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    alibi_slopes: Tensor | None
-    dropout_p: float
-    dropout_seed: int | None
-    deterministic: bool
-    kernel: str | KernelConfig
-    strategy: str | StrategyConfig
-    transport: str
-
-
-class Operands(NamedTuple):
-    """A call's tensors, as given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
-    alibi_slopes: Tensor | None = None
+    def gathered_columns(
+        self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
+    ) -> KeyBlock:
+        """Return the gathered keys in a session's buffer, and all that belongs to them."""
+        columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
+        if not self.needs_index:
+            return columns
+        which = self.plan, self.ranks.rank, gather.own
+        return columns._replace(
+            position=gathered_positions(*which, self.device),
+            aligned8=positions_aligned8(gather.positions),
+            runs=gathered_runs(*which),
+        )
 
 
-class Options(NamedTuple):
-    """A call's options beside tensors, as given."""
+class Resolution(NamedTuple):
+    """All that a strategy is resolved from, for one rank of a call.
 
-    causal: bool = False
-    window: Window | None = None
-    chunk_size: int | None = None
-    cu_seqlens: Sequence[int] | None = None
-    mask: Mask | Tensor | None = None  # no tensor once the bias says it
-    softmax_scale: float | None = None
-    softcap: float | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int | None = None
-    deterministic: bool = False
-    return_lse: bool = False
-    kernel: str | KernelConfig = "auto"
-    strategy: str | StrategyConfig = "auto"
-    transport: str = "auto"
-    bias_masks: bool = False  # the bias says a mask that was a tensor
-    bias_adds: bool = True  # it adds to scores as well
-    drops_lse: bool = False  # nobody reads ``lse``, unless there is a backward
-    check: int = 0  # every which call the tripwire checks
+    Attributes:
+        program: The plan in the order of a ring.
+        rank: The rank.
+        kernel: The kernel that its launches run.
+        sizes: Those of this rank's tensors.
+        itemsize: Bytes of a number of the inputs.
+        needs_index: Some option asks for global positions.
+        segment_ids: Ids go with the keys.
+        inner: The call of one rank for this rank's heads, if the strategy splits heads.
+    """
+
+    program: RingProgram
+    rank: int
+    kernel: Kernel
+    sizes: Sizes
+    itemsize: int
+    needs_index: bool
+    segment_ids: bool
+    inner: Call | None
+
+
+def _nothing(_plan: Plan, _request: Request) -> Refusals:
+    return ()
+
+
+def _never(_transport: Transport) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """A strategy of ``strategy=``, as it describes itself.
+
+    Attributes:
+        name: The name that ``strategy=`` takes.
+        resolve: Makes the steps of both passes for a rank: the object that runs them, and counts
+            what they send. On one rank, where nothing travels, it is not asked.
+        refusals: Reasons why it cannot do a call, the same on all ranks.
+        opens_sessions: Its keys move in sessions of any transport; otherwise it sends messages
+            itself, and needs a transport that has them.
+        splits_heads: Its kernels run in an inner call of one rank: all tokens, a part of the heads.
+        is_automatic: True if ``strategy="auto"`` considers it over a transport.
+        automatic_refusals: Reasons for which a call that names neither strategy nor transport does
+            not take it, though it could.
+    """
+
+    name: str
+    resolve: Callable[[Resolution], Strategy]
+    refusals: Callable[[Plan, Request], Refusals] = _nothing
+    opens_sessions: bool = False
+    splits_heads: bool = False
+    is_automatic: Callable[[Transport], bool] = _never
+    automatic_refusals: Callable[[Plan, Request], Refusals] = _nothing
+
+    def runs_over(self, transport: Transport) -> bool:
+        """Return True if its bytes can move by a transport."""
+        return self.opens_sessions or transport.sends_messages
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import ring_attention, with_dense_mask
-from ring_torch.call import AttentionOptions, Operands, Options
 from ring_torch.comm.ranks import Group
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
+from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
-from ring_torch.strategies.choose import describe_strategy
+from ring_torch.strategies import describe_strategy
 
 
 class ContextParallel:
@@ -192,14 +192,10 @@ class ContextParallel:
         figures; :func:`ring_core.viz.describe` draws it.
         """
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        tensors = {name: given.pop(name) for name in Operands._fields if name in given}
-        x, static = with_dense_mask(Operands(q, k, v, **tensors), Options(**given), self.cp_size)
-        call, _ = check_call(self._sharding.ring, 0, self.layout_name, x, static)
-        widths = (
-            q.shape[2] * q.shape[3], k.shape[2] * (k.shape[3] + v.shape[3]), q.element_size(),
-        )  # fmt: skip
+        record = with_dense_mask(q, k, CallOptions(**given), self.cp_size)
+        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
         return (
-            f"{call.choice.describe()}\n{describe_strategy(call, widths)}\n"
+            f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"
         )
 

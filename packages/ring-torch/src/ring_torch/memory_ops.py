@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.comm.head_exchange import HeadExchange
+from ring_torch.buffers import HeadBuffer
+from ring_torch.triton_launch import DirectKernel
 
 _ROWS = 16
 _MARK_ROWS = 1024
@@ -134,32 +135,32 @@ def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def pack_heads_on_gpu(
-    exchange: HeadExchange, buffer: Tensor, tensors: Sequence[Tensor],
+    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
     """Put the part for rank n of each tensor, a range of its heads or of its tokens, into row n."""
-    _exchange_heads(exchange, buffer, tensors, orders, by_heads=by_heads, packs=True)
+    _exchange_heads(layout, buffer, tensors, orders, by_heads=by_heads, packs=True)
 
 
 def unpack_heads_on_gpu(
-    exchange: HeadExchange, buffer: Tensor, tensors: Sequence[Tensor],
+    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
     """Put row n of a buffer, which came from rank n, where its heads or tokens belong."""
-    _exchange_heads(exchange, buffer, tensors, orders, by_heads=by_heads, packs=False)
+    _exchange_heads(layout, buffer, tensors, orders, by_heads=by_heads, packs=False)
 
 
 def _exchange_heads(
-    exchange: HeadExchange, buffer: Tensor, tensors: Sequence[Tensor],
+    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
     _assert_unit_strides(*tensors)
     sizes: list[int] = []
-    for part, offset in zip(exchange.tensors, exchange.message.offsets, strict=True):
+    for part, offset in zip(layout.parts, layout.message.offsets, strict=True):
         sizes += (part.length, part.heads * part.dim, offset)
     strides = [stride for x in tensors for stride in x.stride()[:3]]
-    rows = exchange.ranks * max(x.batch * x.length for x in exchange.tensors)
-    widest = max(x.heads * x.dim for x in exchange.tensors)
+    rows = layout.ranks * max(x.batch * x.length for x in layout.parts)
+    widest = max(x.heads * x.dim for x in layout.parts)
     columns = min(triton.next_power_of_2(widest), _MOVED_COLUMNS)
     at_once = _MOVED_NUMBERS // columns
     if rows == 0:
@@ -167,10 +168,10 @@ def _exchange_heads(
     none = 3 - len(tensors)  # the kernel takes up to three
     _move_heads[(triton.cdiv(rows, at_once), len(tensors))](
         buffer, *tensors, *[None] * none, *orders, *[None] * none, *sizes, *[0] * (3 * none),
-        *strides, *[0] * (3 * none), exchange.tensors[0].batch, exchange.ranks,
-        exchange.message.size,
-        DIM0=exchange.tensors[0].dim, DIM1=exchange.tensors[1 % len(tensors)].dim,
-        DIM2=exchange.tensors[2 % len(tensors)].dim,
+        *strides, *[0] * (3 * none), layout.parts[0].batch, layout.ranks,
+        layout.message.size,
+        DIM0=layout.parts[0].dim, DIM1=layout.parts[1 % len(tensors)].dim,
+        DIM2=layout.parts[2 % len(tensors)].dim,
         ROWS=at_once, COLUMNS=columns, BY_HEADS=by_heads, PACKS=packs,
     )  # fmt: skip
 
@@ -180,6 +181,7 @@ def _assert_unit_strides(*tensors: Tensor) -> None:
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
     k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
@@ -194,6 +196,7 @@ def _pack(
     tl.store(place + K, y, mask=at < V)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _move_heads(
     buffer, x0, x1, x2, order0, order1, order2,
@@ -203,7 +206,7 @@ def _move_heads(
     DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy between a buffer ``[P, bytes]`` and up to three tensors; axis 1 of the grid picks one."""
+    """Copy between a buffer ``[P, bytes]`` and up to three tensors, one a row of the grid."""
     which = tl.program_id(1)
     if which == 0:
         _move_part(
@@ -261,6 +264,7 @@ def _move_part(
             tl.store(at_x, tl.load(at_place, mask=inside), mask=inside)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(
     total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
@@ -289,6 +293,7 @@ def _add(
     tl.store(place, x, mask=inside)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _largest(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
@@ -322,6 +327,7 @@ def _largest(
     tl.store(place, tl.where(top == float("-inf"), 0.0, top), mask=inside)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -335,6 +341,7 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
     tl.store(place, float("nan"), mask=odd & (row < rows))
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_dots(
     x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
@@ -361,6 +368,7 @@ def _row_dots(
         tl.store(place + row, found, mask=row < rows)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(
     acc, acc_lse, out, lse, rows,

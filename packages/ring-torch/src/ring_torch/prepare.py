@@ -27,15 +27,15 @@ from ring_core import (
 )
 from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
-from ring_core.choose.refusals import require_heads
-from ring_torch.call import Call, Operands, Options
+from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
-from ring_torch.kernels import KERNEL_NAMES, choose
+from ring_torch.kernels import choose, kernel_names
+from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
-from ring_torch.strategies import HEAD_STRATEGIES, strategy_for
-from ring_torch.strategies.choose import TRANSPORT_NAMES, choose_strategy
+from ring_torch.strategies import choose_strategy, resolve, strategy_names
+from ring_torch.transports import transport_names
 from ring_torch.tripwire import checked_every, number_checked
 
 _LONGEST = 48  # characters of numbers in a message
@@ -46,6 +46,9 @@ _NAMES = (*_QKV, "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
 _VALUES = frozenset({
     bool, int, float, str, tuple, type(None), Mask, KernelConfig, StrategyConfig,
 })  # fmt: skip
+#: Options without tensors, of which a key holds what is static; the facts are none, too.
+_NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
+_NO_FACTS = (None,) * 5
 _NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
@@ -53,8 +56,10 @@ def check_call(
     ring: Ranks,
     number: int,
     layout: LayoutSpec,
-    x: Operands,
-    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: CallOptions,
     *,
     grad: bool | None = None,
     check: tuple[int, int] | None = None,
@@ -70,16 +75,15 @@ def check_call(
         UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
             CUDA graph with an option or a kernel that a graph cannot hold.
     """
-    q, k, v, segment_ids, sinks, bias, alibi_slopes = x
-    q_ids, k_ids = None, None
-    if segment_ids is not None:
+    q_ids, k_ids, bias = None, None, options.bias
+    if options.segment_ids is not None:
         sizes = checks.check_qkv(
             *(_fact(y, name).described() for y, name in zip((q, k, v), "qkv", strict=True))
         )
-        q_ids, k_ids = checks.check_pair(segment_ids, sizes)
+        q_ids, k_ids = checks.check_pair(options.segment_ids, sizes)
         for ids in (q_ids, k_ids):
             _fact(ids, "segment_ids")
-    inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes)
+    inputs = Inputs(q, k, v, q_ids, k_ids, options.sinks, bias, options.alibi_slopes)
     facts = tuple([
         None if x is None and name not in _QKV else _fact(x, name)
         for name, x in zip(_NAMES, inputs, strict=False)  # all but the shift, which is not given
@@ -95,7 +99,8 @@ def check_call(
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
-        options = options._replace(dropout_seed=0)
+    if seed is not None or facts[3:] != _NO_FACTS:
+        options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)
     kinds = _kinds_in(options)
     is_plain = _VALUES.issuperset(kinds)
     as_key = _as_key if is_plain else _as_key.__wrapped__
@@ -103,9 +108,10 @@ def check_call(
         ring,
         layout,
         facts,
-        as_key(options, kinds, every),
+        as_key(options, kinds),
         kinds,
         (grad, bias_grad),
+        every,
         number > 0,
     )
     is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
@@ -130,7 +136,7 @@ def _is_hashable(x: object) -> bool:
     return True
 
 
-def _kinds_in(options: Options) -> tuple[type, ...]:
+def _kinds_in(options: CallOptions) -> tuple[type, ...]:
     """Return the types of options and of what they hold: ``True`` equals 1, and is none."""
     kinds = [*map(type, options)]
     for held in (options.window, options.cu_seqlens):
@@ -140,8 +146,8 @@ def _kinds_in(options: Options) -> tuple[type, ...]:
 
 
 @lru_cache(maxsize=256)
-def _as_key(options: Options, _kinds: tuple[type, ...], every: int) -> Options:
-    """Options as calls are known again by: one mask, whatever gave it, and no seed.
+def _as_key(options: CallOptions, _kinds: tuple[type, ...]) -> CallOptions:
+    """CallOptions as calls are known again by: one mask, whatever gave it, and no seed.
 
     ``causal`` stays, for it is more than the mask of the same name: it is checked.
 
@@ -155,9 +161,8 @@ def _as_key(options: Options, _kinds: tuple[type, ...], every: int) -> Options:
     )  # fmt: skip
     checks.check_dropout(options.dropout_p, options.dropout_seed)
     return options._replace(
-        window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None,
-        check=every,
-    )  # fmt: skip
+        window=None, chunk_size=None, cu_seqlens=None, mask=mask, dropout_seed=None
+    )
 
 
 def _check_capture(call: Call) -> None:
@@ -172,10 +177,10 @@ def _check_capture(call: Call) -> None:
             "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
             "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
         )
-    if call.kernel.capabilities.name == "eager":
+    if call.kernel.reads_on_host:
         raise UnsupportedError(
-            "kernel 'eager' looks at numbers on the host, so it cannot be captured into a CUDA "
-            "graph. Instead: leave the call out of the graph, or use kernel='triton'"
+            f"kernel {call.kernel.capabilities.name!r} looks at numbers on the host, so it cannot be captured into a CUDA "
+            f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
         )
 
 
@@ -197,9 +202,10 @@ def _prepare(
     ring: Ranks,
     layout: LayoutSpec,
     facts: tuple[TensorSpec | None, ...],
-    options: Options,
+    options: CallOptions,
     types: tuple[type, ...],
     grads: tuple[bool, bool],
+    check_every: int,
     probe: bool,
     *,
     lse_grad: bool = False,
@@ -209,7 +215,7 @@ def _prepare(
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
-    named = strategy_config(options.strategy)
+    named = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
@@ -219,37 +225,33 @@ def _prepare(
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     assert facts[0] is not None
     dtype, device = facts[0].dtype, facts[0].device
-    widths = (
-        sizes.q_heads * sizes.head_dim, sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim),
-        dtype.itemsize,
-    )  # fmt: skip
-    strategy, transport = choose_strategy(
-        named.name, options.transport, ring, plan, device, widths=widths, probe=probe
+    spec, transport = choose_strategy(
+        named.name, options.transport, ring, program, device, request=request, probe=probe
     )
     inner = None
-    if strategy in HEAD_STRATEGIES:
-        require_heads(request, ring.size)
+    if spec.splits_heads:
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, ring.size),
-            options._replace(strategy="auto", transport="auto"), types, grads, False,
+            options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
             lse_grad=lse_grad,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
-    chosen = strategy_for(
-        strategy, program, ring.rank, choice.kernel, sizes, itemsize=dtype.itemsize, needs_index=needs_index,
-        sinks=tensors.sinks is not None, segment_ids=request.segment_ids, inner=inner,
+    resolution = Resolution(
+        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids, inner
     )  # fmt: skip
+    strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = _fields(layout, plan, tensors, options, params, grads) | {
-        "kernel": choice.kernel.capabilities.name, "strategy": strategy, "transport": transport,
+        "check": check_every,
+        "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
     return Call(
-        ring, plan, program, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
-        grads[0], chosen, transport, 0, CallSignature.of(fields, "forward"),
-        CallSignature.of(fields, "backward"), check_every=options.check,
+        ring, plan, program, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),
+        CallSignature.of(fields, "backward"), check_every=check_every,
     )  # fmt: skip
 
 
@@ -304,14 +306,14 @@ def _check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, 
 
 
 def _check_options(
-    sizes: checks.Sizes, tensors: Described, options: Options, grads: tuple[bool, bool], *,
+    sizes: checks.Sizes, tensors: Described, options: CallOptions, grads: tuple[bool, bool], *,
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
         checks.check_flag(name, getattr(options, name))
-    checks.check_choice("transport", options.transport, TRANSPORT_NAMES)
+    checks.check_choice("transport", options.transport, transport_names())
     return Request(
         device=tensors.q.device.partition(":")[0], dtype=tensors.q.dtype, head_dim=sizes.head_dim,
         v_head_dim=sizes.v_head_dim, segment_ids=tensors.q_ids is not None,
@@ -319,25 +321,25 @@ def _check_options(
         alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
-    ), kernel_config(options.kernel, KERNEL_NAMES)  # fmt: skip
+    ), kernel_config(options.kernel, kernel_names())  # fmt: skip
 
 
 def _params(
-    plan: Plan, request: Request, config: KernelConfig, options: Options, grads: tuple[bool, bool],
+    plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
     device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
     return KernelParams(
         plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
-        options.deterministic, grads[1], options.bias_masks,
-        shifts_bias=request.bias and options.bias_adds and not sinks,
-        needs_lse=grads[0] or sinks or not options.drops_lse,
+        options.deterministic, grads[1], options.bias_role != "added",
+        shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
+        needs_lse=grads[0] or sinks or options.return_lse,
     )  # fmt: skip
 
 
 def _fields(
-    layout: LayoutSpec, plan: Plan, tensors: Described, options: Options, params: KernelParams,
+    layout: LayoutSpec, plan: Plan, tensors: Described, options: CallOptions, params: KernelParams,
     grads: tuple[bool, bool],
 ) -> dict[str, Any]:  # fmt: skip
     """What has to be equal on all ranks, beside what is chosen."""
@@ -348,7 +350,7 @@ def _fields(
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest, "check": options.check,
+        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest,
         **{
             name: None if x is None else [*x.shape, x.dtype]
             for name, x in tensors._asdict().items() if not name.endswith("_ids")

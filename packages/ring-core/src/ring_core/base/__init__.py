@@ -1,4 +1,4 @@
-"""What all else stands on: errors, checks of values, merging, what kernels can.
+"""Errors, checks of plain values, merging, and the records of what kernels can do.
 
 Imports nothing of the package. A new check of a plain value goes into ``arguments``.
 """

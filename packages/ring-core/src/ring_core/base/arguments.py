@@ -1,4 +1,4 @@
-"""Checks of plain arguments: numbers, numpy arrays, records. Wrong ones are named.
+"""Check plain arguments (numbers, numpy arrays, records), and name the wrong ones in errors.
 
 Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records. Types of numpy arrays
 are here too, and the tiles of a predicate mask: their side, and what they show.
@@ -19,19 +19,19 @@ Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-TILE = 128
-EMPTY, PARTIAL, FULL = 0, 1, 2
+TILE = 128  # queries, and keys, of a tile of a predicate mask
+EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of tiles: no query sees a key, some do, all do
 
 SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a whole number, Python's or numpy's, and no flag."""
+    """Return True for a Python or numpy integer; a boolean is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def describe_value(value: object) -> str:
-    """Return a wrong argument as a message shows it: arrays by type and shape, the rest by repr."""
+    """Return a wrong argument as messages show it: arrays by type and shape, the rest by repr."""
     shape = getattr(value, "shape", None)
     if shape is None:
         return repr(value)
@@ -39,10 +39,10 @@ def describe_value(value: object) -> str:
 
 
 def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -> int:
-    """A whole number in ``[low, high)``, as Python's.
+    """Check that an argument is an integer in ``[low, high)``, and return it as Python's ``int``.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no integer, or out of range; the message begins with ``name``.
     """
     if not is_integer(value) or value < low:
         raise ValueError(
@@ -54,10 +54,10 @@ def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -
 
 
 def check_index(name: str, value: Any, size: int) -> None:
-    """A whole number in ``[0, size)``.
+    """Check that an argument is an integer in ``[0, size)``.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no integer, or out of range; the message begins with ``name``.
     """
     if type(value) is int and 0 <= value < size:  # quick, for loops that ask for items
         return
@@ -66,10 +66,10 @@ def check_index(name: str, value: Any, size: int) -> None:
 
 
 def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
-    """A finite number above zero, or at least zero.
+    """Check that an argument is a finite number above zero, or with ``zero=True`` not below it.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not; the message begins with ``name``.
     """
     real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not real or not (value > 0 or (zero and value == 0)) or not is_finite(value):
@@ -80,7 +80,7 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number is finite as a float."""
+    """Return True if a number is finite once it is a float: ``10**400`` is not."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond floats
@@ -88,10 +88,10 @@ def is_finite(value: float) -> bool:
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """A value of a type.
+    """Check that an argument is an instance of a class.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not; the message begins with ``name``.
     """
     if not isinstance(value, kind):
         got = value.__name__ if isinstance(value, type) else type(value).__name__
@@ -99,20 +99,20 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_text(name: str, value: object) -> None:
-    """Words.
+    """Check that an argument is a ``str``.
 
     Raises:
-        ValueError: They are none.
+        ValueError: It is not; the message begins with ``name``.
     """
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {value!r}")
 
 
 def as_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> Floats:
-    """An array of real numbers as float64, of a shape if one is given.
+    """Return an array of real numbers as float64, of exactly ``shape`` if that is given.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no array of real numbers, or has another shape.
     """
     array = _as_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
@@ -123,10 +123,10 @@ def as_floats(name: str, value: Any, shape: Sequence[int] | None = None) -> Floa
 
 
 def as_ints(name: str, value: Any) -> Ints:
-    """An array of whole numbers as int64.
+    """Return an array of integers as int64.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no array of integers.
     """
     array = _as_array(name, value)
     if array.dtype.kind not in "iu":
@@ -135,10 +135,10 @@ def as_ints(name: str, value: Any) -> Ints:
 
 
 def as_positions(name: str, value: Any) -> Ints:
-    """A row of whole numbers.
+    """Return a one-dimensional array of integers as int64.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It has another number of dimensions, or other numbers.
     """
     array = as_ints(name, value)
     if array.ndim != 1:
@@ -147,10 +147,10 @@ def as_positions(name: str, value: Any) -> Ints:
 
 
 def check_floats(name: str, value: Any) -> None:
-    """A numpy array of floats.
+    """Check that an argument is a numpy array of floats (numpy has no bfloat16).
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not; the message begins with ``name``.
     """
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
         got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
@@ -158,6 +158,7 @@ def check_floats(name: str, value: Any) -> None:
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """Return an argument as a numpy array, or raise a ``ValueError`` with its name."""
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -165,32 +166,46 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Options that switch something are booleans."""
+    """Check that an option that switches something is ``True`` or ``False``.
+
+    Raises:
+        ValueError: It is neither, for example 1.
+    """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Options that name something are one of the known names."""
+    """Check that an option that names something is one of the known names.
+
+    Raises:
+        ValueError: It is not; the message lists the names.
+    """
     if not any(type(value) is type(name) and value == name for name in known):
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
 
 def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -> Callable[[F], F]:
-    """Show in a method's signature, in place of ``**options``, the keywords of a function.
+    """Make a decorator that shows a function's options in the signature of a method.
 
-    Those before its first option, ``causal``, say where the function runs: the method knows that.
+    The method takes them as ``**options``, which ``help()`` and editors would show instead.
+    Keywords before the first option, ``causal``, such as the process group, are left out: the
+    method fills them in itself.
     """
     params = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
     options = params[[x.name for x in params].index("causal") :]
 
-    def shown(method: F) -> F:
-        own = signature(method)
-        first = [x for x in own.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-        method.__signature__ = own.replace(parameters=[*first, *options])  # type: ignore[attr-defined]
+    def with_options(method: F) -> F:
+        method_signature = signature(method)
+        positional = [
+            x for x in method_signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
+        ]
+        method.__signature__ = method_signature.replace(  # type: ignore[attr-defined]
+            parameters=[*positional, *options]
+        )
         return method
 
-    return shown
+    return with_options
 
 
 _KEY_MASK = "use segment_ids, int32 [B, T_local], -1 for padding"
@@ -241,10 +256,10 @@ FOREIGN_OPTIONS = {
 
 
 def check_foreign_options(names: Iterable[str]) -> None:
-    """Refuse the options of other libraries by the names that they have here.
+    """Refuse keywords that other attention libraries use, naming the option that Ring has instead.
 
     Raises:
-        ValueError: One of the names is that of such an option.
+        ValueError: One of the names is such a keyword, for example SDPA's ``attn_mask``.
     """
     foreign = [name for name in names if name in FOREIGN_OPTIONS]
     if foreign:
@@ -253,9 +268,10 @@ def check_foreign_options(names: Iterable[str]) -> None:
 
 
 def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
-    """Make a function refuse the options of other libraries in words that name those here.
+    """Decorate a function so that keywords of other attention libraries raise a helpful error.
 
-    Its signature stays; a keyword that no library has stays Python's ``TypeError``.
+    See :func:`check_foreign_options`. The function's signature stays, and a keyword that no library
+    has is Python's ``TypeError`` as before.
     """
 
     @wraps(function)
@@ -269,6 +285,6 @@ def refuse_foreign_options[F: Callable[..., object]](function: F) -> F:
 
 
 def not_none[T](x: T | None) -> T:
-    """What cannot be ``None`` here."""
+    """Return ``x``, which by the caller's logic is never ``None``: for the type checker."""
     assert x is not None
     return x

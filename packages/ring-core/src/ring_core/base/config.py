@@ -1,6 +1,6 @@
-"""Kernels and strategies: what they can do, what a call asks of them, what it may choose.
+"""Records of kernels and strategies: their capabilities, a call's request, and its choices.
 
-The records of kernels drive refusals, their tests, the doctor and the support matrix.
+Capabilities drive refusals, their tests, the doctor and the support matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Band = Literal["full", "causal", "any"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel supports.
+    """The masks, options, dtypes and devices that a kernel supports.
+
+    >>> from ring_core import Capabilities
+    >>> mine = Capabilities("mine", devices=("cpu",), bands="any", softcap=True)
 
     Attributes:
         name: The kernel's name, as in ``kernel=``.
@@ -24,7 +27,8 @@ class Capabilities:
         dtypes: Names of input dtypes, e.g. ``("float32", "bfloat16")``.
         max_head_dim: Largest head dim of Q, K or V; ``None`` is unlimited.
         mixed_head_dims: The head dim of V may differ from that of Q and K.
-        bands: Bands of a work item: ``full`` only, also square ``causal`` ones, or ``any``.
+        bands: The bands ``lo <= i - j <= hi`` of a launch that it takes: ``full`` rectangles only,
+            also square ``causal`` ones, or ``any``.
         documents: One launch may span several documents (``cu_seqlens``, ``chunk_size``).
         segment_ids, predicate, softcap, bias, alibi, dropout, deterministic: The options of the
             same names.
@@ -32,7 +36,7 @@ class Capabilities:
         any_scale: ``softmax_scale`` may be 0 or less; a kernel that scales what it has masked, or
             the maximum of a row, cannot do that.
         lse_grad: The gradient of ``lse`` reaches Q and K.
-        backward: Whether there is a backward at all.
+        backward: The kernel has a backward.
         exact_nan: A NaN or infinity reaches only rows that see it; without, also others of its
             tile, up to 255 positions away.
         block_sizes: ``KernelConfig.block_q`` and ``block_k`` may be chosen.
@@ -72,12 +76,19 @@ EVERYTHING = Capabilities(
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A kernel and its settings; ``None`` leaves a setting to the kernel.
+    """A kernel and its settings, for ``kernel=``; ``None`` leaves a setting to the kernel.
+
+    >>> from ring_core import KernelConfig
+    >>> KernelConfig("triton", block_q=64, block_k=64)
+    KernelConfig(name='triton', block_q=64, block_k=64, fused_backward=None)
 
     Attributes:
         name: As in ``kernel=``; ``auto`` lets the call choose among kernels that take the settings.
         block_q, block_k: Query rows and key columns per block.
         fused_backward: One backward kernel for dQ, dK and dV rather than two.
+
+    Raises:
+        ValueError: A name that is empty, or a block size that is no positive integer.
     """
 
     name: str = "auto"
@@ -100,7 +111,11 @@ class KernelConfig:
 
 
 def kernel_config(kernel: str | KernelConfig, names: Sequence[str]) -> KernelConfig:
-    """What a call's ``kernel`` says.
+    """Return a call's ``kernel=`` as a :class:`KernelConfig`.
+
+    Args:
+        kernel: The argument, a name or a :class:`KernelConfig`.
+        names: The names that the backend knows, ``auto`` among them.
 
     Raises:
         ValueError: None of these names, or neither a name nor a :class:`KernelConfig`.
@@ -114,9 +129,11 @@ def kernel_config(kernel: str | KernelConfig, names: Sequence[str]) -> KernelCon
 
 @dataclass(frozen=True)
 class Request:
-    """What one call asks of a kernel: static facts only, equal on every rank.
+    """The requirements of one call on a kernel: static facts only, equal on every rank.
 
-    ``batch``, ``q_heads`` and ``kv_heads`` say how large it is, on one device.
+    Flags are named as in :class:`Capabilities`, and compared with those by
+    :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads`` say how large the call is on
+    one device, by which measured times are scaled.
     """
 
     device: str
@@ -156,19 +173,19 @@ OPTION_WORDS = {
 StrategyName = Literal["ring", "balanced", "gather", "ulysses"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
-RingStrategy = Literal["ring", "balanced"]  # those that go round in steps
+RingStrategy = Literal["ring", "balanced"]  # strategies in which K/V go round in steps
 RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 
-_LAYOUTS = {"balanced": ("contiguous",)}  # the only ones that it is for
+_LAYOUTS = {"balanced": ("contiguous",)}  # of strategies that need certain layouts
 
 
 def takes_layout(strategy: str, layout: object) -> bool:
-    """Whether a strategy can move the tokens of a layout: a name, or a ``ChunkLayout``."""
+    """Return True if a strategy runs on shards of a layout: a name, or a ``ChunkLayout``."""
     return strategy not in _LAYOUTS or layout in _LAYOUTS[strategy]
 
 
 def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStrategy]]:
-    """The layouts, and strategies of a ring, that go together."""
+    """Yield each layout with each ring strategy that runs on it."""
     return (
         (layout, strategy)
         for layout in layouts
@@ -179,20 +196,24 @@ def pairs_of[Name: str](layouts: Sequence[Name]) -> Iterator[tuple[Name, RingStr
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """A strategy and its parameters, where a name alone does not say enough.
+    """A strategy and its parameters, for ``strategy=`` where a name alone does not say enough.
+
+    >>> from ring_core import StrategyConfig
+    >>> StrategyConfig("balanced").name
+    'balanced'
 
     Args:
-        name: ``auto``, ``ring`` (K/V go round, a step at a time), ``balanced`` (a ring over
-            contiguous shards whose idle ranks compute for busy ones), ``gather`` (a rank fetches
-            all the K/V shards that its queries see) or ``ulysses`` (ranks exchange tokens for
-            heads; PyTorch only).
+        name: ``auto``, ``ring`` (K/V go round the ranks, a step at a time), ``balanced`` (a ring
+            over contiguous shards whose idle ranks compute for busy ones), ``gather`` (a rank
+            fetches all the K/V shards that its queries see) or ``ulysses`` (ranks exchange tokens
+            for heads; PyTorch only).
         ulysses_size: Ranks that split heads rather than tokens. No strategy has it yet, nor the
             next two.
         outer: The strategy between groups of ranks that split heads.
         local_size: Ranks of one host.
 
     Raises:
-        ValueError: No such strategy, or a field that means nothing for it.
+        ValueError: A field that means nothing for it; of a call, no such strategy.
     """
 
     name: str
@@ -201,27 +222,38 @@ class StrategyConfig:
     local_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("strategy name", self.name, ("auto", *STRATEGIES))
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be that of a strategy, or 'auto', got {self.name!r}")
         for field in fields(self)[1:]:  # no strategy has one of them yet
-            given = getattr(self, field.name)
-            if type(given) is not type(field.default) or given != field.default:
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default) or value != field.default:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
 
     @property
     def ring_strategy(self) -> RingStrategy:
-        """How a ring would do it: kernels and times are chosen by the items of its steps."""
-        return "balanced" if self.name == "balanced" else "ring"
+        """Ring strategy whose steps stand for this one when a kernel or its time is chosen.
+
+        Strategies that have no steps of a ring are judged by those of a plain ring.
+        """
+        return next((name for name in RING_STRATEGIES if name == self.name), RING_STRATEGIES[0])
 
 
-def strategy_config(strategy: str | StrategyConfig) -> StrategyConfig:
-    """What a call's ``strategy`` says.
+def strategy_config(
+    strategy: str | StrategyConfig, names: Sequence[str] = ("auto", *STRATEGIES)
+) -> StrategyConfig:
+    """Return a call's ``strategy=`` as a :class:`StrategyConfig`.
+
+    Args:
+        strategy: As given.
+        names: Those that a backend takes: it may have strategies of its own.
 
     Raises:
-        ValueError: No such strategy, or neither a name nor a :class:`StrategyConfig`.
+        ValueError: None of these names, or neither a name nor a :class:`StrategyConfig`.
     """
     config = StrategyConfig(strategy) if isinstance(strategy, str) else strategy
     if not isinstance(config, StrategyConfig):
         raise ValueError(
             f"strategy must be a name or a StrategyConfig, got {type(strategy).__name__}"
         )
+    check_choice("strategy name", config.name, names)
     return config

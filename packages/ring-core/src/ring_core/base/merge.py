@@ -1,4 +1,4 @@
-"""Merging partial attention results: the specification that backends fuse and are tested against.
+"""Merge partial attention results: the specification that backends fuse and are tested against.
 
 Attention over a set of keys is the pair ``(out, lse)`` with ``lse = log sum exp(logits)`` and
 ``out`` the softmax-weighted mean of the values. Two disjoint sets merge into the pair of their
@@ -16,17 +16,26 @@ from ring_core.base.arguments import Floats, check_floats
 
 
 def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[Floats, Floats]:
-    """Attention over the union of two disjoint sets of keys.
+    """Merge the results of the same queries over two disjoint sets of keys.
 
-    Associative and commutative to rounding, with identity ``(0, -inf)``. The value of an output
-    whose ``lse`` is ``-inf`` is never read: it may be garbage.
+    The result is that of attention over both sets. Merging is associative and commutative to
+    rounding, with identity ``(0, -inf)``. An output whose ``lse`` is ``-inf`` is never read: it may
+    be garbage.
+
+    >>> import numpy as np
+    >>> from ring_core import merge
+    >>> out_a, lse_a = np.array([[1.0]]), np.log([3.0])  # softmax sums of 3 and 1: 3/4 and 1/4
+    >>> out_b, lse_b = np.array([[5.0]]), np.log([1.0])
+    >>> out, lse = merge(out_a, lse_a, out_b, lse_b)
+    >>> print(out, np.exp(lse))
+    [[2.]] [4.]
 
     Args:
         out_a, out_b: Partial outputs ``[..., T, D]``.
-        lse_a, lse_b: Their natural-log normalisers ``[..., T]``.
+        lse_a, lse_b: Natural logarithms of their softmax denominators, ``[..., T]``.
 
     Returns:
-        ``(out, lse)`` of the same shapes.
+        ``(out, lse)`` of the same shapes and dtype.
 
     Raises:
         ValueError: Not arrays of floats, or of shapes that do not fit.
@@ -62,7 +71,7 @@ def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[F
 
 
 def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Floats, Floats]:
-    """Add the sinks, once, after the last merge.
+    """Let attention sinks take their share of the softmax: once, after the last merge.
 
     A sink is one more logit per head that takes softmax mass and yields no value::
 
@@ -71,7 +80,16 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
     Args:
         out: ``[B, T, H, D]``.
         lse: ``[B, H, T]``.
-        sinks: ``[H]``, or ``[H, n]`` for several per head; ``None`` changes nothing.
+        sinks: Logits ``[H]``, or ``[H, n]`` for several per head; ``None`` changes nothing.
+
+    >>> import numpy as np
+    >>> from ring_core import finalize
+    >>> out, lse = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1))  # one key of logit 0, value 1
+    >>> finalize(out, lse, sinks=np.zeros(1))[0].item()  # the sink's logit is 0, too: half is left
+    0.5
+
+    Returns:
+        ``(out, lse)`` of the same shapes; ``lse`` includes the sinks.
 
     Raises:
         ValueError: Not arrays of floats, or of shapes that do not fit.
@@ -91,7 +109,7 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
         )
     folded = sinks if sinks.ndim == 1 else np.logaddexp.reduce(sinks, axis=-1)
     with_sink = np.logaddexp(lse, folded[:, None])
-    nothing = np.isneginf(lse)
-    share = np.exp(np.where(nothing, 0, lse) - np.where(nothing, 0, with_sink))
-    weight = np.swapaxes(np.where(nothing, 0, share), 1, 2)[..., None]
+    fully_masked = np.isneginf(lse)
+    share = np.exp(np.where(fully_masked, 0, lse) - np.where(fully_masked, 0, with_sink))
+    weight = np.swapaxes(np.where(fully_masked, 0, share), 1, 2)[..., None]
     return np.where(weight == 0, 0, weight * out), with_sink

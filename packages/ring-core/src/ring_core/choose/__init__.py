@@ -1,4 +1,4 @@
-"""What can do a call, which of it is fastest, and how tokens lie best.
+"""Choices by what kernels can do, by measured times, and by how evenly layouts share the work.
 
 May import ``programs`` and what is below it.
 """

@@ -1,4 +1,4 @@
-"""Chunks of the sequence assigned to ranks by what their queries see."""
+"""Assign chunks of the sequence to ranks so that a mask's work is spread evenly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ring_core.layouts.layout import LAYOUTS, ChunkLayout, Layout, LayoutName, L
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.geometry import BandGeometry
 
-#: Names of all layouts, those made for a mask among them.
+#: Names of all layouts; ``chunks`` is one made for a mask.
 ALL_LAYOUTS = (*LAYOUTS, "chunks")
 
-EVEN = 1.02  # of the busiest rank over the mean: more chunks than this takes cost launches
+EVEN = 1.02  # busiest rank over the mean that is even enough: more chunks would cost launches
 _CHUNKS_PER_RANK = (1, 2, 4, 8, 16)
 _MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
 
@@ -25,22 +25,28 @@ _MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
 def balance_chunks(
     mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
 ) -> ChunkLayout:
-    """A layout whose ranks see equally many pairs under a mask, packed documents above all.
+    """Make a layout under which a mask gives every rank equally much work.
 
-    The sequence is cut into equal chunks, and these are assigned to the ranks, those that see most
-    first. The same arguments give the same layout, on every rank. Each chunk that a rank holds is a
-    launch or more, so there are as few of them as bring the busiest rank to 1.02 times the mean,
-    of 1, 2, 4, 8 and 16 a rank. Where none do, it is the most even. Chunks are multiples of 128
+    It is for masks that no named layout balances, packed documents above all. The sequence is cut
+    into equal chunks, and these are assigned to the ranks, those whose queries see most first. The
+    same arguments give the same layout, on every rank. Each chunk that a rank holds is a launch or
+    more, so of 1, 2, 4, 8 and 16 chunks a rank the fewest are taken with which the busiest rank has
+    at most 1.02 times the mean, or else those that are most even. Chunks are multiples of 128
     tokens, which kernels work in, where a length is a multiple of 128 times the number of chunks.
 
+    >>> from ring_core import Mask, balance_chunks
+    >>> documents = Mask(causal=True, cu_seqlens=(0, 6, 8))  # one long, one short
+    >>> balance_chunks(documents, seq_len=8, cp_size=2).chunks
+    ((0, 1, 2, 5), (3, 4, 6, 7))
+
     Args:
-        mask: Which query sees which key; any but a predicate.
-        seq_len: Queries, over all ranks.
-        cp_size: Ranks.
-        kv_seq_len: Keys, over all ranks, where they are not as many as queries.
+        mask: The rule that says which query sees which key; any but a predicate.
+        seq_len: Number of queries, over all ranks.
+        cp_size: Number of ranks.
+        kv_seq_len: Number of keys, over all ranks, if it is another.
 
     Returns:
-        What ``layout`` takes, with data of this length on this number of ranks.
+        A layout for ``layout=``, for sequences of this length on this number of ranks.
 
     Raises:
         ValueError: A length that ``cp_size`` does not divide; ``cu_seqlens`` that do not end at
@@ -62,10 +68,10 @@ def balance_chunks(
 def layout_for(
     name: str, mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
 ) -> LayoutSpec:
-    """A layout by its name; ``chunks`` are balanced for the mask.
+    """Return the layout of a name, where ``chunks`` is one balanced for the mask.
 
     Raises:
-        ValueError: No such name, or chunks cannot be balanced.
+        ValueError: No such name, or chunks cannot be balanced; see :func:`balance_chunks`.
     """
     check_choice("layout", name, ALL_LAYOUTS)
     if name == "chunks":
@@ -75,6 +81,7 @@ def layout_for(
 
 @lru_cache(maxsize=128)
 def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
+    """Make the layout; types are checked."""
     for length in (seq_len, keys):
         Layout("contiguous", length, cp_size)  # refuses what cannot be divided
     check_documents(mask, seq_len, keys)
@@ -87,22 +94,30 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
     queries = Layout("contiguous", seq_len, cp_size * counts[-1])
     geometry = BandGeometry(mask, queries, Layout("contiguous", keys, 1), keys - seq_len)
     pairs = geometry.count(np.arange(queries.cp_size), 0)
-    found: list[tuple[float, ChunkLayout]] = []
+    balanced: list[tuple[float, ChunkLayout]] = []
     for count in counts:
         weights = pairs.reshape(cp_size * count, -1).sum(axis=1)
         chunks = _swap_until_even(_assign(weights, cp_size), weights)
         load = weights[chunks].sum(axis=1)
         balance = float(load.max() / load.mean())
         # Early chunks on early ranks, as in ``contiguous`` and ``zigzag``.
-        by_first_chunk = tuple(sorted(tuple(sorted(one)) for one in chunks.tolist()))
-        found.append((balance, ChunkLayout(by_first_chunk)))
+        by_first_chunk = tuple(sorted(tuple(sorted(of_rank)) for of_rank in chunks.tolist()))
+        balanced.append((balance, ChunkLayout(by_first_chunk)))
         if balance <= EVEN:
             break
-    return min(found, key=lambda one: one[0])[1]
+    return min(balanced, key=lambda balance_and_layout: balance_and_layout[0])[1]
 
 
 def _assign(weights: Ints, cp_size: int) -> Ints:
-    """Chunks ``[cp_size, n]``: the heaviest first, each to the least loaded rank with room."""
+    """Assign chunks to ranks: the heaviest first, each to the least loaded rank that takes more.
+
+    Args:
+        weights: Visible pairs of each chunk's queries, ``[chunks]``.
+        cp_size: Number of ranks, each of which takes equally many chunks.
+
+    Returns:
+        Chunk numbers, int64 ``[cp_size, chunks / cp_size]``.
+    """
     chunks: list[list[int]] = [[] for _ in range(cp_size)]
     ranks = [(0, rank) for rank in range(cp_size)]
     for chunk in np.argsort(-weights, kind="stable").tolist():
@@ -114,16 +129,22 @@ def _assign(weights: Ints, cp_size: int) -> Ints:
 
 
 def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
-    """Let the busiest rank swap a chunk with another while the busier of the two gets less."""
+    """Let the busiest rank swap chunks with others, as long as that lowers the larger of two loads.
+
+    Args:
+        chunks: Chunk numbers ``[cp_size, n]``.
+        weights: Visible pairs of each chunk's queries.
+    """
     chunks = chunks.copy()
     for _ in range(weights.size):
         held = weights[chunks]
         load = held.sum(axis=1)
         top = int(load.argmax())
+        # Try all swaps at once: of the n-th chunk of the busiest rank with any chunk of any rank.
         moved = held[top][:, None, None] - held  # [n of the busiest, rank, n of the rank]
         after = np.maximum(load[top] - moved, load[:, None] + moved)
-        mine, rank, theirs = map(int, np.unravel_index(int(after.argmin()), after.shape))
-        if after[mine, rank, theirs] >= load[top]:
+        n, rank, m = map(int, np.unravel_index(int(after.argmin()), after.shape))
+        if after[n, rank, m] >= load[top]:
             break
-        chunks[top, mine], chunks[rank, theirs] = chunks[rank, theirs], chunks[top, mine]
+        chunks[top, n], chunks[rank, m] = chunks[rank, m], chunks[top, n]
     return chunks

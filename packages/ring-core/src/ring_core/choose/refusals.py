@@ -1,4 +1,4 @@
-"""Whether a kernel can do a call: where what it can is compared with what is asked."""
+"""Refuse calls that a kernel cannot do: its capabilities are compared with the request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from ring_core.programs.ring import RingProgram
 
 
 def refusals(capabilities: Capabilities, request: Request, program: RingProgram) -> tuple[str, ...]:
-    """Every reason why a kernel cannot do a call; empty if it can."""
+    """Return every reason why a kernel cannot do a call; empty if it can.
+
+    >>> from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
+    >>> mine = Capabilities("mine", devices=("cuda",), max_head_dim=128)
+    >>> request = Request("cuda", "bfloat16", head_dim=256, v_head_dim=256)
+    >>> refusals(mine, request, ring_program(make_plan(Mask(), seq_len=8, cp_size=2)))
+    ('takes head dims up to 128, not 256',)
+
+    Args:
+        capabilities: The kernel's.
+        request: The call's options, sizes and dtype.
+        program: The items of its mask over the ranks.
+    """
     can, dims = capabilities, (request.head_dim, request.v_head_dim)
-    largest, most = max(dims), can.deterministic_head_dim
+    largest, max_deterministic = max(dims), can.deterministic_head_dim
     reasons: dict[str, Any] = {
         f"runs on {_one_of(can.devices)}, not on {request.device}": (
             can.devices and request.device not in can.devices
@@ -32,8 +44,11 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
             f"has no {words}": getattr(request, option) and not getattr(can, option)
             for option, words in OPTION_WORDS.items()
         },
-        f"is deterministic for head dims up to {most}, not {largest}": (
-            request.deterministic and can.deterministic and most is not None and largest > most
+        f"is deterministic for head dims up to {max_deterministic}, not {largest}": (
+            request.deterministic
+            and can.deterministic
+            and max_deterministic is not None
+            and largest > max_deterministic
         ),
         "has no backward": request.grad and not can.backward,
     }
@@ -42,6 +57,7 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
 
 
 def _mask_refusals(can: Capabilities, program: RingProgram) -> dict[str, Any]:
+    """Return reasons that the mask gives, each with a value that is true if the reason applies."""
     if program.plan.mask.predicate is not None:
         return {"has no predicate masks": not can.predicate}
     counts = program.item_counts
@@ -68,8 +84,12 @@ def require(
 ) -> None:
     """Raise unless a kernel can do a call.
 
+    Args:
+        capabilities, request, program: As in :func:`refusals`.
+        others: Kernels to suggest instead, those that can do the call.
+
     Raises:
-        UnsupportedError: Naming every reason, and which of ``others`` could do it.
+        UnsupportedError: The kernel cannot; the message has every reason and what to use instead.
     """
     reasons = refusals(capabilities, request, program)
     if not reasons:
@@ -89,16 +109,20 @@ def split_by_reasons[Kernel](
     timed: Collection[str],
     device: str | None,
 ) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
-    """The kernels that can do a call, in their order, and why others cannot.
+    """Return the kernels that can do a call, in their order, and why others cannot.
 
-    Where there is one for a device already, those that were never timed are not asked: they would
-    not be taken. One that is for every device is the last.
+    Where earlier kernels serve the same device types, one without measured times is skipped, as
+    ``auto`` would not take it. With ``device=None`` a kernel for any device ends the list.
 
     Args:
-        kernels: With what they can do.
-        why_not: Every reason why one cannot do the call.
-        timed: Names of those that were.
-        device: Where the call runs; ``None`` where each of the kernels' own counts.
+        kernels: Kernels with their capabilities, in order of preference.
+        why_not: A function that returns every reason why a kernel cannot do the call.
+        timed: Names of kernels with measured times.
+        device: The call's device type; ``None`` if it is not known yet, and each kernel's own
+            types count.
+
+    Returns:
+        The kernels that can, and the others' capabilities with their reasons.
     """
     able: list[Kernel] = []
     refused: list[tuple[Capabilities, tuple[str, ...]]] = []
@@ -118,7 +142,15 @@ def split_by_reasons[Kernel](
 
 
 def support_matrix(kernels: Sequence[Capabilities]) -> str:
-    """A Markdown table of what each kernel supports, one column a kernel."""
+    """Return a Markdown table of what each kernel supports, with a column for each.
+
+    >>> from ring_core import Capabilities, support_matrix
+    >>> print(support_matrix([Capabilities("mine", devices=("cpu",))]).split("| dtypes")[0])
+    | | `mine` |
+    |---|---|
+    | devices | cpu |
+    <BLANKLINE>
+    """
     names = " | ".join(f"`{kernel.name}`" for kernel in kernels)
     lines = [f"| | {names} |", "|---|" + "---|" * len(kernels)]
     for row in fields(Capabilities)[1:]:  # all but the name
@@ -137,28 +169,3 @@ def _cell(value: object) -> str:
 
 def _one_of(words: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def require_heads(request: Request, cp_size: int) -> None:
-    """Check that ranks can exchange tokens for heads (strategy ``ulysses``).
-
-    Raises:
-        UnsupportedError: Heads that ranks do not divide, or an option it has not got yet.
-    """
-    reasons = [
-        f"{name} {count} heads, which {cp_size} ranks do not divide"
-        for name, count in (("q has", request.q_heads), ("k and v have", request.kv_heads))
-        if count % cp_size
-    ]
-    reasons += [
-        f"it has no {name} yet"
-        for name, is_asked in (
-            ("bias", request.bias), ("segment_ids", request.segment_ids),
-            ("dropout_p", request.dropout),
-        )
-        if is_asked
-    ]  # fmt: skip
-    if reasons:
-        raise UnsupportedError(
-            f"strategy 'ulysses': {'; '.join(reasons)}. Instead: use strategy='ring' or 'gather'"
-        )

@@ -1,4 +1,4 @@
-"""Which rank holds which token: token -> (rank, local index), as runs of evenly spaced tokens."""
+"""Layouts: token -> (rank, local index), as runs of evenly spaced tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ LayoutName = Literal["contiguous", "zigzag", "striped"]
 
 
 class Run(NamedTuple):
-    """Local indices ``local_start + n`` hold positions ``global_start + stride * n``."""
+    """Evenly spaced tokens that lie next to each other on a rank.
+
+    Local index ``local_start + n`` holds position ``global_start + stride * n``, for ``0 <= n <
+    length``.
+    """
 
     local_start: int
     length: int
@@ -36,15 +40,20 @@ class Run(NamedTuple):
 class ChunkLayout:
     """Equal chunks of the sequence, assigned to ranks.
 
-    :func:`ring_core.balance_chunks` makes one that is even for a mask; any other is as exact.
-    Frozen and hashable.
+    :func:`ring_core.balance_chunks` makes one that spreads the work of a mask evenly; results are
+    exact with any. Frozen and hashable.
+
+    >>> from ring_core import ChunkLayout, Layout
+    >>> layout = ChunkLayout(((0, 3), (1, 2)))  # of four chunks, as zigzag assigns them
+    >>> Layout(layout, seq_len=8, cp_size=2).positions(0)
+    array([0, 1, 6, 7])
 
     Args:
         chunks: For each rank the chunks it holds, ascending, as many as every other rank; together
             ``0, 1, ...``, each once.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are not ascending, not equally many on all ranks, or not each there once.
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -73,28 +82,38 @@ class ChunkLayout:
 
     @property
     def cp_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.chunks)
 
     @property
     def chunks_per_rank(self) -> int:
-        """Chunks that each rank holds."""
+        """Number of chunks that each rank holds."""
         return len(self.chunks[0])
 
     @cached_property
     def table(self) -> Ints:
-        """The chunks as an array ``[cp_size, chunks_per_rank]``."""
+        """Chunk numbers as an int64 array ``[cp_size, chunks_per_rank]``."""
         return np.array(self.chunks, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How ``seq_len`` tokens are assigned to ``cp_size`` ranks.
+    """An assignment of ``seq_len`` tokens to ``cp_size`` ranks, equally many to each.
 
     ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
     ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
     swap); one rank alone holds all as it is. ``striped``: it holds every ``cp_size``-th token from
     token ``r`` on. A :class:`ChunkLayout`: it holds the chunks that this says.
+
+    >>> from ring_core import Layout
+    >>> Layout("zigzag", seq_len=8, cp_size=2).positions(0)
+    array([0, 1, 6, 7])
+    >>> Layout("striped", seq_len=8, cp_size=2).positions(1)
+    array([1, 3, 5, 7])
+
+    Raises:
+        ValueError: Unknown name, chunks for another number of ranks, or a length that is no
+            positive multiple of :attr:`divisor`.
     """
 
     name: LayoutName | ChunkLayout
@@ -134,43 +153,43 @@ class Layout:
 
     @property
     def divisor(self) -> int:
-        """Sequence lengths must be a multiple of this."""
+        """Number that the sequence length must be a multiple of."""
         return self.cp_size * self.num_runs
 
     @property
     def local_len(self) -> int:
-        """Tokens per rank."""
+        """Number of tokens per rank."""
         return self.seq_len // self.cp_size
 
     @property
     def stride(self) -> int:
-        """Distance of neighbouring tokens of a run."""
+        """Distance of neighbouring tokens of a run, in positions."""
         return self.cp_size if self.name == "striped" else 1
 
     @property
     def num_runs(self) -> int:
-        """Runs per rank."""
+        """Number of runs per rank."""
         if isinstance(self.name, ChunkLayout):
             return self.name.chunks_per_rank
         return 2 if self._is_zigzag else 1
 
     @property
     def _is_zigzag(self) -> bool:
-        """Return True if ranks hold two chunks each; one rank alone holds the sequence as it is."""
+        """True if ranks hold two chunks each; one rank alone holds the sequence as it is."""
         return self.name == "zigzag" and self.cp_size > 1
 
     @property
     def run_starts(self) -> tuple[int, ...]:
-        """Local index at which each run starts; the same on every rank."""
+        """Local index at which each run starts, equal on every rank."""
         return tuple(range(0, self.local_len, self.run_length))
 
     @property
     def run_length(self) -> int:
-        """Tokens a run; the same for all."""
+        """Number of tokens of each run."""
         return self.local_len // self.num_runs
 
     def run_positions(self, rank: npt.ArrayLike) -> Ints:
-        """Position of the first token of each run: ``[..., runs]`` for ranks ``[...]``."""
+        """Return the position of each run's first token, ``[..., runs]`` for ranks ``[...]``."""
         r = np.asarray(rank, dtype=np.int64)
         if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
@@ -179,7 +198,7 @@ class Layout:
         return r[..., None] * (1 if self.name == "striped" else self.local_len)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The runs of one rank, in local order."""
+        """Return the runs of one rank, in local order."""
         check_index("rank", rank, self.cp_size)
         return tuple(
             Run(local, self.run_length, start, self.stride)
@@ -187,7 +206,7 @@ class Layout:
         )
 
     def positions(self, rank: int) -> Ints:
-        """Global position of each local index of a rank, ``[local_len]``."""
+        """Return the global position of each token that a rank holds, int64 ``[local_len]``."""
         check_index("rank", rank, self.cp_size)
         steps = np.arange(self.run_length, dtype=np.int64) * self.stride
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)
@@ -198,10 +217,10 @@ LayoutSpec = LayoutName | ChunkLayout
 
 
 def check_layout(layout: LayoutSpec) -> LayoutSpec:
-    """The first argument of a :class:`Layout`.
+    """Check that an argument is the name of a layout or a :class:`ChunkLayout`, and return it.
 
     Raises:
-        ValueError: No such layout.
+        ValueError: It is neither; the message lists the names.
     """
     if not isinstance(layout, ChunkLayout):
         try:
@@ -212,7 +231,11 @@ def check_layout(layout: LayoutSpec) -> LayoutSpec:
 
 
 def divisor_of(layout: LayoutSpec, cp_size: int) -> int:
-    """Sequence lengths must be a multiple of this in a layout.
+    """Return the number that sequence lengths must be a multiple of, in a layout over ranks.
+
+    >>> from ring_core import divisor_of
+    >>> divisor_of("zigzag", cp_size=4)
+    8
 
     Raises:
         ValueError: No such layout, or it has chunks for another number of ranks.

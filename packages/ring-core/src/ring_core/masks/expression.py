@@ -1,7 +1,8 @@
-"""A mask's rule as an expression over positions, for kernels that are compiled for one.
+"""Trace a mask's rule into an expression over positions, for kernels that are compiled for one.
 
-The rule is called once with objects that note what is done to them. What they cannot note, such as
-a table that is looked up, or an ``if``, leaves the mask without an expression.
+The rule is called once with objects that record the operators applied to them. Something they
+cannot record, such as a table that is looked up, or an ``if``, leaves the mask without an
+expression.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ring_core.masks.mask import Mask
 Expression = str | int | tuple[Any, ...]
 Operators = Mapping[str, Callable[..., Any]]
 
-#: Operators of expressions. Of ``floordiv`` and ``mod`` the first is no less than 0, the second is
-#: a number above 0, so that rounding down and towards 0 are one.
+#: Operators of expressions. ``floordiv`` and ``mod`` have operands >= 0 and constant divisors > 0,
+#: so that rounding down and rounding towards 0 agree.
 OPERATORS: Operators = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "max": np.maximum,
     "floordiv": operator.floordiv, "mod": operator.mod, "shift": operator.rshift,
@@ -31,12 +32,21 @@ OPERATORS: Operators = {
 }  # fmt: skip
 
 _LIMIT = 1 << 31
-_LARGEST = 256  # operators: what is used again counts again, as a kernel would spell it out
+_MOST_OPERATORS = 256  # a shared part counts at each use, as a kernel would spell it out
 _SAMPLED = 64  # positions on each side at which an expression is compared with its mask
 
 
 def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPERATORS) -> Any:
-    """What an expression says of positions, by somebody's operators; numpy's by default."""
+    """Evaluate an expression at positions ``q`` and ``k``.
+
+    Args:
+        expression: As :func:`expression_of` returns it.
+        q, k: Arrays of positions that broadcast, or whatever the operators take.
+        operators: A function for each name of ``OPERATORS``; numpy's by default.
+
+    >>> evaluated(("le", "k", ("sub", "q", 2)), 5, 3)
+    True
+    """
     if isinstance(expression, tuple):
         name, *args = expression
         return operators[name](*(evaluated(x, q, k, operators) for x in args))
@@ -47,10 +57,14 @@ def evaluated(expression: Expression, q: Any, k: Any, operators: Operators = OPE
 def expression_of(
     mask: Mask, q_span: tuple[int, int], k_span: tuple[int, int]
 ) -> Expression | None:
-    """The rule for positions ``start <= q < stop`` and ``start <= k < stop``, in 32-bit integers.
+    """Return a mask's rule as an expression, good for positions inside two spans ``[start, stop)``.
 
-    ``None`` if it is not made of operators on integers alone, is long, has documents, or has
-    numbers in it that do not fit.
+    All numbers in it fit into 32 bits there. The result is ``None`` if the rule is not made of
+    operators on integers alone, has more than 256 of them, has documents (``cu_seqlens``), or has
+    numbers that do not fit.
+
+    >>> expression_of(Mask(causal=True), (0, 8), (0, 8))
+    ('le', ('sub', 'k', 'q'), 0)
     """
     if mask.cu_seqlens is not None:
         return None
@@ -61,22 +75,28 @@ def expression_of(
         return None
     if not isinstance(rule, _Traced) or not rule.is_bool:
         return None
-    rows, columns = _some(q_span)[:, None], _some(k_span)
+    # A rule may act differently on arrays than on what traced it: compare the two at some
+    # positions.
+    rows, columns = _sample_span(q_span)[:, None], _sample_span(k_span)
     with np.errstate(all="ignore"):
         same = evaluated(rule.expression, rows, columns) == mask.dense(rows[:, 0], columns)
     return rule.expression if np.all(same) else None
 
 
-def _some(span: tuple[int, int]) -> Ints:
-    """Positions of a span: its ends, and others at random."""
-    found = np.random.default_rng(0).integers(*span, _SAMPLED)
-    found[:2], found[-2:] = span[0], span[1] - 1
-    return found
+def _sample_span(span: tuple[int, int]) -> Ints:
+    """Return positions of a span: its ends, and others at random."""
+    positions = np.random.default_rng(0).integers(*span, _SAMPLED)
+    positions[:2], positions[-2:] = span[0], span[1] - 1
+    return positions
 
 
 @dataclass(frozen=True, eq=False)
 class _Traced:
-    """A number between two others, or a truth value, and where it comes from."""
+    """An integer with bounds, or a truth value, with the expression that computes it.
+
+    Operators on it make larger ones. The bounds ``low`` and ``high`` show that 32 bits suffice;
+    ``size`` counts operators.
+    """
 
     expression: Expression
     low: int
@@ -90,7 +110,7 @@ class _Traced:
     def __post_init__(self) -> None:
         if not -_LIMIT <= self.low <= self.high < _LIMIT:
             raise OverflowError("does not fit in 32 bits")
-        if self.size > _LARGEST:
+        if self.size > _MOST_OPERATORS:
             raise OverflowError("is too long")
 
     def __bool__(self) -> bool:
@@ -126,25 +146,27 @@ class _Traced:
 
     def __floordiv__(self, other: object) -> _Traced:
         by = _divisor(other)
-        one, times = self._moved_above(by)
+        dividend, multiples = self._made_nonnegative(by)
         name, number = ("shift", by.bit_length() - 1) if by & (by - 1) == 0 else ("floordiv", by)
-        found = _of_two(name, (one, _number(number)), one.low // by, one.high // by)
-        return found - times if times else found
+        quotient = _of_two(
+            name, (dividend, _number(number)), dividend.low // by, dividend.high // by
+        )
+        return quotient - multiples if multiples else quotient
 
     def __mod__(self, other: object) -> _Traced:
         by = _divisor(other)
-        one, _ = self._moved_above(by)
+        dividend, _ = self._made_nonnegative(by)
         name, number = ("bits", by - 1) if by & (by - 1) == 0 else ("mod", by)
-        return _of_two(name, (one, _number(number)), 0, by - 1)
+        return _of_two(name, (dividend, _number(number)), 0, by - 1)
 
-    def _moved_above(self, by: int) -> tuple[_Traced, int]:
-        """This and so many times a number that it is no less than 0, and how many."""
+    def _made_nonnegative(self, by: int) -> tuple[_Traced, int]:
+        """Add multiples of ``by`` until it cannot be negative; return the sum and how many."""
         number = _number(self)
-        times = max(0, -(number.low // by))
-        return (number + times * by if times else number), times
+        multiples = max(0, -(number.low // by))
+        return (number + multiples * by if multiples else number), multiples
 
     def _joined(self, name: str, other: object) -> _Traced:
-        """Of two truth values, one of which may be known."""
+        """Combine two truth values, one of which may be a constant."""
         if not self.is_bool or not (
             isinstance(other, bool | np.bool_) or (isinstance(other, _Traced) and other.is_bool)
         ):
@@ -173,12 +195,16 @@ class _Traced:
 def _of_two(
     name: str, parts: tuple[_Traced, _Traced], low: int, high: int, *, is_bool: bool = False
 ) -> _Traced:
+    """Return the operator ``name`` applied to two operands, with bounds of its result."""
     a, b = parts
     return _Traced((name, a.expression, b.expression), low, high, is_bool, 1 + a.size + b.size)
 
 
 def _number(x: object) -> _Traced:
-    """An integer; what numpy makes of truth values in sums differs from what others do."""
+    """Return an integer operand as traced.
+
+    Truth values are refused: numpy and the frameworks differ in what sums of them are.
+    """
     if isinstance(x, _Traced) and not x.is_bool:
         return x
     if isinstance(x, int | np.integer) and not isinstance(x, bool):
@@ -187,6 +213,7 @@ def _number(x: object) -> _Traced:
 
 
 def _divisor(x: object) -> int:
+    """Return a divisor, which must be a constant above 0."""
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and x > 0:
         return int(x)
     raise TypeError("is no number above 0")

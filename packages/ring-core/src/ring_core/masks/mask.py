@@ -1,4 +1,4 @@
-"""Which query sees which key: one rule over global positions.
+"""Masks, which say which query sees which key: one rule over global positions.
 
 A query at position ``i`` sees a key at position ``j`` when every part of the rule that was given
 says so::
@@ -28,7 +28,16 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Mask:
-    """A visibility rule over global positions; frozen and hashable.
+    """A rule over global positions that says which query sees which key; frozen and hashable.
+
+    The parts that are given are combined with *and*.
+
+    >>> from ring_core import Mask
+    >>> Mask(causal=True, window=(1, 0)).dense(range(4), range(4)).astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 1, 1, 0],
+           [0, 0, 1, 1]])
 
     Args:
         causal: A query sees keys at its own position and before.
@@ -64,8 +73,8 @@ class Mask:
             ("window", _checked_window), ("chunk_size", _checked_chunk_size),
             ("cu_seqlens", _checked_cu_seqlens),
         ):  # fmt: skip
-            given = getattr(self, name)
-            store(self, name, None if given is None else checked(given))
+            value = getattr(self, name)
+            store(self, name, None if value is None else checked(value))
         parts = (self.causal, self.window, self.chunk_size, self.cu_seqlens, self.predicate)
         try:
             store(self, "_hash", hash(parts))
@@ -79,21 +88,28 @@ class Mask:
 
     @property
     def band(self) -> Window:
-        """``(left, right)`` of the rule ``-right <= q - k <= left``; ``None`` is unbounded."""
+        """``causal`` and ``window`` as ``(left, right)`` of ``-right <= q_pos - k_pos <= left``.
+
+        ``None`` is unbounded.
+        """
         left, right = self.window or (None, None)
         return (left, 0) if self.causal else (left, right)
 
     @cached_property
     def document_offsets(self) -> Ints | None:
-        """``cu_seqlens`` as an array without empty documents."""
-        given = self.cu_seqlens
-        return None if given is None else np.unique(np.asarray(given, dtype=np.int64))
+        """``cu_seqlens`` as an array, without empty documents; ``None`` without ``cu_seqlens``."""
+        offsets = self.cu_seqlens
+        return None if offsets is None else np.unique(np.asarray(offsets, dtype=np.int64))
 
     def boundaries(self, start: int, stop: int) -> Ints | None:
-        """Ascending positions that cut ``[start, stop)`` into cells no query sees beyond.
+        """Return the borders of chunks and documents, ascending, or ``None`` if there are neither.
 
-        Chunks and documents are both partitions into ranges, so tokens see each other under both
-        exactly when they share a cell of the common refinement. ``None`` when there is neither.
+        They cut the positions ``[start, stop)`` into cells. Tokens may see each other only inside a
+        cell: chunks and documents both partition the positions into ranges, and cells are the
+        common refinement.
+
+        >>> Mask(chunk_size=4, cu_seqlens=(0, 6, 8)).boundaries(0, 8)
+        array([0, 4, 6, 8])
         """
         cuts = []
         if self.chunk_size is not None:
@@ -104,10 +120,10 @@ class Mask:
         return np.unique(np.concatenate(cuts)) if cuts else None
 
     def rule(self, q_pos: Any, k_pos: Any) -> Any:
-        """The rule without ``cu_seqlens``, by operators alone: any framework's integer arrays.
+        """Evaluate the rule without ``cu_seqlens`` on integer arrays of numpy, torch or jax.
 
-        The arrays must broadcast against each other; the result is boolean, or ``True`` when
-        nothing but ``cu_seqlens`` was given.
+        It uses operators that these share. The arrays must broadcast against each other; the
+        result is boolean, or ``True`` when nothing but ``cu_seqlens`` was given.
         """
         left, right = self.band
         parts = []
@@ -122,7 +138,14 @@ class Mask:
         return reduce(operator.and_, parts) if parts else True
 
     def dense(self, q_pos: npt.ArrayLike, k_pos: npt.ArrayLike) -> Bools:
-        """Boolean ``[len(q_pos), len(k_pos)]``: which query sees which key."""
+        """Return the mask as booleans ``[len(q_pos), len(k_pos)]``, True where a query sees a key.
+
+        Args:
+            q_pos, k_pos: Global positions, one row of integers each.
+
+        Raises:
+            ValueError: They are not.
+        """
         q, k = as_positions("q_pos", q_pos), as_positions("k_pos", k_pos)
         visible = np.ones((q.size, k.size), dtype=bool)
         visible &= np.asarray(self.rule(q[:, None], k[None, :]), dtype=bool)
@@ -132,7 +155,11 @@ class Mask:
         return visible
 
     def describe(self) -> str:
-        """A few words for messages and headings, e.g. ``causal, window=(4096, 0)``."""
+        """Return a few words for messages and headings.
+
+        >>> Mask(causal=True, window=(4096, 0)).describe()
+        'causal, window=(4096, 0)'
+        """
         words = ["causal"] if self.causal else []
         words += [f"window={self.window}"] if self.window is not None else []
         words += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
@@ -143,10 +170,10 @@ class Mask:
 
 
 def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
-    """Check that documents, if there are any, are of sequences of these lengths.
+    """Check that ``cu_seqlens``, if given, end at the sequence length, the same for Q and K.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They end elsewhere, or there are other keys than queries.
     """
     if mask.cu_seqlens is None:
         return
@@ -162,6 +189,7 @@ def check_documents(mask: Mask, q_len: int, k_len: int) -> None:
 
 
 def _checked_window(window: Any) -> Window:
+    """Check ``window``, and return it as a tuple of Python integers and ``None``."""
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(
             f"window must be a pair (left, right), each a number of keys besides the query's own or "
@@ -179,6 +207,7 @@ def _checked_window(window: Any) -> Window:
 
 
 def _checked_chunk_size(chunk_size: Any) -> int:
+    """Check ``chunk_size``, and return it as a Python integer."""
     if not is_integer(chunk_size) or not 1 <= chunk_size < SIZE_LIMIT:
         raise ValueError(
             f"chunk_size must be an integer >= 1 or None, got {chunk_size!r}; the largest is 2**40 - 1"
@@ -187,6 +216,7 @@ def _checked_chunk_size(chunk_size: Any) -> int:
 
 
 def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
+    """Check ``cu_seqlens``, and return them as a tuple of Python integers."""
     try:
         offsets = np.asarray(cu_seqlens)
     except (TypeError, RuntimeError) as error:
@@ -203,12 +233,12 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
         )
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {int(offsets[0])}")
-    found = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
-    if found.size:
-        at = int(found[0])
+    descents = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
+    if descents.size:
+        entry = int(descents[0])
         raise ValueError(
-            f"cu_seqlens must be ascending; entry {at + 1} is {int(offsets[at + 1])} after "
-            f"{int(offsets[at])}"
+            f"cu_seqlens must be ascending; entry {entry + 1} is {int(offsets[entry + 1])} after "
+            f"{int(offsets[entry])}"
         )
     return tuple(offsets.tolist())
 
@@ -220,16 +250,17 @@ def mask_of(
     chunk_size: int | None,
     cu_seqlens: Sequence[int] | None,
 ) -> Mask:
-    """:class:`Mask` of these options, which may be changed in place between calls.
+    """Return the :class:`Mask` of a call's options, the same object for equal options.
 
-    Tuples of integers cannot, and are known again by their identity; arrays and lists by what they
-    hold.
+    It is called on every call, so masks are cached. Lists and arrays may be changed in place
+    between calls and are compared by their contents; tuples of integers cannot change and are
+    recognised by their identity.
 
     Raises:
         ValueError: An option is malformed.
     """
     sides = tuple(window) if isinstance(window, tuple | list) else (window,)
-    # Equal options of unlike types are not the same, 1 is no flag: so types are part of the key.
+    # Types are part of the key: 1 == True, but 1 is no flag and has to be refused.
     types = (type(causal), type(window), type(chunk_size), *map(type, sides))
     options = (causal, tuple(window) if isinstance(window, list) else window, chunk_size)
     try:
@@ -240,14 +271,14 @@ def mask_of(
 
 @dataclass(frozen=True)
 class _Offsets:
-    """``cu_seqlens`` that are equal where their keys are."""
+    """``cu_seqlens`` as a cache key: equal where ``key`` is, an identity or the contents."""
 
     key: Any
     values: Any = field(compare=False)  # kept, so that no other object gets its identity
 
     @classmethod
     def of(cls, values: Any) -> _Offsets:
-        """Of a tuple, an array of any framework that lies on the host, or a list.
+        """Make the key of a tuple, a list, or an array of any framework that lies on the host.
 
         Raises:
             TypeError: Not integers, or not on the host.

@@ -1,4 +1,4 @@
-"""What meets what: for any pair of ranks the work items, by mask and layouts.
+"""Plans: for any pair of ranks the work items, from a mask and the layouts.
 
 May import ``masks``, ``layouts``, ``base`` and ``checks``.
 """

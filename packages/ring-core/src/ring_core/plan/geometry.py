@@ -1,4 +1,4 @@
-"""What one rank's queries see of another rank's keys, for many pairs of ranks at once.
+"""Compute what one rank's queries see of another rank's keys, for many pairs of ranks at once.
 
 Between two runs of tokens the mask is a band over a rectangle (:mod:`ring_core.masks.band`); chunk
 and document borders clip the rectangle first. All functions take arrays of ranks and work on all
@@ -26,8 +26,9 @@ _CELLS_AT_ONCE = 1 << 15  # arrays that stay in cache
 class RectangleTable(NamedTuple):
     """Rectangles ``[..., n]`` of each pair of ranks; the empty ones are all zeros.
 
-    ``doc_start:doc_stop`` are the cells of ``boundaries`` that the rectangle spans; both are zero
-    where it lies inside a single cell, so that the band alone is the rule.
+    A *cell* lies between two neighbouring ``boundaries`` (of documents and chunks); tokens see only
+    their own cell. ``doc_start:doc_stop`` are the cells that a rectangle spans; both are zero where
+    it lies inside a single one, so that the band alone is the rule.
     """
 
     rect: Rectangles
@@ -37,7 +38,10 @@ class RectangleTable(NamedTuple):
 
 @dataclass(frozen=True)
 class BandGeometry:
-    """The geometry of every mask but a predicate."""
+    """Rectangles and counts of any mask without a predicate, worked out from bands.
+
+    :class:`ring_core.plan.tile_mask.BlockGeometry` has the same methods for predicates.
+    """
 
     mask: Mask
     q_layout: Layout
@@ -52,9 +56,12 @@ class BandGeometry:
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
-        """The rectangles a pair of ranks computes, in as few as possible.
+        """Return the rectangles that pairs of ranks compute, as few as possible.
 
-        ``half`` 0 or 1 asks for half of the query rows.
+        Args:
+            q_rank, kv_rank: Ranks whose queries and whose keys meet; they broadcast to ``[...]``.
+            half: 0 or 1 asks for the first or second half of the query rows, cut so that both see
+                equally many keys in sum; ``None`` for all rows.
         """
         rows = self._pieces(q_rank, kv_rank, half)
         if self.boundaries is not None:
@@ -62,9 +69,10 @@ class BandGeometry:
         return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
 
     def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> RectangleTable:
-        """One rectangle for each run of a rank's queries against neighbouring keys.
+        """Return a rectangle for each run of a rank's queries against keys at ``k_start:k_stop``.
 
-        For a layout of keys whose local indices are their positions.
+        The keys must lie in natural order on one rank (``k_layout.cp_size == 1``), so that columns
+        are positions.
         """
         assert self.k_layout.cp_size == 1
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
@@ -74,13 +82,17 @@ class BandGeometry:
         return rows if self.boundaries is None else self._live_only(q_rank, 0, rows)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
-        """Visible (query, key) pairs of each pair of ranks."""
+        """Count the visible (query, key) pairs of each pair of ranks, as :meth:`rows` has them."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
             return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
         return self._count(q_rank, kv_rank, self._pieces(q_rank, kv_rank, half)).sum(axis=-1)
 
     def _runs(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike) -> tuple[Ints, Ints, Ints, Ints]:
-        """Local start and position of both runs of every pair of runs, ``[..., n]``."""
+        """Return where each pair of runs starts: ``(q_local, k_local, q_pos, k_pos)``.
+
+        Local indices ``[n]`` are equal on all ranks, positions are ``[..., n]``; ``n`` counts the
+        runs of a rank's queries times those of its keys.
+        """
         q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
         q_pos = self.q_layout.run_positions(q_rank) + self.q_offset
         k_pos = self.k_layout.run_positions(kv_rank)
@@ -94,29 +106,34 @@ class BandGeometry:
     def _pieces(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
     ) -> RectangleTable:
-        """One trimmed rectangle for every pair of runs, or half of its rows."""
+        """Return a trimmed rectangle for every pair of runs, or half of its rows."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         rect = band.trim(self._rect_of_runs(q_local, k_local, q_pos, k_pos))
         rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
         return rows if half is None else self._half(q_rank, kv_rank, rows, half)
 
     def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
+        """Return the whole rectangle of each pair of runs with the mask's band in local indices."""
         lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
         q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
 
     def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> RectangleTable:
-        """Clip rectangles to the chunks and documents, if any, that both sides touch.
+        """Clip rectangles to the cells that both their queries and their keys touch.
 
-        ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run.
+        ``q_zero`` and ``k_zero`` are the positions that local index 0 would have in each run: a
+        token's position is ``zero + stride * local index``.
         """
         if self.boundaries is None:
             return RectangleTable(rect, np.zeros_like(rect.lo), np.zeros_like(rect.lo))
         cells = self.boundaries
-        if self.q_layout.stride > 1:  # a cell's tokens lie on every rank: the kernel intersects
+        # In a striped layout a cell's tokens lie on every rank: nothing can be cut off, and the
+        # kernel compares documents.
+        if self.q_layout.stride > 1:
             stop = np.where(rect.live, cells.size - 1, 0)
             return RectangleTable(rect, np.zeros_like(stop), stop)
-        for _ in range(2):  # the band may cut further, and then fewer cells are touched
+        # Clipping to the shared cells lets the band trim more, after which fewer cells are shared.
+        for _ in range(2):
             first, last = self._shared_cells(rect, q_zero, k_zero)
             inside = rect.live & (first <= last)
             first, last = np.where(inside, first, 0), np.where(inside, last, 0)
@@ -127,12 +144,13 @@ class BandGeometry:
         return RectangleTable(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
 
     def _shared_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> tuple[Ints, Ints]:
-        """First and last cell that hold both a query and a key of each rectangle."""
+        """Return the first and the last cell with both a query and a key of each rectangle."""
         q_first, q_last = self._cell(rect.q_start + q_zero), self._cell(rect.q_stop + q_zero - 1)
         k_first, k_last = self._cell(rect.k_start + k_zero), self._cell(rect.k_stop + k_zero - 1)
         return np.maximum(q_first, k_first), np.minimum(q_last, k_last)
 
     def _cell(self, position: Ints) -> Ints:
+        """Return the cell that each position lies in."""
         boundaries = not_none(self.boundaries)
         cell = np.searchsorted(boundaries, position, side="right") - 1
         return np.clip(cell, 0, boundaries.size - 2)
@@ -140,12 +158,13 @@ class BandGeometry:
     def _live_only(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
     ) -> RectangleTable:
-        """Drop rectangles whose band never meets a cell they span."""
+        """Replace rectangles that show nothing by zeros: their band misses all cells they span."""
         live = self._count(q_rank, kv_rank, rows) > 0
         parts = [np.where(live, x, 0) for x in (*rows.rect, *rows[1:])]
         return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
     def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable) -> Ints:
+        """Count the visible pairs of each rectangle, ``[..., n]``."""
         shown = _count(rows.rect)
         if not rows.doc_stop.any():
             return shown
@@ -155,11 +174,12 @@ class BandGeometry:
     def _count_in_cells(
         self, rows: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
     ) -> Ints:
-        """Visible pairs of rectangles that span several cells (``shown`` for the others)."""
+        """Count the visible pairs of rectangles that span several cells; others keep ``shown``."""
         if self.q_layout.stride > 1:
             return np.where(rows.doc_stop > 0, self._count_by_cell(rows, q_zero, k_zero), shown)
         first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
-        # Between the first and the last, cells lie whole inside the rectangle.
+        # Cells between the first and the last lie whole inside the rectangle: a prefix sum counts
+        # them. The first and the last may be cut by it, and are clipped and counted each.
         whole = self._pairs_before[last] - self._pairs_before[np.minimum(first + 1, last)]
         ends = self._count_cell(rows.rect, first, q_zero, k_zero) + np.where(
             last > first, self._count_cell(rows.rect, last, q_zero, k_zero), 0
@@ -167,7 +187,7 @@ class BandGeometry:
         return np.where(rows.doc_stop > 0, whole + ends, shown)
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
-        """Visible pairs of each rectangle inside one cell each."""
+        """Count the visible pairs of each rectangle inside one cell, ``cell`` for each."""
         boundaries, stride = not_none(self.boundaries), self.q_layout.stride
         start, stop = boundaries[cell], boundaries[cell + 1]
         # Local index n of a run stands at position zero + stride * n: round up to the next one.
@@ -176,11 +196,13 @@ class BandGeometry:
         return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
 
     def _count_by_cell(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
-        """Striped layouts cut every cell differently on every rank: count cell by cell."""
+        """Count visible pairs cell by cell, for striped layouts, which cut cells on each rank."""
         cells = not_none(self.boundaries).size - 1
         flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
         q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
         total = np.zeros(flat.lo.shape[0], dtype=np.int64)
+        # All cells of so many rectangles that the arrays [rectangles, cells] stay in the CPU's
+        # cache.
         for begin in range(0, total.size, max(1, _CELLS_AT_ONCE // cells)):
             part = slice(begin, begin + max(1, _CELLS_AT_ONCE // cells))
             rect = Rectangles(*(x[part] for x in flat))
@@ -191,7 +213,7 @@ class BandGeometry:
 
     @cached_property
     def _pairs_before(self) -> Ints:
-        """Visible pairs of all whole cells before each boundary."""
+        """Prefix sum over whole cells: visible pairs of all cells before each boundary."""
         length = np.diff(not_none(self.boundaries))
         lo, hi = band.local_band(0, 0, 1, self.mask.band)
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
@@ -199,7 +221,8 @@ class BandGeometry:
     def _half(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable, half: int
     ) -> RectangleTable:
-        """Half of the query rows by visible pairs: cut at the row that halves the count."""
+        """Cut each rectangle at the row that halves its visible pairs; return one side of it."""
+        # Bisection: rows up to ``above`` hold half of the pairs or more, rows up to ``below`` less.
         below, above = rows.rect.q_start, rows.rect.q_stop
         total = self._count(q_rank, kv_rank, rows)
         for _ in range(int((above - below).max()).bit_length()):
@@ -218,6 +241,7 @@ class BandGeometry:
         start: Ints,
         stop: Ints,
     ) -> RectangleTable:
+        """Clip rectangles to the query rows ``start:stop``."""
         rect = band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
@@ -227,21 +251,23 @@ class BandGeometry:
     ) -> RectangleTable:
         """Replace the rectangles of a pair by their bounding box where one band shows the same.
 
-        That band is the one of all pieces together, in the local coordinates of the box: sides that
-        bind in none are open (local positions ascend, so the self step of a causal zigzag is one
-        causal block, and adjacent full rectangles are one).
+        Fewer rectangles are fewer launches: the step of a causal zigzag in which a rank meets its
+        own keys is one causal block, and adjacent full rectangles are one.
         """
         rect, live = rows.rect, rows.rect.live
-        far = np.iinfo(np.int64).max
-        q0 = np.where(live, rect.q_start, far).min(axis=-1, keepdims=True)
-        k0 = np.where(live, rect.k_start, far).min(axis=-1, keepdims=True)
+        largest = np.iinfo(np.int64).max
+        q0 = np.where(live, rect.q_start, largest).min(axis=-1, keepdims=True)
+        k0 = np.where(live, rect.k_start, largest).min(axis=-1, keepdims=True)
         q1, k1 = rect.q_stop.max(axis=-1, keepdims=True), rect.k_stop.max(axis=-1, keepdims=True)
+        # The band of the box: the tightest of all pieces on each side, counted from the box's
+        # corner. A side that binds in no piece is open.
         moved = (rect.k_start - k0) - (rect.q_start - q0)
         binds = live & (rect.lo > -UNBOUNDED), live & (rect.hi < UNBOUNDED)
         lo = np.where(binds[0], rect.lo - moved, -UNBOUNDED).max(axis=-1, keepdims=True)
         hi = np.where(binds[1], rect.hi - moved, UNBOUNDED).min(axis=-1, keepdims=True)
         box = band.trim(Rectangles(q0, q1, k0, k1, lo, hi))
         q_local, k_local, _, _ = self._runs(q_rank, kv_rank)
+        # It may stand for the pieces only if it shows in each run just what that run's piece does.
         runs = (
             q_local,
             q_local + self.q_layout.run_length,
@@ -249,11 +275,11 @@ class BandGeometry:
             k_local + self.k_layout.run_length,
         )
         same = np.all([a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)], axis=0)
-        alike = (same & ~(rows.doc_stop > 0)).all(axis=-1, keepdims=True)
-        take = (live.sum(axis=-1, keepdims=True) > 1) & alike
+        box_shows_the_same = (same & ~(rows.doc_stop > 0)).all(axis=-1, keepdims=True)
+        use_box = (live.sum(axis=-1, keepdims=True) > 1) & box_shows_the_same
         first = np.arange(live.shape[-1]) == 0
         out = Rectangles(
-            *(np.where(take, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
+            *(np.where(use_box, np.where(first, b, 0), a) for a, b in zip(rect, box, strict=True))
         )
         # Live rectangles first; columns no pair uses are dropped.
         order = np.argsort(~out.live, axis=-1, kind="stable")
@@ -263,4 +289,5 @@ class BandGeometry:
 
 
 def _count(rect: Rectangles) -> Ints:
+    """Count the cells that the band of each rectangle shows."""
     return band.count(rect.q_stop - rect.q_start, rect.k_stop - rect.k_start, rect.lo, rect.hi)

@@ -1,4 +1,7 @@
-"""The plan: for every pair of ranks, which slice of Q meets which slice of K/V under which band."""
+"""Plan a call: for every pair of ranks, which slice of Q meets which slice of K/V.
+
+Inside such a rectangle a band ``lo <= i - j <= hi`` says which query sees which key.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,17 @@ from ring_core.plan.tile_mask import BlockGeometry, Geometry
 
 @dataclass(frozen=True, eq=False)
 class WorkItem:
-    """One kernel launch: a rectangle of a rank's queries and a rank's keys, and what it shows.
+    """A kernel launch: a rectangle of a rank's queries and a rank's keys, and its part of the mask.
 
     Row ``i`` and column ``j`` count from the corner ``(q_start, k_start)`` of the local indices.
     The item shows the cells with ``lo <= i - j <= hi`` (``None``: unbounded) that lie in the same
     document, if it spans several, and that the predicate admits, if there is one.
+
+    >>> from ring_core import Mask, make_plan
+    >>> plan = make_plan(Mask(causal=True, window=(2, 0)), seq_len=8, cp_size=2)
+    >>> (item,) = plan.items(q_rank=1, kv_rank=0)  # queries 4 and 5 see keys 2 and 3
+    >>> item.q_slice, item.k_slice, item.lo, item.hi
+    (slice(0, 2, None), slice(2, 4, None), None, 0)
 
     Attributes:
         q_rank: The rank whose queries these are.
@@ -57,22 +66,22 @@ class WorkItem:
 
     @cached_property
     def q_slice(self) -> slice:
-        """The query rows."""
+        """Local query rows as a slice."""
         return slice(self.q_start, self.q_stop)
 
     @cached_property
     def k_slice(self) -> slice:
-        """The key columns."""
+        """Local key columns as a slice."""
         return slice(self.k_start, self.k_stop)
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether every cell of the rectangle is shown."""
+        """True if every query of the rectangle sees every key of it."""
         return self.lo is None and self.hi is None and self.cu_q is None and self.tiles is None
 
     @cached_property
     def window(self) -> Window:
-        """The band as flash-attention's window: ``(left, right)``, aligned bottom right.
+        """Band as flash-attention's window ``(left, right)``, aligned at the bottom right corner.
 
         Row ``i`` shows columns ``i + d - left`` to ``i + d + right`` with ``d = columns - rows``;
         ``None`` is unbounded. Trimming makes both sides non-negative.
@@ -82,10 +91,11 @@ class WorkItem:
 
     @cached_property
     def documents_window(self) -> Window | None:
-        """For several documents: the window that shows each its part, if one does for all.
+        """Band as the one window that varlen flash attention takes for several documents.
 
-        Aligned bottom right in every document, as in varlen flash attention: a document whose keys
-        end ``d`` columns after its queries needs another window than one that ends elsewhere.
+        There the window is aligned at the bottom right corner of every document. So a document
+        whose keys end ``d`` columns after its queries needs another window than one that ends
+        elsewhere; the result is ``None`` where no window fits all documents of the item.
         """
         assert self.cu_q is not None and self.cu_k is not None
         if self.lo is None and self.hi is None:
@@ -100,33 +110,34 @@ class WorkItem:
 
     @cached_property
     def seen(self) -> tuple[Ints, Ints]:
-        """From which column, and up to which, each row sees: of its rectangle, not for tiles.
+        """Columns ``[first, stop)`` that each row sees, counted from the item's corner, ``[rows]``.
 
-        Neither falls from row to row; a row is fully masked where the second is not the larger one.
+        Both ascend from row to row; a row with ``stop <= first`` is fully masked. Not for items
+        with ``tiles``.
         """
         assert self.tiles is None
         row, columns = np.arange(self.q_stop - self.q_start), self.k_stop - self.k_start
-        left = np.zeros_like(row) if self.hi is None else row - self.hi
-        right = np.full_like(row, columns) if self.lo is None else row - self.lo + 1
+        first = np.zeros_like(row) if self.hi is None else row - self.hi
+        stop = np.full_like(row, columns) if self.lo is None else row - self.lo + 1
         if self.cu_q is not None and self.cu_k is not None:
             sizes = np.diff(self.cu_q)
-            left = np.maximum(left, np.repeat(self.cu_k[:-1], sizes))
-            right = np.minimum(right, np.repeat(self.cu_k[1:], sizes))
-        return np.maximum(left, 0), np.minimum(right, columns)
+            first = np.maximum(first, np.repeat(self.cu_k[:-1], sizes))
+            stop = np.minimum(stop, np.repeat(self.cu_k[1:], sizes))
+        return np.maximum(first, 0), np.minimum(stop, columns)
 
     def each_document(self) -> Iterator[WorkItem]:
-        """Its documents as items of their own, whose rectangles count from this one's corner."""
+        """Yield an item for each document, trimmed; it counts from this item's corner."""
         assert self.cu_q is not None and self.cu_k is not None
         sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
         for q, k in zip(*sides, strict=True):
-            one = self._part((0, 0), *q, *k)
-            if one is not None:
-                yield one
+            document = self._part((0, 0), *q, *k)
+            if document is not None:
+                yield document
 
     def rows(self, start: int, stop: int) -> WorkItem | None:
-        """The part between two local query rows, trimmed; ``None`` if nothing is there.
+        """Return the part of the item between two local query rows, trimmed; ``None`` if empty.
 
-        Not for tiles, which cannot be cut anywhere.
+        Not for items with ``tiles``, which cannot be cut inside a tile.
         """
         assert self.tiles is None
         first, last = max(start, self.q_start) - self.q_start, min(stop, self.q_stop) - self.q_start
@@ -135,6 +146,7 @@ class WorkItem:
             return None
         if self.cu_q is None or self.cu_k is None:
             return self._part(corner, first, last, 0, self.k_stop - self.k_start)
+        # Keep only the documents that these rows touch; with one left, the band alone is the rule.
         documents = slice(
             int(np.searchsorted(self.cu_q, first, side="right")) - 1,
             int(np.searchsorted(self.cu_q, last, side="left")) + 1,
@@ -149,7 +161,13 @@ class WorkItem:
         self, corner: tuple[int, int], q_start: int, q_stop: int, k_start: int, k_stop: int,
         *, trimmed: bool = True,
     ) -> WorkItem | None:  # fmt: skip
-        """The band inside a rectangle of this one's rows and columns; its corner goes there."""
+        """Return the item of a part of the rectangle, without documents; ``None`` if it is empty.
+
+        Args:
+            corner: Local row and column at which this item's own corner shall lie.
+            q_start, q_stop, k_start, k_stop: The part, counted from this item's corner.
+            trimmed: Cut fully masked rows and columns off.
+        """
         shift = q_start - k_start
         lo = -UNBOUNDED if self.lo is None else self.lo - shift
         hi = UNBOUNDED if self.hi is None else self.hi - shift
@@ -164,11 +182,12 @@ class WorkItem:
         )  # fmt: skip
 
     def cut(self, pieces: int) -> tuple[WorkItem, ...]:
-        """The item in at most ``pieces`` pieces of rows, each over the columns that it sees.
+        """Cut the item into at most ``pieces`` pieces of equal rows, each over the columns it sees.
 
-        Those of documents and of a predicate keep all columns. A square causal item stays whole:
-        its pieces would be neither full nor causal, and a kernel may know only these. Pieces of a
-        predicate's item begin at tiles.
+        So a piece can be computed while the next one is still on its way. Pieces of items with
+        documents or tiles keep all columns, and those with tiles begin at tiles. A square causal
+        item stays whole: its pieces would be neither full nor causal, and a kernel may know only
+        these.
         """
         rows = self.q_stop - self.q_start
         if self.lo == 0 and self.hi is None and rows == self.k_stop - self.k_start:
@@ -177,10 +196,11 @@ class WorkItem:
         if self.tiles is not None:
             size = -(-size // TILE) * TILE
         return tuple(
-            self._rows(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))
+            self._piece(start, min(start + size, rows)) for start in range(0, rows, max(size, 1))
         )
 
-    def _rows(self, start: int, stop: int) -> WorkItem:
+    def _piece(self, start: int, stop: int) -> WorkItem:
+        """Return the part of the rows ``start:stop``, counted from the corner; see ``cut``."""
         cu_q, tiles = self.cu_q, self.tiles
         if cu_q is None and tiles is None:
             corner = (self.q_start, self.k_start)
@@ -200,9 +220,17 @@ class WorkItem:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What meets what, whoever computes it and whenever. Make one with :func:`make_plan`.
+    """The work items of every pair of ranks, whoever computes them and whenever.
 
-    A strategy orders it in time: :func:`ring_core.ring_program`, :func:`ring_core.gather_program`.
+    Make one with :func:`make_plan`. A strategy orders it in time:
+    :func:`ring_core.ring_program`, :func:`ring_core.gather_program`.
+
+    Attributes:
+        mask: The rule over global positions.
+        seq_len, kv_seq_len: Queries and keys, over all ranks.
+        cp_size: Number of ranks.
+        q_layout, k_layout: Assignment of queries and of keys to ranks; both have one name.
+        geometry: The rectangles of every pair of ranks.
     """
 
     mask: Mask
@@ -216,33 +244,47 @@ class Plan:
 
     @property
     def q_offset(self) -> int:
-        """Query ``i`` stands at position ``i + q_offset`` of the keys: ``T_kv - T_q``."""
+        """Difference ``T_kv - T_q``: query ``i`` stands at position ``i + q_offset``."""
         return self.kv_seq_len - self.seq_len
 
     @property
     def boundaries(self) -> Ints | None:
-        """Ascending positions of document and chunk borders, if there are any."""
+        """Positions of the borders of documents and chunks, ascending; ``None`` without any."""
         return self.geometry.boundaries
 
     @property
     def blocks(self) -> BlockGeometry | None:
-        """The block table of a predicate mask."""
+        """Tiles of a predicate mask; ``None`` for any other mask."""
         return self.geometry if isinstance(self.geometry, BlockGeometry) else None
 
     def positions(self, rank: int) -> Ints:
-        """Global index of each query a rank holds, ``[T_local]``."""
+        """Return the global index of each query a rank holds, int64 ``[T_local]``."""
         return self.q_layout.positions(rank)
 
     def q_positions(self, rank: int) -> Ints:
-        """Where a rank's queries stand among the keys: ``positions(rank) + q_offset``."""
+        """Return the position of each query in the mask's rule: ``positions(rank) + q_offset``."""
         return self.q_layout.positions(rank) + self.q_offset
 
     def k_positions(self, rank: int) -> Ints:
-        """Global index of each key a rank holds."""
+        """Return the global index, and so the position, of each key a rank holds."""
         return self.k_layout.positions(rank)
 
     def items(self, q_rank: int, kv_rank: int) -> tuple[WorkItem, ...]:
-        """What a rank's queries see of a rank's keys."""
+        """Return the work items of one rank's queries and another's (or its own) keys.
+
+        Empty if the queries see none of these keys. Rows and columns are local indices of the two
+        ranks.
+
+        >>> from ring_core import Mask, make_plan
+        >>> plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2)
+        >>> plan.items(0, 1)  # the first rank's queries see no later keys
+        ()
+        >>> plan.items(1, 0)[0].is_full
+        True
+
+        Raises:
+            ValueError: There is no such rank.
+        """
         check_index("q_rank", q_rank, self.cp_size)
         check_index("kv_rank", kv_rank, self.cp_size)
         pair = q_rank, kv_rank
@@ -253,18 +295,18 @@ class Plan:
 
     @cached_property
     def k_runs(self) -> list[tuple[Run, int]]:
-        """All runs of keys by position, with their ranks: equal pieces of the sequence."""
+        """Runs of keys of all ranks, each with its rank, in the order of their positions."""
         layout = self.k_layout
         runs = [
             (Run(local, layout.run_length, start, layout.stride), rank)
             for rank, row in enumerate(layout.run_positions(np.arange(self.cp_size)).tolist())
             for local, start in zip(layout.run_starts, row, strict=True)
         ]
-        return sorted(runs, key=lambda each: each[0].global_start)
+        return sorted(runs, key=lambda run_and_rank: run_and_rank[0].global_start)
 
     @cached_property
     def digest(self) -> bytes:
-        """8 bytes that differ between plans that differ: what ranks compare."""
+        """Hash of 8 bytes by which ranks check that they made the same plan."""
         sizes = self.seq_len, self.kv_seq_len, self.cp_size
         parts = [str((*sizes, self.q_layout.name, self.mask.band)).encode()]
         if isinstance(self.q_layout.name, ChunkLayout):
@@ -276,13 +318,14 @@ class Plan:
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
 
     def work_items(
-        self, rows: RectangleTable, at: int, q_rank: int, kv_rank: int
+        self, rows: RectangleTable, pair: int, q_rank: int, kv_rank: int
     ) -> tuple[WorkItem, ...]:
-        """The rectangles of a pair of ranks, ``rows[at]``, as work items."""
-        table = zip(*(x[at].tolist() for x in (*rows.rect, *rows[1:])), strict=True)
+        """Return the rectangles ``rows[pair]`` of two ranks as work items, without empty ones."""
+        table = zip(*(x[pair].tolist() for x in (*rows.rect, *rows[1:])), strict=True)
         return tuple(self._work_item(q_rank, kv_rank, row) for row in table if row[1] > row[0])
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:
+        """Return the work item of one rectangle, with its documents or tiles."""
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         options: dict[str, Any] = {}
         if doc_stop > doc_start:
@@ -311,12 +354,17 @@ def make_plan(
 ) -> Plan:
     """Plan a call: decide for every pair of ranks what the one's queries see of the other's keys.
 
+    >>> from ring_core import Mask, make_plan
+    >>> plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="zigzag")
+    >>> [len(plan.items(q_rank=1, kv_rank=rank)) for rank in range(2)]
+    [1, 1]
+
     Args:
-        mask: Which query sees which key.
-        seq_len: Queries, over all ranks.
-        cp_size: Ranks.
+        mask: The rule that says which query sees which key.
+        seq_len: Number of queries, over all ranks.
+        cp_size: Number of ranks.
         layout: ``contiguous``, ``zigzag``, ``striped`` or a :class:`ChunkLayout`.
-        kv_seq_len: Keys, over all ranks, where they are not as many as queries; every rule then
+        kv_seq_len: Number of keys, over all ranks, if it is another; every rule then
             uses ``q_pos = i + kv_seq_len - seq_len`` and ``k_pos = j``.
 
     Returns:

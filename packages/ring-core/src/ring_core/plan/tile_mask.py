@@ -1,4 +1,4 @@
-"""Predicate masks: every block of the mask classified once, when the plan is made.
+"""Classify every block of a predicate mask once, when the plan is made.
 
 A predicate may be any rule, so it is evaluated on all pairs, tile by tile, and each tile kept as
 empty, partial or full. Kernels skip the empty ones, mask nothing in the full ones, and evaluate the
@@ -27,10 +27,17 @@ _ROWS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class BlockGeometry:
-    """The geometry of a mask with a predicate.
+    """Tiles, rectangles and counts of a mask with a predicate, evaluated on all pairs of tokens.
 
-    ``kinds[q_rank, kv_rank, a, b]`` is the kind of the tile of local query rows ``TILE * a`` and
-    local key columns ``TILE * b``; ``pairs`` of the same shape counts its visible pairs.
+    Attributes:
+        q_offset: Query ``i`` stands at position ``i + q_offset``: ``T_kv - T_q``.
+        boundaries: Borders of chunks and documents as :meth:`ring_core.Mask.boundaries` gives them.
+        kinds: ``kinds[q_rank, kv_rank, a, b]`` is ``EMPTY``, ``PARTIAL`` or ``FULL``, for the tile
+            that begins at local query row ``TILE * a`` and local key column ``TILE * b``.
+        pairs: Visible pairs of each tile, of the same shape.
+
+    Raises:
+        ValueError: More than ``2 ** 34`` pairs, or a predicate that fails or returns no booleans.
     """
 
     mask: Mask
@@ -60,7 +67,10 @@ class BlockGeometry:
     def rows(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
-        """The bounding box of the tiles that hold anything, one per pair of ranks."""
+        """Return one rectangle per pair of ranks: the bounding box of the tiles that show anything.
+
+        Arguments are those of :meth:`BandGeometry.rows`; halves are whole rows of tiles.
+        """
         pairs = self._tiles(q_rank, kv_rank, half)
         live = pairs.any(axis=(-2, -1))[..., None]
         q_sides = _sides(pairs.any(axis=-1), self.q_layout.local_len)
@@ -70,22 +80,22 @@ class BlockGeometry:
         return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
-        """Visible pairs of each pair of ranks."""
+        """Count the visible (query, key) pairs of each pair of ranks; see :meth:`rows`."""
         return self._tiles(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
 
     def digest(self) -> bytes:
-        """What ranks compare in place of the function."""
+        """Return 16 bytes by which ranks compare what their predicates show."""
         return hashlib.blake2b(self.kinds.tobytes() + self.pairs.tobytes(), digest_size=16).digest()
 
     @cached_property
     def tiles(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]] | None:
-        """Partial tiles without repeats, and which tile is which.
+        """Partial tiles, equal ones stored once: ``(bits, index)``.
 
-        ``(bits, index)``: ``bits[n]`` is a tile ``[TILE, TILE // 8]`` packed along its columns,
-        first column in the lowest bit; ``index`` has the shape of ``kinds`` and holds ``n`` for
-        partial tiles, -1 for others. ``None`` when they take more than ``MAX_TILE_BYTES``.
+        ``bits[n]`` is a tile, uint8 ``[TILE, TILE // 8]``, packed along its columns with the first
+        column in the lowest bit. ``index`` has the shape of ``kinds`` and holds ``n`` for partial
+        tiles, -1 for others. ``None`` when the tiles take more than ``MAX_TILE_BYTES``.
         """
-        seen: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
         index = np.full(self.kinds.shape, -1, dtype=np.int32)
         for q_rank, kv_rank, a, b in np.argwhere(self.kinds == PARTIAL).tolist():
             q = self._q_positions(q_rank)[a * TILE : (a + 1) * TILE]
@@ -93,16 +103,16 @@ class BlockGeometry:
             tile = np.zeros((TILE, TILE), dtype=bool)
             tile[: q.size, : k.size] = self.mask.dense(q, k)
             bits = np.packbits(tile, axis=1, bitorder="little").tobytes()
-            index[q_rank, kv_rank, a, b] = seen.setdefault(bits, len(seen))
-            if len(seen) * len(bits) > MAX_TILE_BYTES:
+            index[q_rank, kv_rank, a, b] = numbers.setdefault(bits, len(numbers))
+            if len(numbers) * len(bits) > MAX_TILE_BYTES:
                 return None
-        store = np.frombuffer(b"".join(seen), dtype=np.uint8)
-        return store.reshape(len(seen), TILE, TILE // 8), index
+        store = np.frombuffer(b"".join(numbers), dtype=np.uint8)
+        return store.reshape(len(numbers), TILE, TILE // 8), index
 
     def _tiles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
     ) -> npt.NDArray[np.int32]:
-        """Visible pairs of each tile, ``[..., a, b]``; zero outside the half that was asked for."""
+        """Return the visible pairs of each tile, ``[..., a, b]``: zero outside the half, if any."""
         q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
         pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
@@ -115,7 +125,7 @@ class BlockGeometry:
         return self.q_layout.positions(rank) + self.q_offset
 
     def _check_predicate(self) -> None:
-        """Try it at a few positions.
+        """Try the predicate at a few positions, before all are evaluated.
 
         Raises:
             ValueError: It fails, or does not return booleans.
@@ -123,42 +133,46 @@ class BlockGeometry:
         q_pos = np.arange(min(2, self.q_layout.seq_len))[:, None] + self.q_offset
         k_pos = np.arange(min(3, self.k_layout.seq_len))[None, :]
         try:
-            seen = np.asarray(not_none(self.mask.predicate)(q_pos, k_pos))
-            np.broadcast_to(seen, (q_pos.size, k_pos.size))
+            visible = np.asarray(not_none(self.mask.predicate)(q_pos, k_pos))
+            np.broadcast_to(visible, (q_pos.size, k_pos.size))
         except Exception as error:
             raise ValueError(
                 f"mask: predicate(q_pos, k_pos) must take integer arrays [n, 1] and [1, m] and return "
                 f"booleans [n, m]; it failed: {error}"
             ) from error
-        if seen.dtype != np.bool_:
+        if visible.dtype != np.bool_:
             raise ValueError(
-                f"mask: predicate(q_pos, k_pos) must return booleans, got {seen.dtype}; compare, as "
+                f"mask: predicate(q_pos, k_pos) must return booleans, got {visible.dtype}; compare, as "
                 f"in (q_pos - k_pos) % 2 == 0"
             )
 
     def _kinds_and_pairs(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+        """Evaluate the mask on all pairs of tokens, and return ``kinds`` and ``pairs``."""
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
         pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)
         k_edges = np.arange(0, k_len, TILE)
+        # The whole mask may take gigabytes: evaluate some rows of it against the keys of one rank,
+        # and keep only the sums of each tile.
         for q_rank in range(size):
             for start in range(0, q_len, _ROWS_AT_ONCE):
                 q = self._q_positions(q_rank)[start : start + _ROWS_AT_ONCE]
                 q_edges = np.arange(0, q.size, TILE)
                 for kv_rank in range(size):
-                    seen = self.mask.dense(q, self.k_layout.positions(kv_rank))
-                    seen_columns = np.add.reduceat(seen, k_edges, axis=1, dtype=np.int32)
+                    visible = self.mask.dense(q, self.k_layout.positions(kv_rank))
+                    sums_of_rows = np.add.reduceat(visible, k_edges, axis=1, dtype=np.int32)
                     a = start // TILE
                     pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(
-                        seen_columns, q_edges, axis=0
+                        sums_of_rows, q_edges, axis=0
                     )
+        # The last tile of a rank may be smaller: full is all of its own pairs.
         q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
         full = pairs == q_sizes[:, None] * np.diff(np.append(k_edges, k_len))
         return np.where(full, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.uint8), pairs
 
 
 def _sides(tiles: Bools, length: int) -> tuple[Ints, Ints]:
-    """Where the first flagged tile starts and the last one stops, ``[..., 1]`` each."""
+    """Return where the first True tile starts and the last one stops, in tokens, ``[..., 1]``."""
     stop = tiles.shape[-1] - tiles[..., ::-1].argmax(axis=-1)[..., None]
     return tiles.argmax(axis=-1)[..., None] * TILE, np.minimum(stop * TILE, length)
 

@@ -1,4 +1,4 @@
-"""A plan in time: what moves when, for one way to execute it.
+"""Programs: a plan in time, what moves when, for one way to execute it.
 
 May import ``plan`` and what is below it. A new strategy is one file here.
 """

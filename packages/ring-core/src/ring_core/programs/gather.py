@@ -1,4 +1,4 @@
-"""The other way to run a plan: fetch all keys a rank needs into one buffer, in natural order.
+"""The gather program of a plan: a rank fetches all keys it needs into one buffer, in natural order.
 
 A ring passes K/V on in steps, and the parts of a row have to be merged. Where the keys of several
 ranks may lie in memory at once, one launch sees all of them: fewer, larger kernels and no merge.
@@ -24,30 +24,40 @@ _KEPT = 1024  # programs
 
 
 class Interval(NamedTuple):
-    """Neighbours: whole numbers from ``start`` up to, but not including, ``stop``."""
+    """A half-open interval of integers: ``start`` up to, but not including, ``stop``."""
 
     start: int
     stop: int
 
     def within(self, other: Interval) -> Interval:
-        """The part of it inside another; of no length if there is none."""
+        """Return the intersection with another interval; of no length if there is none."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Spans in order, those that touch or overlap as one."""
-    union: list[Interval] = []
+    """Return intervals in order, those that touch or overlap joined into one.
+
+    >>> union([Interval(4, 6), Interval(0, 2), Interval(2, 3)])
+    [Interval(start=0, stop=3), Interval(start=4, stop=6)]
+    """
+    joined: list[Interval] = []
     for span in sorted(spans):
-        if union and span.start <= union[-1].stop:
-            union[-1] = Interval(union[-1].start, max(span.stop, union[-1].stop))
+        if joined and span.start <= joined[-1].stop:
+            joined[-1] = Interval(joined[-1].start, max(span.stop, joined[-1].stop))
         else:
-            union.append(span)
-    return union
+            joined.append(span)
+    return joined
 
 
 class Fetch(NamedTuple):
-    """Keys that travel together: a slice of a rank's own, and where it lies in the buffer."""
+    """A transfer of neighbouring keys from a rank's shard into the buffer of gathered keys.
+
+    Attributes:
+        rank: The rank that holds them.
+        source: Their local indices there.
+        target: Their columns in the buffer.
+    """
 
     rank: int
     source: slice
@@ -56,14 +66,16 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GatherProgram:
-    """What one rank fetches and computes.
+    """The transfers and the work of one rank that gathers keys.
+
+    Make one with :func:`gather_program`.
 
     Attributes:
-        own: Whether the rank's own keys are among those in the buffer.
-        fetches: In the order in which the items need them.
+        own: The rank's own keys are in the buffer, too.
+        fetches: Transfers into the buffer, in the order in which the items need them.
         items: Work over the buffer: ``k_start`` and ``k_stop`` count its columns; ``kv_rank`` is
             the rank itself.
-        needs: For each item, how many of the fetches it waits for.
+        waits_for: For each item, how many of the fetches must have arrived before it starts.
         spans: The positions of the keys in the buffer, ascending.
         in_place: Work over the rank's own keys where they lie, which waits for nothing:
             ``k_start`` and ``k_stop`` count local indices.
@@ -78,44 +90,52 @@ class GatherProgram:
 
     @cached_property
     def length(self) -> int:
-        """Keys the buffer holds."""
+        """Number of keys in the buffer."""
         return sum(span.stop - span.start for span in self.spans)
 
     @property
     def positions(self) -> Ints:
-        """Global index of each key of the buffer, ``[length]``, ascending."""
+        """Global index of each key of the buffer, int64 ``[length]``, ascending."""
         return np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
 
     def is_early(self, fetch: Fetch) -> bool:
-        """Whether a backward, which runs the items in reverse, is done with these keys early.
+        """Return True if a backward is done with these keys before its last item.
 
-        That is before its last item: their gradients travel home beside it.
+        It runs the items in reverse, so the last one is ``items[0]``. The gradients of such keys
+        can travel home while that item is computed.
         """
         last = self.items[0]
         return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
 
     @cached_property
     def fresh(self) -> tuple[tuple[slice, ...], ...]:
-        """For each item the columns that no item after it sees.
+        """Columns of each item that a backward has not yet written when it gets there.
 
-        A backward, which runs the items in reverse, writes their gradients, and adds all others.
+        It runs the items in reverse, so these are columns that no item behind it sees. There the
+        item's dK/dV overwrite the buffer of gradients, which needs no zeros; elsewhere they are
+        added.
         """
-        done: list[Interval] = []
+        written: list[Interval] = []
         fresh = []
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
-            fresh.append(tuple(slice(*span) for span in _subtract(columns, done)))
-            done = union([*done, columns])
+            fresh.append(tuple(slice(*span) for span in _subtract(columns, written)))
+            written = union([*written, columns])
         return tuple(reversed(fresh))
 
     @cached_property
     def num_rows(self) -> int:
-        """Query rows of all items."""
+        """Number of query rows of all items together."""
         return sum(item.q_stop - item.q_start for item in (*self.items, *self.in_place))
 
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
-    """Why a plan cannot run over gathered keys; empty if it can."""
+    """Return every reason why a plan cannot run over gathered keys; empty if it can.
+
+    >>> from ring_core import Mask, gather_refusals, make_plan
+    >>> gather_refusals(make_plan(Mask(), seq_len=8, cp_size=2, layout="striped"))
+    ("layout 'striped' assigns tokens one by one",)
+    """
     reasons = {
         f"layout {plan.q_layout.name!r} assigns tokens one by one": plan.q_layout.stride > 1,
         "a predicate mask is planned in tiles of each rank's own keys": plan.blocks is not None,
@@ -124,16 +144,22 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
 
 
 def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
-    """What gathering takes in forward and backward, over what a ring does.
+    """Return the memory that gathering takes in forward and backward, over what a ring takes.
 
-    A ring holds two slots of K/V, dQ and three dK/dV; gathering holds the keys of all ranks and the
-    sums of their gradients, and twice the own ones. Sums take 4 bytes per number.
+    A ring holds two slots of K/V, dQ and three times dK/dV. Gathering holds the keys in the longest
+    buffer with their gradients, and the rank's own ones a second time. Gradients take 4 bytes per
+    number.
 
     Args:
-        plan: The plan; it must be one that can gather.
+        plan: The plan; it must be one that can gather (:func:`gather_refusals`).
         q_width: Numbers per query token, ``H * D``.
-        kv_width: Numbers a key token, ``K * (D + Dv)``.
+        kv_width: Numbers per key token, ``K * (D + Dv)``.
         itemsize: Bytes of a number of the inputs.
+
+    >>> from ring_core import Mask, gather_memory, make_plan
+    >>> plan = make_plan(Mask(), seq_len=4096, cp_size=4)
+    >>> round(gather_memory(plan, q_width=2048, kv_width=1024, itemsize=2), 2)
+    1.25
     """
     queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
     ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
@@ -141,10 +167,24 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
 
 
 def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
-    """What a rank does with the keys of all ranks, or (``own=False``) of all others.
+    """Return what a rank fetches and computes with the keys of all ranks, in one buffer.
 
-    The latter is the remote part of its work; ``plan.items(rank, rank)`` is the rest. Equal
-    arguments return the same object, from a bounded cache.
+    >>> from ring_core import Mask, gather_program, make_plan
+    >>> plan = make_plan(Mask(causal=True), seq_len=512, cp_size=2)
+    >>> gather_program(plan, rank=1, own=False).fetches
+    (Fetch(rank=0, source=slice(0, 256, None), target=slice(0, 256, None)),)
+
+    Args:
+        plan: The plan; it must be one that can gather (:func:`gather_refusals`).
+        rank: The rank.
+        own: With ``False`` the buffer holds the keys of other ranks alone, and the items are the
+            remote part of the rank's work; ``plan.items(rank, rank)`` is the rest.
+
+    Returns:
+        The program; equal arguments return the same object, from a bounded cache.
+
+    Raises:
+        ValueError: There is no such rank.
     """
     check_kind("plan", plan, Plan)
     check_index("rank", rank, plan.cp_size)
@@ -154,20 +194,26 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
 
 @lru_cache(maxsize=_KEPT)
 def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
+    """Make the program; arguments are checked."""
     assert not gather_refusals(plan)
     by_position, in_place, spans = _needed(plan, rank, own=own)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
-    done: list[Interval] = []
+    fetched: list[Interval] = []
+    # Items come in the order of the columns they need, so each can start as soon as its own fetches
+    # have arrived, while those of later items are on their way.
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
+        # Columns that an earlier item needs are fetched already.
         needed = [
-            one for span in _subtract(columns, done) for one in _fetches(plan.k_runs, spans, span)
+            fetch
+            for span in _subtract(columns, fetched)
+            for fetch in _fetches(plan.k_runs, spans, span)
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
-        fetches += sorted(needed, key=lambda one: (rank - one.rank) % plan.cp_size)
-        done = union([*done, columns])
+        fetches += sorted(needed, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
+        fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
         own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place)
@@ -175,11 +221,11 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
 
 
 class Longest(NamedTuple):
-    """What all ranks have to know of each other's gathers, their own keys among them.
+    """The facts of all ranks' gathers that every rank has to know, for programs with own keys.
 
     Attributes:
-        length: Keys of the longest buffer.
-        in_place: Whether some rank has work over own keys where they lie.
+        length: Number of keys in the longest buffer of any rank.
+        in_place: Some rank has work over its own keys where they lie.
     """
 
     length: int
@@ -187,14 +233,19 @@ class Longest(NamedTuple):
 
 
 def longest_gather(plan: Plan) -> Longest:
-    """What all ranks have to know of each other's gathers; from a bounded cache."""
+    """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
+
+    >>> from ring_core import Mask, longest_gather, make_plan
+    >>> longest_gather(make_plan(Mask(causal=True), seq_len=8, cp_size=2)).length
+    8
+    """
     check_kind("plan", plan, Plan)
     return _longest_gather(plan)
 
 
 @lru_cache(maxsize=_KEPT)
 def _longest_gather(plan: Plan) -> Longest:
-    """Without the fetches, of which there are as many as pairs of ranks."""
+    """Compute the facts without making all ranks' fetches, as many as there are pairs of ranks."""
     needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
     sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
     return Longest(max(sizes), any(in_place for _, in_place, _ in needed))
@@ -203,11 +254,15 @@ def _longest_gather(plan: Plan) -> Longest:
 def _needed(
     plan: Plan, rank: int, *, own: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
-    """A rank's items over positions, those in place, and the positions of the keys it gathers."""
-    mine = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
+    """Return a rank's items over positions, its items in place, and the keys to gather.
+
+    Columns of the former are global positions, of items in place local indices. The keys to gather
+    are spans of positions, in order.
+    """
+    left_out = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
     items = [
         item
-        for span in _subtract(Interval(0, plan.kv_seq_len), mine)
+        for span in _subtract(Interval(0, plan.kv_seq_len), left_out)
         for item in _items(plan, rank, span)
     ]
     items, in_place = split_own_key_rows(plan, rank, items) if own else (items, [])
@@ -215,7 +270,7 @@ def _needed(
 
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
-    """A rank's queries against some neighbouring keys; columns are positions."""
+    """Yield the items of a rank's queries against the keys of a span; columns are positions."""
     geometry = BandGeometry(
         plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
     )
@@ -235,7 +290,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
-    """An item over positions as one over the columns of a buffer that holds these spans."""
+    """Turn an item over positions into one over the columns of a buffer that holds these spans."""
     before = sum(
         span.within(Interval(0, item.k_start)).stop - span.start
         for span in spans
@@ -245,31 +300,36 @@ def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
 
 
 def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
-    """Full items with a side in common as one; those that need the fewest columns come first."""
+    """Join full items with a side in common, and sort all by how many columns they need.
+
+    Fewer items are fewer launches, and an item that needs few columns can start early.
+    """
+    # First neighbours along the keys ...
     rows: list[WorkItem] = []
     for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
-        left = rows[-1] if rows else None
+        previous = rows[-1] if rows else None
         if (
-            left
-            and left.is_full
+            previous
+            and previous.is_full
             and item.is_full
-            and left.q_slice == item.q_slice
-            and left.k_stop == item.k_start
+            and previous.q_slice == item.q_slice
+            and previous.k_stop == item.k_start
         ):
-            rows[-1] = replace(left, k_stop=item.k_stop)
+            rows[-1] = replace(previous, k_stop=item.k_stop)
         else:
             rows.append(item)
+    # ... then those of the same keys along the queries.
     joined: list[WorkItem] = []
     for item in rows:
-        above = joined[-1] if joined else None
+        previous = joined[-1] if joined else None
         if (
-            above
-            and above.is_full
+            previous
+            and previous.is_full
             and item.is_full
-            and above.k_slice == item.k_slice
-            and above.q_stop == item.q_start
+            and previous.k_slice == item.k_slice
+            and previous.q_stop == item.q_start
         ):
-            joined[-1] = replace(above, q_stop=item.q_stop)
+            joined[-1] = replace(previous, q_stop=item.q_stop)
         else:
             joined.append(item)
     return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
@@ -278,31 +338,40 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
 def _fetches(
     runs: Sequence[tuple[Run, int]], spans: Sequence[Interval], columns: Interval
 ) -> Iterator[Fetch]:
-    """Columns of the buffer as slices of the ranks that hold them, in order.
+    """Yield the fetches that fill some columns of the buffer, in order.
 
-    ``runs`` are all, by position, with their ranks: equal pieces of the sequence.
+    Args:
+        runs: All runs of keys with their ranks, by position: equal pieces of the sequence.
+        spans: Positions of the keys in the buffer.
+        columns: The columns to fill.
     """
     length = runs[0][0].length
-    at = 0
+    span_column = 0  # column at which the span begins
     for span in spans:
-        inside = Interval(at, at + span.stop - span.start).within(columns)
-        wanted = Interval(span.start + inside.start - at, span.start + inside.stop - at)
+        # The columns asked for that lie in this span, then the positions of their keys.
+        inside = Interval(span_column, span_column + span.stop - span.start).within(columns)
+        column_to_position = span.start - span_column
+        wanted = Interval(inside.start + column_to_position, inside.stop + column_to_position)
+        # Runs have equal lengths, so a division finds those that hold the keys.
         for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
             part = wanted.within(Interval(*_ends(run)))
             if part.start < part.stop:
-                local, column = run.local_start - run.global_start, at - span.start
+                to_local = run.local_start - run.global_start
                 yield Fetch(
-                    rank, *(slice(part.start + by, part.stop + by) for by in (local, column))
+                    rank,
+                    source=slice(part.start + to_local, part.stop + to_local),
+                    target=slice(part.start - column_to_position, part.stop - column_to_position),
                 )
-        at += span.stop - span.start
+        span_column += span.stop - span.start
 
 
 def _ends(run: Run) -> tuple[int, int]:
+    """Return the first position of a run of contiguous tokens, and the one behind its last."""
     return run.global_start, run.global_start + run.length
 
 
 def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
-    """The parts of a span outside others, which are sorted and apart."""
+    """Return the parts of a span outside others, which must not overlap."""
     inside = [
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]
@@ -313,22 +382,30 @@ def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
 def split_own_key_rows(
     plan: Plan, rank: int, items: Sequence[WorkItem]
 ) -> tuple[list[WorkItem], list[WorkItem]]:
-    """Items over positions without the rows that see own keys only; and these, over local keys.
+    """Split off the rows of items that see only keys of the rank's own shard.
 
-    Only where that leaves most of the own keys to them alone: else all stay as they are.
+    These can read the shard where it lies, and need not wait for anything. It is worth while only
+    where most of the rank's own keys then need not be copied into the buffer: otherwise nothing is
+    split off.
+
+    Returns:
+        The remaining items, over positions; and those split off, whose columns are local indices.
     """
     runs = _own_key_runs(plan, rank)
     tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
     rest: list[WorkItem] = []
     in_place: list[WorkItem] = []
     for item in items:
-        found = [(run, part) for run in runs if (part := _inside(item, run, tile))]
-        if not found:
+        own_parts = [(run, part) for run in runs if (part := _inside(item, run, tile))]
+        if not own_parts:
             rest.append(item)
             continue
-        ((run, part),) = found  # no two can be most of it
-        by = run.local_start - run.global_start
-        in_place.append(replace(part, k_start=part.k_start + by, k_stop=part.k_stop + by))
+        ((run, part),) = own_parts  # a part is most of its item, so there are not two
+        to_local = run.local_start - run.global_start
+        in_place.append(
+            replace(part, k_start=part.k_start + to_local, k_stop=part.k_stop + to_local)
+        )
+        # The rows above and below it still see keys of others.
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         rest += [side for side in sides if side is not None]
     parts = (
@@ -341,31 +418,39 @@ def split_own_key_rows(
 
 
 def _own_key_runs(plan: Plan, rank: int) -> list[Run]:
-    """Own keys; neighbours in the sequence and in memory as one run."""
-    found: list[Run] = []
+    """Return the runs of a rank's keys, neighbours in the sequence and in memory joined."""
+    joined: list[Run] = []
     for run in plan.k_layout.runs(rank):
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if (
             last
             and last.global_start + last.length == run.global_start
             and last.local_start + last.length == run.local_start
         ):
-            found[-1] = last._replace(length=last.length + run.length)
+            joined[-1] = last._replace(length=last.length + run.length)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined
 
 
 def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
-    """The rows of an item that see these keys only, if they are most of it."""
+    """Return the rows of an item that see keys of one run only, if they are most of its rows.
+
+    Args:
+        item: An item over positions.
+        own: A run of the rank's own keys, contiguous in the sequence.
+        tile: Rows are cut at multiples of this.
+    """
     start, stop = _ends(own)
     from_first = item.cu_q is None and item.hi is None  # every row sees the first key
     to_last = item.cu_q is None and item.lo is None
     if (from_first and item.k_start < start) or (to_last and stop < item.k_stop):
         return None
-    left, right = item.seen
-    first = int(np.searchsorted(left, start - item.k_start))
-    last = int(np.searchsorted(right, stop - item.k_start, side="right"))
+    # Both ascend from row to row: rows from ``first`` on see nothing before the run, rows before
+    # ``last`` nothing behind it.
+    first_seen, stop_seen = item.seen
+    first = int(np.searchsorted(first_seen, start - item.k_start))
+    last = int(np.searchsorted(stop_seen, stop - item.k_start, side="right"))
     cuts = _cuts(item, tile)
     first = int(cuts[np.searchsorted(cuts, first)])
     last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])
@@ -377,13 +462,14 @@ def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
 
 
 def _cuts(item: WorkItem, tile: int) -> Ints:
-    """Where the rows of an item may be cut.
+    """Return the rows at which an item may be cut, counted from its corner, ascending.
 
-    Between documents, as a cut one would need a launch of its own; else between tiles, in which
-    kernels add up gradients, with two of them at least on either side.
+    These are borders of documents, as a document that is cut would need another launch; without
+    documents they are borders of tiles, in which kernels add up gradients, at least two tiles from
+    either end.
     """
     if item.cu_q is not None:
         return item.cu_q
     rows = item.q_stop - item.q_start
-    least = 1 if tile == 1 else 2 * tile
-    return np.concatenate([[0], np.arange(least, rows - least + 1, tile), [rows]])
+    margin = 1 if tile == 1 else 2 * tile
+    return np.concatenate([[0], np.arange(margin, rows - margin + 1, tile), [rows]])

@@ -1,5 +1,10 @@
 """A plan in the order of a ring: what to move, compute and send home in each step, on each rank.
 
+In a step with shift ``s`` rank ``r`` works with the K/V of rank ``r - s``. Steps in which no rank
+has anything to compute are left out; the others are the *live* steps. In the ``balanced`` strategy
+some steps are *helped*: a rank sends queries to a rank with less to do, which computes for them
+with its own K/V and sends the results back.
+
 Executors differ (streams, barriers, a loop over ranks in one process); the order does not, and it
 is decided here. Forward, K/V of the next stage travel while a stage computes::
 
@@ -13,10 +18,11 @@ and hides the last hop of dK/dV home::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import numpy as np
@@ -29,23 +35,23 @@ from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.plan.tile_mask import Geometry
 
-HELP_PIECES = 4
+HELP_PIECES = 4  # pieces of rows in which helped queries travel
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: start the transfers named here, compute a step, then collect the transfers.
+    """A stage of a pass: start the transfers named here, compute a step, then wait for them.
 
     Attributes:
-        step: Compute the work items of this step.
+        step: Index into ``RingProgram.steps`` of the step to compute.
         kv_hop: Before computing, start moving K/V to the rank this far ahead, for the next stage;
             ``None`` moves nothing.
         grad_hop: Backward: after computing, add the step's dK/dV to those that arrived and start
             moving them to the rank this far ahead.
-        helps: Ranks compute for others in this step, after their own items. What belongs to the
-            helped queries travels ``steps[step].shift`` ahead in ``HELP_PIECES`` pieces of rows
-            (``WorkItem.cut``), each while the piece before is computed, the first one during the
-            stage before; the results go back piece by piece.
+        helps: In this step ranks also compute for the queries of others, after their own items.
+            Those queries travel to the rank ``steps[step].shift`` ahead in ``HELP_PIECES`` pieces
+            of rows (``WorkItem.cut``): the first during the stage before, each other one while the
+            piece before it is computed. The results go back piece by piece.
     """
 
     step: int
@@ -60,29 +66,32 @@ _PAIRS_AT_ONCE = 1 << 15
 
 @dataclass(frozen=True)
 class Step:
-    """A live step: rank ``r`` works with the K/V of rank ``r - shift``.
+    """A live step of a ring: rank ``r`` works with the K/V of rank ``r - shift``.
 
-    ``helps`` says what ranks do beside that for the queries of rank ``r - shift``, which travel to
-    them by the same shift and meet their own K/V: nothing; ``mirror``, all of the pair that the
-    plain ring would run at distance ``cp_size - shift``; or ``half`` of it, at the distance that
-    is its own mirror.
+    Attributes:
+        shift: Number of ranks that the K/V have moved ahead; 0 is each rank's own block.
+        helps: Work that ranks do besides, for the queries of rank ``r - shift``, which travel to
+            them by the same shift and meet their own K/V. ``none``: no such work. ``mirror``: all
+            that rank ``r - shift`` would compute in the step with shift ``cp_size - shift``, which
+            is left out then. ``half``: where the two shifts are equal, half of that, in exchange
+            for half of its own.
     """
 
     shift: int
     helps: Help = "none"
 
 
-Table = npt.NDArray[np.int32]
+StepRows = npt.NDArray[np.int32]
 
 TABLE_COLUMNS = (
     "q_rank", "kv_rank", "out_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi", "doc_start", "doc_stop",
 )  # fmt: skip
-TABLE_UNBOUNDED = 2**31 - 1
+TABLE_UNBOUNDED = 2**31 - 1  # stands for a side of a band without a bound
 
 
 @dataclass(frozen=True)
 class ItemCounts:
-    """What a kernel must be able to do to run every item of a program, as numbers of items.
+    """Numbers of items of each kind in a program, which say what a kernel has to be able to do.
 
     Attributes:
         full: Items that show their whole rectangle.
@@ -97,8 +106,8 @@ class ItemCounts:
     several_documents: int
 
 
-def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
-    """Rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
+def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRows:
+    """Return rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
     rect = rows.rect
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
     ranks = [np.broadcast_to(x[:, None], rect.lo.shape) for x in (q_rank, kv_rank, q_rank)]
@@ -108,15 +117,16 @@ def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> Table:
 
 @dataclass(frozen=True, eq=False)
 class RingProgram:
-    """What every rank of a ring does in every step. Make one with :func:`ring_program`.
+    """The work of every rank of a ring in every step. Make one with :func:`ring_program`.
 
     ``items(rank, step)`` is the view of a process that knows its rank; ``table(step)`` the view of
     one program that all ranks run. Both show the same work.
 
     Attributes:
-        plan: What meets what.
+        plan: The work items of every pair of ranks.
         strategy: ``ring`` or ``balanced``.
-        steps: The steps that some rank has work in, its own block the first.
+        steps: The live steps, in which some rank has work, by ascending shift; the first is each
+            rank's own block.
     """
 
     plan: Plan
@@ -128,12 +138,14 @@ class RingProgram:
 
     @property
     def num_steps(self) -> int:
-        """Active steps, the rank's own block included."""
+        """Number of live steps, that of the rank's own block included."""
         return len(self.steps)
 
     @cached_property
     def forward(self) -> tuple[Stage, ...]:
-        """The stages of the forward pass; the last one moves nothing."""
+        """Stages of the forward pass: the steps in order; the last one moves nothing."""
+        # K/V jump over shifts in which no rank has work: a hop is the distance to the next live
+        # one.
         hops = [*(b.shift - a.shift for a, b in pairwise(self.steps)), None]
         return tuple(
             Stage(step=n, kv_hop=hop, helps=step.helps != "none")
@@ -142,7 +154,9 @@ class RingProgram:
 
     @cached_property
     def backward(self) -> tuple[Stage, ...]:
-        """The stages of the backward pass; the own block, run last, needs no K/V from afar."""
+        """Stages of the backward pass: the steps in reverse, the rank's own block last."""
+        # K/V go back the way they came, so hops are negative; dK/dV go with them, one stage later.
+        # The own block needs no K/V of others: none are moved before it.
         hops = [None, *(a.shift - b.shift for a, b in pairwise(self.steps))]
         return tuple(
             Stage(
@@ -152,7 +166,15 @@ class RingProgram:
         )
 
     def items(self, rank: int, step: int) -> tuple[WorkItem, ...]:
-        """What a rank computes in a step (an index into ``steps``)."""
+        """Return what a rank computes in a step.
+
+        Args:
+            rank: The rank that computes.
+            step: An index into ``steps``.
+
+        Raises:
+            ValueError: There is no such rank or step.
+        """
         check_index("rank", rank, self.plan.cp_size)
         check_index("step", step, self.num_steps)
         if rank not in self._items:
@@ -160,7 +182,11 @@ class RingProgram:
         return self._items[rank][step]
 
     def remote_items(self, rank: int, step: int) -> tuple[WorkItem, ...]:
-        """What another rank computes in a step for this rank's queries."""
+        """Return what another rank computes in a step for this rank's queries, if anything.
+
+        Raises:
+            ValueError: There is no such rank or step.
+        """
         check_index("rank", rank, self.plan.cp_size)
         check_index("step", step, self.num_steps)
         helps, shift = self.steps[step].helps, self.steps[step].shift
@@ -172,19 +198,20 @@ class RingProgram:
             self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(other[0]))
         return self._remote[rank, step]
 
-    def table(self, step: int) -> Table:
-        """Items of all ranks, ``int32[cp_size, R, len(TABLE_COLUMNS)]``, padded with empty rows.
+    def table(self, step: int) -> StepRows:
+        """Return the items of all ranks in a step, ``int32 [cp_size, R, len(TABLE_COLUMNS)]``.
 
-        Unbounded sides hold ``-TABLE_UNBOUNDED`` and ``TABLE_UNBOUNDED``, so that ``lo <= i - j <=
-        hi`` needs no case; ``doc_start:doc_stop`` are the cells of ``boundaries`` the row spans
-        (0:0 if the band alone decides). Ranks and slices of empty rows are zero.
+        Row ``[r, n]`` is the ``n``-th item of rank ``r``; ranks with fewer than ``R`` items have
+        rows of zeros. Unbounded sides hold ``-TABLE_UNBOUNDED`` and ``TABLE_UNBOUNDED``, so that
+        ``lo <= i - j <= hi`` needs no case; ``doc_start:doc_stop`` are the documents or chunks
+        between ``plan.boundaries`` that the row spans (0:0 if the band alone decides).
         """
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
-        behind = (ranks - self.steps[step].shift) % self.plan.cp_size
-        own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, behind)
-        parts = [_table_of(own, ranks, behind)]
-        parts += [_table_of(remote, behind, ranks)] if remote is not None else []
+        kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
+        own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, kv_ranks)
+        parts = [_table_of(own, ranks, kv_ranks)]
+        parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
         # Live rows of each rank first, as many as the busiest rank has: one at least.
         live = table[..., 4] > table[..., 3]
@@ -194,7 +221,7 @@ class RingProgram:
 
     @cached_property
     def item_counts(self) -> ItemCounts:
-        """Which kinds of items there are, over all ranks and steps."""
+        """Numbers of items of each kind, over all ranks and steps."""
         counts = np.zeros(4, dtype=np.int64)
         for step in range(self.num_steps):
             rows = self.table(step).reshape(-1, len(TABLE_COLUMNS)).astype(np.int64)
@@ -208,7 +235,7 @@ class RingProgram:
         return ItemCounts(*counts.tolist())
 
     def work(self) -> Ints:
-        """Visible (query, key) pairs each rank computes in each step, ``[num_steps, cp_size]``."""
+        """Return the visible (query, key) pairs computed, int64 ``[num_steps, cp_size]``."""
         return self._work.copy()
 
     @property
@@ -219,34 +246,49 @@ class RingProgram:
 
     @property
     def lockstep_imbalance(self) -> float:
-        """What a ring in lockstep waits for: the slowest rank of every step, over the mean rank."""
+        """Imbalance of a ring whose ranks wait for each other after every step.
+
+        It is the visible pairs of the slowest rank of each step, summed over steps, over what a
+        rank computes on average. 1.0 is even; :attr:`imbalance` compares the sums of whole passes.
+        """
         per_rank = self._work.sum(axis=0).mean()
         return float(self._work.max(axis=1).sum() / per_rank) if per_rank else 1.0
 
     def _rank_items(self, rank: int) -> tuple[tuple[WorkItem, ...], ...]:
-        """The items of one rank in every step, from one pass over all steps that help alike."""
+        """Return the items of one rank in every step.
+
+        Steps of one kind of help are worked out together, as that takes one numpy call for all.
+        """
         items: list[tuple[WorkItem, ...]] = [()] * self.num_steps
         plan = self.plan
         for helps in get_args(Help):
             steps = [n for n, step in enumerate(self.steps) if step.helps == helps]
             if not steps:
                 continue
-            behind = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
-            own, remote = step_rows(helps, plan.geometry, np.full_like(behind, rank), behind)
-            for at, n in enumerate(steps):
-                items[n] = plan.work_items(own, at, rank, int(behind[at]))
+            kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
+            own, remote = step_rows(helps, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks)
+            for pair, n in enumerate(steps):
+                items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
                 if remote is not None:
-                    items[n] += plan.work_items(remote, at, int(behind[at]), rank)
+                    items[n] += plan.work_items(remote, pair, int(kv_ranks[pair]), rank)
         return tuple(items)
 
 
 def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
     """Order a plan in time for a ring: decide for every rank and step what it computes.
 
+    >>> from ring_core import Mask, make_plan, ring_program
+    >>> program = ring_program(make_plan(Mask(causal=True), seq_len=8, cp_size=2))
+    >>> program.work()  # the first rank idles in the second step
+    array([[10, 10],
+           [ 0, 16]])
+    >>> program.forward[0]  # K/V move one rank ahead while the first step is computed
+    Stage(step=0, kv_hop=1, grad_hop=None, helps=False)
+
     Args:
-        plan: What meets what.
-        strategy: ``ring``, or ``balanced``, where ranks that would be idle compute for others: of
-            contiguous shards alone.
+        plan: The plan of the call.
+        strategy: ``ring``; or ``balanced``, for contiguous shards alone, where ranks that would be
+            idle compute for others.
 
     Returns:
         The program; equal arguments return the same object, from a bounded cache.
@@ -259,7 +301,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
     check_choice("strategy", strategy, RING_STRATEGIES)
     if not takes_layout(strategy, plan.q_layout.name):
         raise UnsupportedError(
-            f"strategy 'balanced' folds a ring over contiguous shards, and the layout is "
+            f"strategy 'balanced' needs contiguous shards, and the layout is "
             f"{plan.q_layout.name!r}. Instead: use layout='contiguous', or strategy='ring'"
         )
     return _ring_program(plan, strategy)
@@ -267,6 +309,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
 
 @lru_cache(maxsize=128)
 def _ring_program(plan: Plan, strategy: RingStrategy) -> RingProgram:
+    """Make the program; arguments are checked."""
     steps, work = active_steps(strategy, plan.geometry, plan.cp_size, plan.q_layout.num_runs)
     return RingProgram(plan, strategy, steps, work)
 
@@ -274,63 +317,89 @@ def _ring_program(plan: Plan, strategy: RingStrategy) -> RingProgram:
 def active_steps(
     strategy: RingStrategy, geometry: Geometry, cp_size: int, num_runs: int
 ) -> tuple[tuple[Step, ...], Ints]:
-    """The steps some rank needs, and the visible pairs ``[step, rank]`` each rank computes in them.
+    """Return the steps in which some rank has work, and how much: visible pairs ``[step, rank]``.
 
-    ``num_runs`` are those of a rank. Step 0, the rank's own block, is always there.
+    ``num_runs`` is the number of runs per rank in the layout. The step of shift 0, a rank's own
+    block, is always there.
     """
-    if strategy == "balanced":
-        found = _balanced_steps(geometry, cp_size)
-    else:
-        found = _ring_steps(geometry, cp_size, num_runs)
+    steps = _STEPS[strategy](geometry, cp_size, num_runs)
     live = sorted(
-        ((step, row) for step, row in found if step.shift == 0 or row.any()),
-        key=lambda each: each[0].shift,
+        ((step, pairs) for step, pairs in steps if step.shift == 0 or pairs.any()),
+        key=lambda step_and_pairs: step_and_pairs[0].shift,
     )
-    return tuple(step for step, _ in live), np.stack([row for _, row in live])
+    return tuple(step for step, _ in live), np.stack([pairs for _, pairs in live])
 
 
 def step_rows(
-    helps: Help, geometry: Geometry, ranks: Ints, behind: Ints
+    helps: Help, geometry: Geometry, ranks: Ints, kv_ranks: Ints
 ) -> tuple[RectangleTable, RectangleTable | None]:
-    """What ``ranks`` compute in steps that help alike: for their own queries, and for others'.
+    """Return what ``ranks`` compute in a step: for their own queries, and for those they help.
 
-    ``behind`` are the ranks their K/V, or the queries they help, come from.
+    Args:
+        helps: The kind of help of the step.
+        geometry: That of the plan.
+        ranks: Ranks that compute.
+        kv_ranks: For each of them the rank whose K/V, and helped queries, it works with.
+
+    Returns:
+        Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
+        ``ranks``' keys, or ``None`` where nobody is helped.
     """
     if helps == "half":
-        return geometry.rows(ranks, behind, half=0), geometry.rows(behind, ranks, half=1)
-    return geometry.rows(ranks, behind), geometry.rows(behind, ranks) if helps == "mirror" else None
+        return geometry.rows(ranks, kv_ranks, half=0), geometry.rows(kv_ranks, ranks, half=1)
+    remote = geometry.rows(kv_ranks, ranks) if helps == "mirror" else None
+    return geometry.rows(ranks, kv_ranks), remote
 
 
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
+    """Yield a step for every shift, with the visible pairs of each rank in it, ``[cp_size]``."""
     ranks = np.arange(cp_size)
     for shifts in _chunks(ranks, cp_size * num_runs**2):
-        behind = (ranks - shifts[:, None]) % cp_size
-        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, behind), strict=True)
+        kv_ranks = (ranks - shifts[:, None]) % cp_size
+        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, kv_ranks), strict=True)
 
 
-def _balanced_steps(geometry: Geometry, cp_size: int) -> Iterator[tuple[Step, Ints]]:
-    """Fold the far half of the ring onto the near half wherever that shortens the slowest rank."""
+def _balanced_steps(
+    geometry: Geometry, cp_size: int, _num_runs: int
+) -> Iterator[tuple[Step, Ints]]:
+    """Yield steps that fold the far half of the ring onto the near half where that is faster.
+
+    At shift ``s`` rank ``r`` meets the keys of ``r - s``; at shift ``cp_size - s`` rank ``r - s``
+    meets those of ``r``. The pair of ranks can do both in one step: ``r`` computes the second for
+    ``r - s``, whose queries come along with its K/V.
+    """
     ranks = np.arange(cp_size)
     yield Step(0), geometry.count(ranks, ranks)
     for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
-        behind = (ranks - shifts[:, None]) % cp_size
-        own, others = geometry.count(ranks, behind), geometry.count(behind, ranks)
+        kv_ranks = (ranks - shifts[:, None]) % cp_size
+        own, mirrored = geometry.count(ranks, kv_ranks), geometry.count(kv_ranks, ranks)
         for n, shift in enumerate(shifts.tolist()):
+            # Opposite ranks: both steps are one and the same, so each rank helps with half of the
+            # other's rows, if the busiest has less to do then.
             if 2 * shift == cp_size:
-                both = geometry.count(ranks, behind[n], half=0) + geometry.count(
-                    behind[n], ranks, half=1
+                halves = geometry.count(ranks, kv_ranks[n], half=0) + geometry.count(
+                    kv_ranks[n], ranks, half=1
                 )
-                helps = both.max() < own[n].max()
-                yield Step(shift, "half" if helps else "none"), both if helps else own[n]
-            elif (own[n] + others[n]).max() < own[n].max() + others[n].max():
-                yield Step(shift, "mirror"), own[n] + others[n]
+                helps = halves.max() < own[n].max()
+                yield Step(shift, "half" if helps else "none"), halves if helps else own[n]
+            # One step that lasts as long as the rank with the largest sum, or two steps that last
+            # as long as the slowest rank of each?
+            elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():
+                yield Step(shift, "mirror"), own[n] + mirrored[n]
             else:
                 yield Step(shift), own[n]
-                yield Step(cp_size - shift), np.roll(others[n], -shift)
+                # ``mirrored[n][r]`` is the work of rank ``r - shift`` when it is not helped.
+                yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
+
+
+#: All steps of each strategy, with the pairs that each rank computes in them.
+_STEPS: Mapping[RingStrategy, Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]] = (
+    MappingProxyType({"ring": _ring_steps, "balanced": _balanced_steps})
+)
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
-    """Shifts of so many pairs a few at a time, so that the arrays over all stay in cache."""
+    """Yield shifts a few at a time, so that arrays over all their ``pairs`` stay in cache."""
     size = max(1, _PAIRS_AT_ONCE // pairs)
     for start in range(0, shifts.size, size):
         yield shifts[start : start + size]

@@ -1,4 +1,4 @@
-"""The oracle: dense attention in float64, and a ring run rank by rank in one process.
+"""Reference results: dense attention in float64, and a ring run rank by rank in one process.
 
 May import all of the package but ``viz`` and ``tools``. Another oracle is another file here.
 """

@@ -1,6 +1,6 @@
-"""The oracle: dense attention in float64, slow and obvious; and the plan run rank by rank.
+"""The oracle: dense attention and its gradients in float64, slow and obvious.
 
-Every backend is compared with these. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K,
+Every backend is compared with it. Arrays are global: ``q [B, T_q, H, D]``, ``k [B, T_kv, K,
 D]``, ``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean everywhere else.
 """
 
@@ -31,7 +31,7 @@ _DEVICE = "cpu"
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, float64 and int64, and their sizes."""
+    """The arrays of a call as float64 and int64, and their sizes."""
 
     sizes: checks.Sizes
     q: Floats  # [B, T_q, H, D]
@@ -44,7 +44,11 @@ class Inputs(NamedTuple):
     slopes: Floats | None  # [1 or B, H]
 
     def upstream(self, dout: Any, dlse: Any) -> tuple[Floats, Floats | None]:
-        """Gradients that reach ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]``.
+        """Check the gradients that reach ``out`` and ``lse``, and return them as float64.
+
+        Args:
+            dout: ``[B, T_q, H, Dv]``.
+            dlse: ``[B, H, T_q]``, or ``None``.
 
         Raises:
             ValueError: They have other shapes.
@@ -58,7 +62,7 @@ class Inputs(NamedTuple):
 def check_inputs(
     q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any, bias: Any, alibi_slopes: Any
 ) -> Inputs:
-    """Arrays of a call.
+    """Check the arrays of a call, and return them as float64 and int64.
 
     Raises:
         ValueError: One is no array of numbers, or they do not fit together.
@@ -85,9 +89,9 @@ def check_inputs(
     )
 
 
-def visible_pairs(given: Inputs, mask: Mask) -> Bools:
-    """Return who sees whom by the mask and the segment ids, ``[B, H, T_q, T_kv]``."""
-    sizes, q_ids, k_ids = given.sizes, given.q_ids, given.k_ids
+def visible_pairs(inputs: Inputs, mask: Mask) -> Bools:
+    """Return which query sees which key by mask and segment ids, bool ``[B, H, T_q, T_kv]``."""
+    sizes, q_ids, k_ids = inputs.sizes, inputs.q_ids, inputs.k_ids
     q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
     shape = (sizes.batch, sizes.q_heads, sizes.q_len, sizes.k_len)
     visible = np.broadcast_to(mask.dense(q_pos, k_pos), shape).copy()
@@ -97,19 +101,19 @@ def visible_pairs(given: Inputs, mask: Mask) -> Bools:
     return visible
 
 
-def bias_shift(given: Inputs, visible: Bools) -> Floats | None:
-    """Return what is taken off each row of the bias, ``[B, H, T_q]``: its largest finite number.
+def bias_shift(inputs: Inputs, visible: Bools) -> Floats | None:
+    """Return the number to subtract from each row of the bias, ``[B, H, T_q]``, or ``None``.
 
-    Only visible columns count; a row without any has 0. Softmax does not change by it, and sums of
-    exponentials can be held beside numbers such as -1e10, which additive masks have for padding.
-    The shift has no gradient; ``lse`` gets it back in the end. Sinks compete with the scores as
-    they are, so with sinks there is no shift.
+    It is the largest finite number of the row among visible keys, or 0 if there are none. Softmax
+    stays the same, and scores keep their digits beside numbers such as -1e10, which additive masks
+    have for padding. The shift has no gradient; ``lse`` gets it back in the end. Sinks compete with
+    the scores as they are, so with sinks, as without a bias, there is no shift.
     """
-    if given.bias is None or given.sinks is not None:
+    if inputs.bias is None or inputs.sinks is not None:
         return None
-    numbers = np.where(visible & np.isfinite(given.bias), given.bias, -np.inf)
+    numbers = np.where(visible & np.isfinite(inputs.bias), inputs.bias, -np.inf)
     top: Floats = numbers.max(axis=-1, initial=-np.inf)
-    return np.where(np.isneginf(top), 0, top).astype(given.bias.dtype)
+    return np.where(np.isneginf(top), 0, top).astype(inputs.bias.dtype)
 
 
 def _optional(x: Floats | None) -> checks.Tensor | None:
@@ -117,15 +121,16 @@ def _optional(x: Floats | None) -> checks.Tensor | None:
 
 
 def _ids(ids: Any, sizes: checks.Sizes, side: str) -> Ints:
-    found = as_ints("segment_ids", ids)
-    checks.check_segment_ids(checks.Tensor(found.shape, "int32", _DEVICE), sizes, side, _DEVICE)
-    if found.size and not -(2**31) <= found.min() <= found.max() < 2**31:
+    """Check the segment ids of ``queries`` or ``keys``, and return them as int64 ``[B, T]``."""
+    array = as_ints("segment_ids", ids)
+    checks.check_segment_ids(checks.Tensor(array.shape, "int32", _DEVICE), sizes, side, _DEVICE)
+    if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise ValueError(f"segment_ids of the {side} must fit into int32")
-    return found
+    return array
 
 
 class Grads(NamedTuple):
-    """Gradients, each of its argument's shape; ``None`` for arguments that were not given."""
+    """Gradients of a call, each of its argument's shape; ``None`` for arguments not given."""
 
     dq: Floats
     dk: Floats
@@ -154,7 +159,30 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
 ) -> tuple[Floats, Floats]:
-    """Dense attention in float64: ``softmax(softmax_scale * q @ k.T + ...) @ v``.
+    """Compute dense attention in float64: ``softmax(softmax_scale * q @ k.T + ...) @ v``.
+
+    >>> import numpy as np
+    >>> from ring_core.reference import attention
+    >>> q = k = np.zeros((1, 4, 1, 8))  # [B, T, H, D]: equal scores, so rows are means of values
+    >>> v = np.arange(4.0).reshape(1, 4, 1, 1)
+    >>> out, lse = attention(q, k, v, causal=True)
+    >>> out.reshape(-1)
+    array([0. , 0.5, 1. , 1.5])
+
+    Args:
+        q: ``[B, T_q, H, D]``.
+        k, v: ``[B, T_kv, K, D]`` and ``[B, T_kv, K, Dv]``, with ``H % K == 0``.
+        causal, window, chunk_size, cu_seqlens: As in :class:`ring_core.Mask`.
+        segment_ids: int32 ``[B, T]``, or a pair for queries and keys: equal ids see each other,
+            negative ones are padding.
+        mask: A :class:`ring_core.Mask`, instead of the four options before.
+        softmax_scale: Scale of the scores; ``D ** -0.5`` by default.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        sinks: ``[H]`` or ``[H, n]``, logits that take a share of the softmax and have no value.
+        bias: ``[B or 1, H or 1, T_q, T_kv]``, added to the scores.
+        alibi_slopes: ``[H]`` or ``[B, H]``: ``-slope * abs(i - j)`` is added to the scores.
+        dropout_p: Probability to drop a softmax weight.
+        dropout_seed: Seed of dropout, an integer in ``[0, 2**64)``.
 
     Returns:
         ``out [B, T_q, H, Dv]`` and ``lse [B, H, T_q]`` (natural log, sinks included; ``-inf`` where
@@ -195,7 +223,23 @@ def attention_grads(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
 ) -> Grads:
-    """Gradients of ``sum(dout * out) + sum(dlse * lse)`` for :func:`attention`, in float64.
+    """Compute the gradients of ``sum(dout * out) + sum(dlse * lse)`` in float64.
+
+    >>> import numpy as np
+    >>> from ring_core.reference import attention_grads
+    >>> q = k = np.zeros((1, 4, 1, 8))
+    >>> v, dout = np.zeros((1, 4, 1, 1)), np.ones((1, 4, 1, 1))
+    >>> grads = attention_grads(dout, q, k, v, causal=True)
+    >>> grads.dv.reshape(-1).round(2)  # the last value is seen by the last query alone
+    array([2.08, 1.08, 0.58, 0.25])
+
+    Args:
+        dout: ``[B, T_q, H, Dv]``.
+        q, k, v: As in :func:`attention`, whose other options this takes, too.
+        dlse: ``[B, H, T_q]``; ``None`` is zero.
+
+    Returns:
+        Gradients of Q, K and V, and of sinks and bias where these are given.
 
     Raises:
         ValueError: An argument is malformed, as in the backends.
@@ -207,12 +251,12 @@ def attention_grads(
         q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
         dropout_seed,
     )  # fmt: skip
-    return _backward(dense, *dense.given.upstream(dout, dlse))
+    return _grads(dense, *dense.inputs.upstream(dout, dlse))
 
 
 @dataclass(frozen=True)
 class _Dense:
-    """The forward pass with everything the backward needs; heads first: ``[B, H, T, D]``."""
+    """A forward pass with everything its backward needs; heads come first: ``[B, H, T, D]``."""
 
     q: Floats
     k: Floats  # repeated to H heads
@@ -224,7 +268,7 @@ class _Dense:
     lse: Floats
     out: Floats  # [B, T_q, H, Dv]
     scale: float
-    given: Inputs
+    inputs: Inputs
 
 
 def _dense(
@@ -234,8 +278,9 @@ def _dense(
     bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
-    given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
-    sizes = given.sizes
+    """Check a call's arguments, and run the forward pass."""
+    inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = inputs.sizes
     checks.check_causal(causal, sizes.q_len, sizes.k_len)
     if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:
         raise ValueError(
@@ -245,15 +290,15 @@ def _dense(
     checks.check_seed(dropout_seed)
     scale = checks.check_scale(softmax_scale, sizes.head_dim)
     softcap = checks.check_softcap(softcap)
-    q_by_head = given.q.transpose(0, 2, 1, 3)
+    q_by_head = inputs.q.transpose(0, 2, 1, 3)
     k_by_head, v_by_head = (
         x.transpose(0, 2, 1, 3).repeat(sizes.q_heads // sizes.kv_heads, axis=1)
-        for x in (given.k, given.v)
+        for x in (inputs.k, inputs.v)
     )
 
     q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
-    visible = visible_pairs(given, mask)
-    shift = bias_shift(given, visible)
+    visible = visible_pairs(inputs, mask)
+    shift = bias_shift(inputs, visible)
 
     with np.errstate(invalid="ignore", over="ignore"):
         x = scale * (q_by_head @ k_by_head.swapaxes(-1, -2))
@@ -261,12 +306,12 @@ def _dense(
         if softcap is not None:
             squashed = np.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed**2
-        if given.bias is not None:
-            x = x + (given.bias if shift is None else given.bias - shift[..., None])
-            visible &= ~np.isneginf(given.bias)
-        if given.slopes is not None:
-            x = x - given.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
-    sink_rows = np.empty((sizes.q_heads, 0)) if given.sinks is None else given.sinks
+        if inputs.bias is not None:
+            x = x + (inputs.bias if shift is None else inputs.bias - shift[..., None])
+            visible &= ~np.isneginf(inputs.bias)
+        if inputs.slopes is not None:
+            x = x - inputs.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
+    sink_rows = np.empty((sizes.q_heads, 0)) if inputs.sinks is None else inputs.sinks
     lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
     lse = lse if shift is None else lse + shift
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
@@ -279,12 +324,12 @@ def _dense(
         keep = kept / (1 - dropout_p)
     out = masked_matmul(probs * keep, visible, v_by_head).transpose(0, 2, 1, 3)
     return _Dense(
-        q_by_head, k_by_head, v_by_head, visible, slope, probs, keep, lse, out, scale, given
+        q_by_head, k_by_head, v_by_head, visible, slope, probs, keep, lse, out, scale, inputs
     )
 
 
 def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
-    """``(lse, softmax)`` over the last axis, sinks ``[H, n]`` taking their share."""
+    """Return ``(lse, softmax)`` over the last axis; sinks ``[H, n]`` take their share."""
     top = logits.max(axis=-1, initial=-np.inf)
     top = np.maximum(top, sinks.max(axis=-1, initial=-np.inf)[:, None])
     safe = np.where(np.isneginf(top), 0, top)
@@ -297,7 +342,8 @@ def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+def _grads(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+    """Return the gradients of a forward pass."""
     do = dout.transpose(0, 2, 1, 3)
     dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
     weighted = np.where(dense.visible, dense.probs * dprobs, 0)
@@ -308,7 +354,7 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
     dq = masked_matmul(dproducts, dense.visible, dense.k)
     dk = masked_matmul(dproducts.swapaxes(-1, -2), seen_by, dense.q)
     dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
-    sinks, bias, sizes = dense.given.sinks, dense.given.bias, dense.given.sizes
+    sinks, bias, sizes = dense.inputs.sinks, dense.inputs.bias, dense.inputs.sizes
     groups = sizes.kv_heads, sizes.q_heads // sizes.kv_heads
     dk, dv = (x.reshape(len(x), *groups, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     dsinks = None
@@ -322,4 +368,5 @@ def _backward(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
 
 
 def _add_to(x: Floats, shape: tuple[int, ...]) -> Floats:
+    """Sum over the axes along which an array of this shape was broadcast."""
     return x.sum(axis=tuple(n for n, size in enumerate(shape) if size == 1), keepdims=True)

@@ -1,4 +1,4 @@
-"""One work item in numpy: the simulator's kernel, and the plainest statement of a kernel's job.
+"""The simulator's kernel: one work item in numpy, the plainest statement of a kernel's job.
 
 Shapes: ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` are an item's slices; ``out [B,
 n, H, Dv]``, ``lse [B, H, n]``.
@@ -21,7 +21,10 @@ Precision = Literal["float64", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Params:
-    """What all items of a call share."""
+    """The options that all items of a call share.
+
+    ``precision`` is that of inputs, probabilities and results; sums are float32 or float64.
+    """
 
     mask: Mask
     scale: float
@@ -32,14 +35,14 @@ class Params:
 
 
 class Side(NamedTuple):
-    """Where an item's rows or columns stand, and to which segments they belong."""
+    """Indices, positions and segment ids of an item's query rows or key columns."""
 
     indices: Ints  # global index of each token
-    position: Ints  # where it stands in the mask's coordinates
+    position: Ints  # position in the mask's rule: of queries, index + T_kv - T_q
     segments: Ints | None  # [B, n]
 
     def take(self, part: slice) -> Side:
-        """The same for a slice of the tokens."""
+        """Return those of a slice of the tokens."""
         return Side(
             self.indices[part], self.position[part],
             None if self.segments is None else self.segments[:, part],
@@ -47,7 +50,7 @@ class Side(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What belongs to query rows besides Q, and travels with them."""
+    """The data of query rows besides Q, which travel with them: positions, bias, slopes."""
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
@@ -55,13 +58,16 @@ class QueryRows(NamedTuple):
     slopes: Floats | None  # [B or 1, H]
 
     def take(self, part: slice) -> QueryRows:
-        """The same for a slice of the rows."""
+        """Return those of a slice of the rows."""
         bias, shift = (None if x is None else x[:, :, part] for x in (self.bias, self.bias_shift))
         return QueryRows(self.side.take(part), bias, shift, self.slopes)
 
 
 def round_to(x: Floats, precision: Precision) -> Floats:
-    """Round to the nearest number of a precision (ties to even), kept in numpy's dtype for it."""
+    """Round to the nearest number of a precision (ties to even).
+
+    The result is float64 for that, else float32, which holds numbers of the narrower ones exactly.
+    """
     if precision == "float64":
         return x
     single = np.ascontiguousarray(x, dtype=np.float32)
@@ -81,7 +87,7 @@ def forward(
     item: WorkItem,
     params: Params,
 ) -> tuple[Floats, Floats]:
-    """``(out, lse)`` of one item."""
+    """Compute ``(out, lse)`` of one item, over its own keys alone."""
     logits, visible, _ = _logits(q, k, rows, columns, item, params)
     top = logits.max(axis=-1)
     safe = np.where(np.isneginf(top), 0, top)
@@ -98,7 +104,21 @@ def backward(
     columns: Side,
     item: WorkItem, params: Params,
 ) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
-    """``(dq, dk, dv, dlogits)`` of one item, from the global ``lse`` and ``delta [B, H, n]``."""
+    """Compute the parts of the gradients that one item adds.
+
+    Args:
+        dout: Gradient of the output, ``[B, n, H, Dv]``.
+        q, k, v: The item's slices.
+        lse: The rows' final ``lse`` over all keys, ``[B, H, n]``.
+        delta: ``rowsum(dout * out) - dlse`` of the final output, ``[B, H, n]``.
+        rows, columns: Data of the query rows and key columns.
+        item: The item.
+        params: Options of the call.
+
+    Returns:
+        ``(dq, dk, dv, dlogits)``; the last, ``[B, H, n, m]``, is the gradient of the scores, and so
+        of the bias.
+    """
     logits, visible, slope = _logits(q, k, rows, columns, item, params)
     safe = np.where(np.isneginf(lse), 0, lse)
     do, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
@@ -118,9 +138,9 @@ def backward(
 def _logits(
     q: Floats, k: Floats, rows: QueryRows, columns: Side, item: WorkItem, params: Params
 ) -> tuple[Floats, Bools, Floats | float]:
-    """``(logits, visible, slope)``, ``[B, H, n, m]``; logits are ``-inf`` where nothing is seen.
+    """Return ``(logits, visible, slope)``, each ``[B, H, n, m]``; hidden logits are ``-inf``.
 
-    ``slope`` is the derivative of the soft cap.
+    ``slope`` is the derivative of the soft cap, 1.0 without one.
     """
     visible = _visible(rows.side, columns, item, params.mask)
     x: Floats = params.scale * (q.swapaxes(1, 2) @ _heads(k, q.shape[2]).swapaxes(-1, -2))
@@ -140,7 +160,7 @@ def _logits(
 
 
 def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
-    """What the item shows, ``[B or 1, 1, n, m]``."""
+    """Return which of the item's queries see which of its keys, bool ``[B or 1, 1, n, m]``."""
     n, m = rows.indices.size, columns.indices.size
     distance = np.arange(n)[:, None] - np.arange(m)
     visible = np.ones((n, m), dtype=bool)
@@ -163,7 +183,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
 
 
 def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
-    """Dropout's factor: 0 or ``1 / (1 - p)``."""
+    """Return dropout's factor for each softmax weight, 0 or ``1 / (1 - p)``, or 1.0 without it."""
     if params.dropout_seed is None:
         return 1.0
     kept = dropout_keep(
@@ -175,20 +195,26 @@ def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats |
 
 
 def _heads(x: Floats, heads: int) -> Floats:
-    """``[B, m, K, D]`` as ``[B, H, m, D]``: query head ``h`` uses K/V head ``h // (H / K)``."""
+    """Repeat K/V heads for query heads: ``[B, m, K, D]`` to ``[B, H, m, D]``."""
     return x.swapaxes(1, 2).repeat(heads // x.shape[2], axis=1)
 
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
-    """``[B, H, m, D]`` summed over the query heads of each K/V head: ``[B, m, K, D]``."""
+    """Sum over the query heads of each K/V head: ``[B, H, m, D]`` to ``[B, m, K, D]``."""
     groups = x.reshape(len(x), kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
     return groups.sum(axis=2).swapaxes(1, 2)
 
 
 def masked_matmul(weights: Floats, visible: Bools, x: Floats) -> Floats:
-    """``weights @ x``, where ``weights`` are zero unless ``visible``: rows not seen are not read.
+    """Compute ``weights @ x`` without reading rows of ``x`` that are not visible.
 
-    Plainly ``0 * nan`` is ``nan``, so rows of ``x`` that are not finite are added only where seen.
+    ``weights`` are zero there, but ``0 * nan`` is ``nan``: so rows of ``x`` that are not finite are
+    left out of the product, and added only where they are visible.
+
+    Args:
+        weights: ``[..., n, m]``.
+        visible: bool ``[..., n, m]``.
+        x: ``[..., m, D]``.
     """
     odd = ~np.isfinite(x).all(axis=-1)
     with np.errstate(invalid="ignore"):  # weights may be infinite themselves

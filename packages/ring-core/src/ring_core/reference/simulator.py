@@ -1,7 +1,7 @@
-"""The ring in one process: the step program run rank by rank in numpy, messages and all.
+"""Run a ring's program in one process, rank by rank in numpy, messages and all.
 
-It holds what a real rank would hold and moves what would be sent, so it shows that a plan and its
-step program are right before any device runs them.
+Each simulated rank holds what a real one would hold, and what would be sent is moved, so it shows
+that a plan and its program are right before any device runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
 
 class Message(NamedTuple):
-    """Keys and values on their way round the ring."""
+    """The keys and values of one rank, on their way round the ring."""
 
     owner: int
     k: Floats
@@ -38,13 +38,13 @@ class Message(NamedTuple):
     side: Side
 
     def keys_of(self, item: WorkItem) -> tuple[Floats, Floats, Side]:
-        """The item's keys, values and what belongs to them."""
+        """Return the keys and values of an item, with their indices and segment ids."""
         part = item.k_slice
         return self.k[:, part], self.v[:, part], self.side.take(part)
 
 
 class Grad(NamedTuple):
-    """dK/dV travelling with (or after) the K/V they belong to."""
+    """The dK/dV of one rank's keys, which travel one stage behind the K/V they belong to."""
 
     owner: int
     dk: Floats
@@ -53,7 +53,7 @@ class Grad(NamedTuple):
 
 @dataclass
 class Rank:
-    """What one rank holds."""
+    """The tensors that one rank holds. ``out`` and ``lse`` are merged in place."""
 
     q: Floats
     rows: QueryRows
@@ -66,13 +66,13 @@ class Rank:
     dbias: Floats | None = None
 
     def queries_of(self, item: WorkItem) -> tuple[Floats, QueryRows]:
-        """The item's query rows and what belongs to them."""
+        """Return the query rows of an item, with their positions, bias and slopes."""
         return self.q[:, item.q_slice], self.rows.take(item.q_slice)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Global results; gradients are ``None`` for what was not given or not asked for."""
+    """Global results of a run; gradients are ``None`` without ``dout``, or without the argument."""
 
     out: Floats
     lse: Floats
@@ -102,6 +102,14 @@ def simulate(
     precision: Precision = "float64",
 ) -> tuple[Floats, ...]:
     """Run a ring's program rank by rank on global arrays.
+
+    >>> import numpy as np
+    >>> from ring_core import Mask, make_plan, reference, ring_program
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))
+    >>> plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="zigzag")
+    >>> out, lse = reference.simulate(ring_program(plan), q, k, v)
+    >>> bool(np.allclose(out, reference.attention(q, k, v, causal=True)[0]))
+    True
 
     Args:
         program: The program; the mask of its plan is the call's mask.
@@ -147,11 +155,11 @@ def run(
     dropout_seed: int | None = None,
     precision: Precision = "float64",
 ) -> Simulation:
-    """:func:`simulate` with every result by name."""
+    """Run a ring's program as :func:`simulate` does, and return every result by name."""
     check_kind("program", program, RingProgram)
     plan = program.plan
-    given = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
-    sizes = given.sizes
+    inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    sizes = inputs.sizes
     if (sizes.q_len, sizes.k_len) != (plan.seq_len, plan.kv_seq_len):
         raise ValueError(
             f"the plan is for {plan.seq_len} queries and {plan.kv_seq_len} keys, got q of {sizes.q_len} and k and v of "
@@ -162,7 +170,7 @@ def run(
     checks.check_seed(dropout_seed)
     if dlse is not None and dout is None:
         raise ValueError("dlse was given without dout; pass zeros where out has no gradient")
-    upstream = None if dout is None else given.upstream(dout, dlse)
+    upstream = None if dout is None else inputs.upstream(dout, dlse)
     params = Params(
         plan.mask,
         checks.check_scale(softmax_scale, sizes.head_dim),
@@ -173,16 +181,17 @@ def run(
     )
     # What overflows or is not finite shows in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return _results(program, given, params, upstream)
+        return _results(program, inputs, params, upstream)
 
 
 def _results(
-    program: RingProgram, given: Inputs, params: Params,
+    program: RingProgram, inputs: Inputs, params: Params,
     upstream: tuple[Floats, Floats | None] | None,
 ) -> Simulation:  # fmt: skip
+    """Run the forward pass, with ``upstream`` the backward, and put the ranks' results together."""
     plan, precision = program.plan, params.precision
-    ranks = _ranks_of(plan, given, precision)
-    folded = None if given.sinks is None else item_kernel.round_to(given.sinks, precision)
+    ranks = _ranks_of(plan, inputs, precision)
+    folded = None if inputs.sinks is None else item_kernel.round_to(inputs.sinks, precision)
 
     last = _forward(program, ranks, params)
     for rank in ranks:
@@ -205,30 +214,33 @@ def _results(
         )
     )
     dbias = None
-    if given.bias is not None:
+    if inputs.bias is not None:
         dbias = _gather(plan.positions, [not_none(rank.dbias) for rank in ranks], axis=2)
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
 
 
 def _whole_lse(rank: Rank) -> Floats:
-    """Return ``lse`` of the scores as they are: with the shift of the bias put back."""
+    """Return a rank's ``lse`` with the shift of the bias put back."""
     return rank.lse if rank.rows.bias_shift is None else rank.lse + rank.rows.bias_shift
 
 
 def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Message]:
-    """Run the forward program; returns the K/V each rank holds at the end."""
+    """Run the forward program, and return the K/V that each rank holds at the end."""
     held = [rank.own for rank in ranks]
     for stage in program.forward:
+        # Every rank sends the K/V it holds, and keeps reading them while they travel.
         arriving = _hop(held, stage.kv_hop)
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
+                # Items that help another rank have its queries, and this rank's own keys.
                 kv = rank.own if item.kv_rank == r else held[r]
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
                 k, v, columns = kv.keys_of(item)
                 out, lse = item_kernel.forward(q, k, v, rows, columns, item, params)
                 _merge_into(ranks[item.out_rank], item.q_slice, out, lse)
+        # The K/V that were read are done with; those that arrived are next.
         held = arriving
     return held
 
@@ -236,29 +248,34 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
 def _backward(
     program: RingProgram, ranks: list[Rank], params: Params, held: list[Message]
 ) -> list[Grad]:
-    """Run the backward program; returns each rank's own dK/dV."""
+    """Run the backward program, and return the dK/dV of each rank's own keys."""
     arrived: list[Grad] | None = None
     home = [_zero_grad(rank.own) for rank in ranks]
     for stage in program.backward:
         own_block = program.steps[stage.step].shift == 0
         arriving = _hop(held, stage.kv_hop)
+        # dK/dV of the K/V at hand go into fresh zeros; those of own keys stay at home.
         step_grads = home if own_block else [_zero_grad(message) for message in held]
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
                 kv, grad = (rank.own, home[r]) if item.kv_rank == r else (held[r], step_grads[r])
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)
+        # What arrived are sums of earlier stages for the same keys, from the rank that held them
+        # before. Only the additions need them, so they may arrive while the kernels run.
         if arrived is not None:
-            for grad, other in zip(step_grads, arrived, strict=True):
-                assert grad.owner == other.owner
-                grad.dk[:] += other.dk
-                grad.dv[:] += other.dv
+            for grad, earlier in zip(step_grads, arrived, strict=True):
+                assert grad.owner == earlier.owner
+                grad.dk[:] += earlier.dk
+                grad.dv[:] += earlier.dv
+        # The sums follow the K/V to the next rank. The last stage is the own block: they are home.
         arrived = _hop(step_grads, stage.grad_hop)
         held = arriving
     return home
 
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:
+    """Add an item's gradients to the dQ of the rank with the queries, and to ``grad``."""
     (q, rows), (k, v, columns) = rank.queries_of(item), kv.keys_of(item)
     dout, lse = not_none(rank.dout)[:, item.q_slice], rank.lse[:, :, item.q_slice]
     delta = not_none(rank.delta)[:, :, item.q_slice]
@@ -274,36 +291,40 @@ def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: 
 
 
 def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
+    """Merge a partial result into some of a rank's query rows."""
     heads_first = rank.out[:, rows].swapaxes(1, 2)
     merged, rank.lse[:, :, rows] = merge(heads_first, rank.lse[:, :, rows], out.swapaxes(1, 2), lse)
     rank.out[:, rows] = merged.swapaxes(1, 2)
 
 
 def _hop[T](held: list[T], hop: int | None) -> list[T]:
-    """Everybody sends to the rank ``hop`` ahead, and so receives from the rank ``hop`` behind."""
+    """Let every rank send to the rank ``hop`` ahead; return what each has received."""
     return held if hop is None else [held[(r - hop) % len(held)] for r in range(len(held))]
 
 
-def _ranks_of(plan: Plan, given: Inputs, precision: Precision) -> list[Rank]:
-    q, k, v = (item_kernel.round_to(x, precision) for x in (given.q, given.k, given.v))
+def _ranks_of(plan: Plan, inputs: Inputs, precision: Precision) -> list[Rank]:
+    """Give every rank its shards, rounded, and results that hold nothing yet."""
+    q, k, v = (item_kernel.round_to(x, precision) for x in (inputs.q, inputs.k, inputs.v))
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
-        for x in (given.bias, given.slopes)
+        for x in (inputs.bias, inputs.slopes)
     )
-    q_ids, k_ids = given.q_ids, given.k_ids
-    rounded = given._replace(bias=bias_rows)
+    q_ids, k_ids = inputs.q_ids, inputs.k_ids
+    rounded = inputs._replace(bias=bias_rows)
     shift = bias_shift(rounded, visible_pairs(rounded, plan.mask))
     ranks = []
     for r in range(plan.cp_size):
-        q_at, k_at = plan.positions(r), plan.k_positions(r)
-        q_side = Side(q_at, plan.q_positions(r), None if q_ids is None else q_ids[:, q_at])
-        k_side = Side(k_at, k_at, None if k_ids is None else k_ids[:, k_at])
-        bias, row_shift = (None if x is None else x[:, :, q_at] for x in (bias_rows, shift))
+        queries, keys = plan.positions(r), plan.k_positions(r)
+        q_side = Side(queries, plan.q_positions(r), None if q_ids is None else q_ids[:, queries])
+        k_side = Side(keys, keys, None if k_ids is None else k_ids[:, keys])
+        bias, row_shift = (None if x is None else x[:, :, queries] for x in (bias_rows, shift))
         rows = QueryRows(q_side, bias, row_shift, slopes)
         batch, _, heads, _ = q.shape
-        out = np.zeros((batch, q_at.size, heads, v.shape[3]), q.dtype)
-        lse = np.full((batch, heads, q_at.size), -np.inf, q.dtype)
-        ranks.append(Rank(q[:, q_at], rows, Message(r, k[:, k_at], v[:, k_at], k_side), out, lse))
+        # The identity of merging: no output, and a softmax denominator of 0.
+        out = np.zeros((batch, queries.size, heads, v.shape[3]), q.dtype)
+        lse = np.full((batch, heads, queries.size), -np.inf, q.dtype)
+        own = Message(r, k[:, keys], v[:, keys], k_side)
+        ranks.append(Rank(q[:, queries], rows, own, out, lse))
     return ranks
 
 
@@ -314,19 +335,19 @@ def _start_backward(
     dlse: Floats | None,
     precision: Precision,
 ) -> None:
-    """``delta = rowsum(dout * out) - dlse``, once, from the finished output."""
+    """Compute ``delta = rowsum(dout * out) - dlse`` once, from the final output; zero dQ."""
     for r, rank in enumerate(ranks):
-        at = plan.positions(r)
-        rank.dout = item_kernel.round_to(dout[:, at], precision)
+        queries = plan.positions(r)
+        rank.dout = item_kernel.round_to(dout[:, queries], precision)
         rank.delta = (rank.dout * rank.out).sum(axis=-1).swapaxes(1, 2)
         if dlse is not None:
-            rank.delta = rank.delta - dlse.astype(rank.delta.dtype)[:, :, at]
+            rank.delta = rank.delta - dlse.astype(rank.delta.dtype)[:, :, queries]
         rank.dq = np.zeros_like(rank.q)
         rank.dbias = None if rank.rows.bias is None else np.zeros_like(rank.rows.bias)
 
 
 def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
-    """Each rank's part, summed: ``dsink = -sum(exp(sink - lse) * delta)``."""
+    """Sum the ranks' parts of the gradient of sinks: ``dsink = -sum(exp(sink - lse) * delta)``."""
     total = np.zeros(sinks.shape, sinks.dtype)
     for rank in ranks:
         safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
@@ -336,10 +357,11 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
 
 
 def _zero_grad(message: Message) -> Grad:
+    """Return zero gradients of some keys and values."""
     return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
 
 
 def _gather(positions: Callable[[int], Ints], parts: Sequence[Floats], axis: int) -> Floats:
-    """Each rank's local slice back into one global array."""
+    """Put the ranks' local arrays back into one global array, along ``axis``."""
     order = np.concatenate([positions(r) for r in range(len(parts))])
     return np.take(np.concatenate(parts, axis=axis), np.argsort(order), axis=axis)

@@ -1,4 +1,4 @@
-"""Command line, doctor, bench: what people run, and what other packages' commands share.
+"""Command line, doctor and bench, and the parts that commands of other packages share.
 
 May import all of the package.
 """

@@ -1,7 +1,7 @@
-"""A short benchmark, shared by the backends: a ring against one device doing all of it.
+"""Time a ring against one device that computes everything: a short benchmark for all backends.
 
-``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. What is timed
-alternates, so that a machine that slows down slows both, and each round has new random inputs.
+``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. Rounds of the two
+alternate, so that a machine that slows down slows both, and each round has new random inputs.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ from typing import Protocol
 
 from ring_core.base.config import STRATEGIES, StrategyConfig
 from ring_core.layouts.layout import LAYOUTS, LayoutName
-from ring_core.masks.mask import Mask
+from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
-from ring_core.tools.sizes import size
+from ring_core.tools.sizes import size, window
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
-#: Runs a round of its number; seconds of the forward, and of forward and backward.
+#: A function that runs the round of a number, and returns the seconds of the forward, and of
+#: forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
-Round = tuple[tuple[float, float], ...]  # of one, the ring, and the ring with a check
+Round = tuple[tuple[float, float], ...]  # of one device, the ring, and the ring with a check
 PASSES = ("forward", "forward and backward")
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """What is timed: a call of ``[1, seq_len, heads, head_dim]`` over ``ranks``.
+    """A call to time: causal attention of ``[1, seq_len, heads, head_dim]`` over ``ranks``.
 
-    ``dtype`` is a name both frameworks know; the mask is causal, with a window where one is given.
+    Attributes:
+        dtype: A name that both frameworks know, such as ``bfloat16``.
+        window: As in :class:`ring_core.Mask`.
+        layout, strategy, kernel: As in a call.
     """
 
     ranks: int
@@ -43,18 +47,18 @@ class BenchCase:
     kv_heads: int
     head_dim: int
     dtype: str
-    window: int | None
+    window: Window | None
     layout: LayoutName
     strategy: str
     kernel: str
 
     @property
     def mask(self) -> Mask:
-        """Causal; ``window`` is how many keys before its own a query sees."""
-        return Mask(causal=True, window=None if self.window is None else (self.window, 0))
+        """Mask of the call: causal, with the window if there is one."""
+        return Mask(causal=True, window=self.window)
 
     def describe(self) -> str:
-        """In a line."""
+        """Return the case in one line."""
         return (
             f"{self.seq_len} tokens, {self.mask.describe()}, {self.heads} query and "
             f"{self.kv_heads} key/value heads of {self.head_dim}, {self.dtype}, "
@@ -64,10 +68,15 @@ class BenchCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each round of a pass, on one device, on the ring, and on the ring with a check.
+    """Seconds of each round of a pass.
 
-    ``work_fraction`` is what one device has of the work: 1 / ranks, or 1 where the ranks' devices
-    are the same cores as the one device's.
+    Attributes:
+        what: The pass, one of :data:`PASSES`.
+        one: Seconds on one device that computes everything.
+        ring: Seconds on the ring.
+        checked: Seconds on the ring with ``RING_CHECK=1``.
+        work_fraction: Share of the work that each device of the ring has: 1 / ranks, or 1 where the
+            ranks' devices are the same cores as the one device's.
     """
 
     what: str
@@ -78,43 +87,47 @@ class Timing:
 
     @property
     def check_cost(self) -> float:
-        """What checking every call (``RING_CHECK=1``) adds to it, as a share: the median."""
+        """Time that ``RING_CHECK=1`` adds, as a share of the ring's: the median of all rounds."""
         return statistics.median(
             checked / ring - 1 for checked, ring in zip(self.checked, self.ring, strict=True)
         )
 
     @property
     def efficiencies(self) -> list[float]:
-        """For each round: the rate a device of the ring keeps, over that of one alone."""
+        """Rate of a device of the ring over that of one alone, for each round, sorted."""
         return sorted(
-            self.work_fraction * one / ring for one, ring in zip(self.one, self.ring, strict=True)
+            self.work_fraction * alone / ring
+            for alone, ring in zip(self.one, self.ring, strict=True)
         )
 
     @property
     def efficiency(self) -> float:
-        """Their median."""
+        """Median of :attr:`efficiencies`."""
         return statistics.median(self.efficiencies)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a ``bench`` command; what is not given is the backend's choice."""
+    """Add the options of a ``bench`` command; the backend has defaults for those left out."""
     add = parser.add_argument
-    add("--seq-len", type=size, metavar="N", help="tokens, over all ranks")
+    add("--seq-len", type=size, metavar="N", help="tokens over all ranks, such as 65536 or 64k")
     add("--ranks", type=int, metavar="P", help="default: all devices, at least two processes")
-    add("--heads", type=int, metavar="H")
-    add("--kv-heads", type=int, metavar="K")
-    add("--head-dim", type=int, metavar="D")
+    add("--heads", type=int, metavar="H", help="query heads")
+    add("--kv-heads", type=int, metavar="K", help="key/value heads, a divisor of --heads")
+    add("--head-dim", type=int, metavar="D", help="head dim of Q, K and V")
     add("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
-    add("--window", type=size, metavar="W", help="keys before its own that a query sees")
-    add("--layout", choices=LAYOUTS, default="zigzag")
-    add("--strategy", choices=("auto", *STRATEGIES), default="auto")
-    add("--kernel", default="auto")
-    add("--seconds", type=float, default=20.0, help="for all rounds together; default 20")
-    add("--json", action="store_true", help="for programs")
+    add(
+        "--window", type=window, metavar="LEFT,RIGHT",
+        help="keys before and after its own that a query sees, such as 4096,0",
+    )  # fmt: skip
+    add("--layout", choices=LAYOUTS, default="zigzag", help="default: zigzag")
+    add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="default: auto")
+    add("--kernel", default="auto", metavar="NAME", help="default: auto")
+    add("--seconds", type=float, default=20.0, metavar="S", help="for all rounds; default: 20")
+    add("--json", action="store_true", help="print JSON, with times in seconds")
 
 
 def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
-    """What a command line asks for, and the rest from ``defaults``.
+    """Return the case that a command line asks for, with the rest from ``defaults``.
 
     Raises:
         ValueError: A size is not positive, or does not fit the others.
@@ -147,21 +160,29 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
 def timings(
     one: TimedRound, ring: TimedRound, checked: TimedRound, *, work_fraction: float, seconds: float
 ) -> tuple[Timing, Timing]:
-    """Time all in turns, forward and with the backward, showing how far it is on stderr.
+    """Time all three in turns, with progress on stderr.
 
-    With tqdm that is a progress bar, else a line a round.
+    The first round warms up and is not counted; then there are at least three, at most twenty, or
+    as many as ``seconds`` allow.
 
-    The first round warms up and is not counted; then at least three, at most twenty, or as many as
-    ``seconds`` allow.
+    Args:
+        one: Runs a round on one device that computes everything.
+        ring: Runs it on the ring.
+        checked: Runs it on the ring with ``RING_CHECK=1``.
+        work_fraction: As in :class:`Timing`.
+        seconds: Time for all rounds.
+
+    Returns:
+        Timings of the forward, and of forward and backward.
     """
     rounds: list[Round] = []
-    every = (one, ring, checked)
+    timed = (one, ring, checked)
     with progress(MOST_ROUNDS, "round") as bar:
-        for run in every:
+        for run in timed:
             run(0)
         end = time.monotonic() + seconds
         for n in range(1, MOST_ROUNDS + 1):
-            rounds.append(tuple(run(n) for run in every))
+            rounds.append(tuple(run(n) for run in timed))
             bar.update()
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
@@ -171,22 +192,23 @@ def timings(
 
 
 def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
-    one, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
-    return Timing(what, one, ring, checked, work_fraction)
+    """Collect the timings of pass number ``n`` from all rounds."""
+    alone, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
+    return Timing(what, alone, ring, checked, work_fraction)
 
 
 class Progress(Protocol):
-    """What of tqdm is used."""
+    """A progress bar, as tqdm's: the part of its interface that is used."""
 
     total: float | None
 
     def update(self) -> object:
-        """Another one is done."""
+        """Count one more as done."""
 
 
 @dataclass
 class _Lines:
-    """A line for each that is done."""
+    """Progress without tqdm: a line on stderr for each that is done."""
 
     total: float | None
     unit: str
@@ -198,7 +220,7 @@ class _Lines:
 
 
 def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
-    """How far something is, on stderr: with tqdm a bar, else a line each."""
+    """Show progress on stderr: a bar if tqdm is installed, otherwise a line for each step."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -207,7 +229,7 @@ def progress(total: int, unit: str) -> AbstractContextManager[Progress]:
 
 
 def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
-    """Items one by one, and where stderr is a terminal how many of at most ``total`` are done."""
+    """Yield items, with progress (of at most ``total``) where stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -217,15 +239,20 @@ def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
             bar.update()
 
 
-def shown(setting: BenchCase, where: str, found: Sequence[Timing]) -> str:
-    """Timings for people."""
-    lines = [f"{setting.describe()} {where}", f"{'':22}{'one ms':>10}{'ring ms':>10}  efficiency"]
-    for timing in found:
-        one, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
+def shown(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
+    """Return timings as text for people, in milliseconds: medians of all rounds."""
+    lines = [
+        f"{setting.describe()} {where}",
+        f"{'pass':22}{'alone ms':>10}{'ring ms':>10}  efficiency (rate of a device of the ring / alone)",
+    ]
+    for timing in timings_of_passes:
+        alone, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
         lines.append(
-            f"{timing.what:22}{one:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"{timing.what:22}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
             f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds)"
         )
-    cost = found[-1].check_cost
-    lines.append(f"a check adds {cost:.1%} to {found[-1].what}: every:100 is {cost / 100:.2%}")
+    cost = timings_of_passes[-1].check_cost
+    lines.append(
+        f"RING_CHECK=1 adds {cost:.1%} to {timings_of_passes[-1].what}, RING_CHECK=every:100 {cost / 100:.2%}"
+    )
     return "\n".join(lines)

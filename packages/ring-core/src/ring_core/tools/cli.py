@@ -1,6 +1,7 @@
 """``python -m ring_core``: look at a plan, compare layouts, estimate what they cost.
 
-``plan`` shows one plan or compares all; ``doctor`` shows versions and tests what is installed.
+``plan`` shows one plan or compares all layouts; ``doctor`` shows versions and tests what is
+installed.
 """
 
 from __future__ import annotations
@@ -17,28 +18,32 @@ from ring_core import __version__, viz
 from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
-from ring_core.masks.mask import Mask, Window
+from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
-from ring_core.tools.sizes import size
+from ring_core.tools.commands import add_command
+from ring_core.tools.sizes import size, window
 
+#: Defaults of ``--heads``, ``--kv-heads`` and ``--head-dim``.
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+_MODEL_WORDS = {"heads": "query heads", "kv_heads": "key/value heads", "head_dim": "head dim"}
 DEFAULT_HARDWARE = "h200-nvlink"
 DEFAULT_LAYOUT = "zigzag"  # that of ``ContextParallel``
+_VERSION = f"ring-core {__version__}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 2 for what the user got wrong.
+    """Run the command line, and return the exit code.
 
-    It is 1 where the doctor finds something wrong.
+    It is 2 for a mistake of the user's, 1 if the doctor finds something wrong, else 0.
     """
     args = _parser().parse_args(argv)
     if args.command == "doctor":
-        found = doctor.diagnose()
-        facts: dict[str, Any] = asdict(found) | {"healthy": found.healthy}
-        print(json.dumps(facts, indent=2) if args.json else doctor.shown(found))
-        return 0 if found.healthy else 1
+        diagnosis = doctor.diagnose()
+        facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+        print(json.dumps(facts, indent=2) if args.json else doctor.shown(diagnosis))
+        return 0 if diagnosis.healthy else 1
     try:
         print(_plan(args))
     except (ValueError, ImportError, OSError) as error:
@@ -48,40 +53,79 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ring_core", description="Look at ring plans.")
-    parser.add_argument("--version", action="version", version=f"ring-core {__version__}")
+    """Make the parser of ``python -m ring_core``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ring_core",
+        description="Look at how attention is divided over ranks, without any hardware.",
+    )
+    parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add = commands.add_parser("plan", help="show who computes what, and when").add_argument
-    add("--seq-len", type=size, required=True, metavar="N", help="queries, e.g. 65536 or 64k")
-    add("--kv-seq-len", type=size, metavar="N", help="keys, over all ranks, if not as many")
-    add("--cp", required=True, metavar="P", help="ranks; several to compare: 2,4,8")
-    add("--layout", help=f"{', '.join(ALL_LAYOUTS)} (default {DEFAULT_LAYOUT}), or all for a table")
-    add("--strategy", choices=RING_STRATEGIES, default="ring", help="default: ring")
-    add("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: causal")
-    add("--window", metavar="LEFT,RIGHT", help="e.g. 4096 or 4096,0; or none")
-    add("--chunk-size", type=size, metavar="N", help="queries see their own chunk only")
-    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents")
-    add("--png", metavar="FILE", help="draw the plan, or the costs, as well (also .svg, .pdf)")
-    add("--color", choices=("auto", "always", "never"), default="auto")
-    add("--advise", action="store_true", help="what every layout would cost")
+    add = add_command(
+        commands, "plan", "Show which rank computes what, and when.",
+        example="python -m ring_core plan --seq-len 64k --cp 8 --layout all --window 4096,0",
+        version=_VERSION,
+    ).add_argument  # fmt: skip
+    add(
+        "--seq-len", type=size, required=True, metavar="N",
+        help="queries over all ranks, such as 65536 or 64k",
+    )  # fmt: skip
+    add("--kv-seq-len", type=size, metavar="N", help="keys over all ranks; default: as many")
+    add("--cp", required=True, metavar="P", help="number of ranks; several to compare: 2,4,8")
+    add(
+        "--layout", metavar="NAME",
+        help=f"{', '.join(ALL_LAYOUTS)}, or all for a table; default: {DEFAULT_LAYOUT}",
+    )  # fmt: skip
+    add(
+        "--strategy", choices=RING_STRATEGIES, default=RING_STRATEGIES[0],
+        help="default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--causal", action=argparse.BooleanOptionalAction, default=True,
+        help="a query sees no later key, which is the default",
+    )  # fmt: skip
+    add(
+        "--window", type=window, metavar="LEFT,RIGHT",
+        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
+    )  # fmt: skip
+    add(
+        "--chunk-size", type=size, metavar="N",
+        help="tokens per chunk, where a query sees its own chunk only",
+    )  # fmt: skip
+    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents, in tokens")
+    add(
+        "--png", metavar="FILE",
+        help="also draw the plan, or with --advise the costs, to a .png, .svg or .pdf file",
+    )  # fmt: skip
+    add(
+        "--color", choices=("auto", "always", "never"), default="auto",
+        help="colour the ranks; default: in a terminal",
+    )  # fmt: skip
+    add("--advise", action="store_true", help="estimate time and memory of every layout")
     for option, default in MODEL_OPTIONS.items():
         add(
             f"--{option.replace('_', '-')}", type=int, metavar="N",
-            help=f"to advise on; default {default}",
+            help=f"{_MODEL_WORDS[option]} of the model to estimate; default: {default}",
         )  # fmt: skip
-    add("--hardware", help=f"{', '.join(HARDWARE)}; default {DEFAULT_HARDWARE}")
-    report = commands.add_parser("doctor", help="show versions, and test what is installed")
-    report.add_argument("--json", action="store_true", help="for programs")
+    add(
+        "--hardware", metavar="NAME",
+        help=f"devices to estimate for: {', '.join(HARDWARE)}; default: {DEFAULT_HARDWARE}",
+    )  # fmt: skip
+    report = add_command(
+        commands, "doctor", "Show versions, and test what is installed.",
+        example="python -m ring_core doctor --json", version=_VERSION,
+    )  # fmt: skip
+    report.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _plan(args: argparse.Namespace) -> str:
+    """Return the text of the ``plan`` command, and draw pictures to files."""
     named = args.layout not in (None, "all")
     ranks = [_integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
     mask = Mask(
         causal=args.causal,
-        window=_window(args.window),
+        window=args.window,
         chunk_size=args.chunk_size,
         cu_seqlens=_offsets(args.cu_seqlens),
     )
@@ -99,25 +143,51 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> None:
-    given = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
-    if given and not args.advise:
-        raise ValueError(f"--{given[0].replace('_', '-')} means nothing without --advise")
-    if args.strategy != "ring" and (args.layout == "all" or (args.advise and not named)):
-        raise ValueError("--strategy is of one plan; a table of layouts has every strategy")
+    """Refuse options that have no effect together.
+
+    Raises:
+        ValueError: There are some; the message says what to do.
+    """
+    advising = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
+    if advising and not args.advise:
+        option = f"--{advising[0].replace('_', '-')}"
+        raise ValueError(
+            f"{option} has no effect without --advise; add that, or leave {option} out"
+        )
+    if args.strategy != RING_STRATEGIES[0] and (
+        args.layout == "all" or (args.advise and not named)
+    ):
+        raise ValueError(
+            "--strategy chooses that of one plan, and a table of layouts has them all; leave it out, "
+            "or name one --layout"
+        )
     if args.png and args.layout == "all" and not args.advise:
         raise ValueError(
             f"--png draws one plan, or costs; pass --layout {', '.join(ALL_LAYOUTS)}, or --advise"
         )
     if several and (named or not (args.advise or args.layout)):
         raise ValueError(
-            f"one plan is of one number of ranks, got --cp {args.cp}; several are compared with "
-            f"--layout all or --advise"
+            f"a plan has one number of ranks, got --cp {args.cp}; to compare several, add --layout "
+            f"all or --advise"
         )
+
+
+#: Explains the columns of :func:`_layout_table`.
+_COLUMNS = """\
+imbalance is the busiest rank's (query, key) pairs over the mean; by step, if ranks wait for each
+other after each step. In helped steps ranks compute for others. K/V messages are those that each
+rank sends in the forward."""
+
+#: Explains the columns of :func:`_cost_table`.
+_COST_COLUMNS = """\
+time is compute + exposed: the slowest rank of each step, and messages that nothing hides.
+Messages and MiB are per rank; memory is that beyond the caller's tensors."""
 
 
 def _one_program(
     args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
 ) -> RingProgram:
+    """Make the program of one layout, by its name, and one strategy."""
     sizes = {"seq_len": args.seq_len, "cp_size": cp_size, "kv_seq_len": args.kv_seq_len}
     return ring_program(
         make_plan(mask, layout=layout_for(layout, mask, **sizes), **sizes), strategy
@@ -125,21 +195,22 @@ def _one_program(
 
 
 def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
+    """Return a table with a row for each layout and strategy, and a line that explains columns."""
     header = (
         "layout/strategy",
         "imbalance",
-        "lockstep imbalance",
-        "live steps",
-        "helped",
+        "imbalance by step",
+        "steps with work",
+        "helped steps",
         "K/V messages",
     )
     rows: list[tuple[str, ...]] = []
-    found: list[ValueError] = []
+    errors: list[ValueError] = []
     for layout, strategy in pairs_of(ALL_LAYOUTS):
         try:
             program = _one_program(args, mask, cp_size, layout, strategy)
         except ValueError as error:
-            found.append(error)
+            errors.append(error)
             rows.append((f"{layout}/{strategy}", str(error)))
             continue
         rows.append((
@@ -148,13 +219,13 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             str(sum(step.helps != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip
-    if len(found) == len(rows):
-        raise found[0]
-    return _table(header, rows)
+    if len(errors) == len(rows):
+        raise errors[0]
+    return f"{_table(header, rows)}\n{_COLUMNS}"
 
 
 def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, draw: bool) -> str:
-    """A table of costs for each number of ranks; drawn as well if ``draw`` and a file is named."""
+    """Return a table of costs for each number of ranks; with ``draw`` and ``--png`` draw them."""
     heads, kv_heads, head_dim = (
         default if getattr(args, name) is None else getattr(args, name)
         for name, default in MODEL_OPTIONS.items()
@@ -168,29 +239,31 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
         )
         for n in ranks
     }  # fmt: skip
-    if not any(isinstance(cost, Cost) for each in costs.values() for cost in each.values()):
+    every_cost = [cost for of_layouts in costs.values() for cost in of_layouts.values()]
+    if not any(isinstance(cost, Cost) for cost in every_cost):
         raise ValueError(next(iter(costs[ranks[0]].values())))
     parts = [
         f"{args.seq_len} tokens over {n} ranks, mask: {mask.describe()}; {heads} query and {kv_heads} "
-        f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_pairs)}"
-        for n, of_pairs in costs.items()
+        f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_layouts)}"
+        for n, of_layouts in costs.items()
     ]
     if args.png and draw:
         viz.plot_costs(
             costs, f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled", args.png
         )
-    return "\n\n".join(parts) + f"\n{device.name}: {device.source}"
+    return "\n\n".join(parts) + f"\n{_COST_COLUMNS}\n{device.name}: {device.source}"
 
 
 def _cost_table(costs: Mapping[str, Cost | str]) -> str:
+    """Return a table with a row for each layout and strategy, and which takes the least time."""
     times = {pair: cost.time_s for pair, cost in costs.items() if isinstance(cost, Cost)}
-    least = min(times, key=times.__getitem__, default="none of them")
+    fastest = min(times, key=times.__getitem__, default="none of them")
     header = (
-        "layout/strategy", "time ms", "compute ms", "exposed ms", "imbalance", "live steps", "messages",
-        "sent MiB", "memory MiB",
+        "layout/strategy", "time ms", "compute ms", "exposed ms", "imbalance", "steps with work",
+        "messages", "sent MiB", "memory MiB",
     )  # fmt: skip
     rows = [(pair, *_cost_cells(cost)) for pair, cost in costs.items()]
-    return f"{_table(header, rows)}\nleast time: {least}"
+    return f"{_table(header, rows)}\nleast time: {fastest}"
 
 
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
@@ -204,7 +277,7 @@ def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width; a row of two cells is a name and a remark."""
+    """Return a table of aligned columns; a row of two cells is a name and a remark."""
     full = [row for row in rows if len(row) == len(header)]
     sizes = [max(map(len, column)) for column in zip(header, *full, strict=True)]
     sizes[0] = max(len(row[0]) for row in (header, *rows))
@@ -217,22 +290,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _window(text: str | None) -> Window | None:
-    """``LEFT`` or ``LEFT,RIGHT``, keys besides a query's own."""
-    if text is None:
-        return None
-    try:
-        sides = [None if x.strip().lower() == "none" else size(x) for x in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--window: {error}") from error
-    if len(sides) > 2:
-        raise ValueError(
-            f"--window: {text!r} is no LEFT or LEFT,RIGHT such as 4096, 4096,0 or 4096,none"
-        )
-    return sides[0], sides[1] if len(sides) == 2 else 0
-
-
 def _offsets(text: str | None) -> tuple[int, ...] | None:
+    """Read the offsets of ``--cu-seqlens``."""
     return None if text is None else tuple(_integer("--cu-seqlens", n) for n in text.split(","))
 
 

@@ -1,6 +1,6 @@
-"""What a doctor of any backend does: versions, clashes between them, results against the oracle.
+"""Diagnose an installation: versions, clashes between them, results against the oracle.
 
-``python -m ring_core doctor`` is the one of this package; ``ring_torch`` and ``ring_jax`` have
+``python -m ring_core doctor`` is the doctor of this package; ``ring_torch`` and ``ring_jax`` have
 theirs, made of the same parts.
 """
 
@@ -32,18 +32,17 @@ _HEADS = (4, 2, 2, 4)  # of q, k, v and dout
 
 @dataclass(frozen=True)
 class Check:
-    """One result of a self-test: its largest error against float64, and the most it may be.
-
-    There is no error where a result is not finite, or where ``trace`` shows what was raised.
+    """A comparison of a result with float64: its largest error, and the largest allowed.
 
     Attributes:
-        name: What was tested: a kernel, a strategy, a transport, a layout.
+        name: The kernel, strategy, transport or layout that was tested.
         where: The devices, and how many.
-        what: Which result, or ``runs``.
-        error: The largest absolute error.
-        limit: The largest allowed.
-        passed: Whether it is no larger.
-        trace: What was raised instead of a result.
+        what: Name of the result, or ``runs``.
+        error: The largest absolute error; ``None`` where the result is not finite, or there is
+            none.
+        limit: The largest error allowed.
+        passed: True if the error is within the limit.
+        trace: The traceback of an exception raised instead of a result; else empty.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Example:
-    """A call with grouped heads, and what dense attention in float64 makes of it.
+    """A call with grouped heads, and its results by dense attention in float64.
 
     ``inputs`` are ``q [1, T, 4, D]``, ``k``, ``v [1, T, 2, D]`` and ``dout [1, T, 4, D]``, seeded;
     ``expected`` are the :data:`RESULTS`.
@@ -68,13 +67,13 @@ class Example:
 
 
 def inputs_for(ranks: int, head_dim: int) -> tuple[Floats, ...]:
-    """``q, k, v, dout`` of an :class:`Example` with :data:`TOKENS` tokens per rank."""
+    """Return random ``q, k, v, dout`` of an :class:`Example`, :data:`TOKENS` tokens per rank."""
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal((1, TOKENS * ranks, heads, head_dim)) for heads in _HEADS)
 
 
 def example_of(inputs: Sequence[npt.ArrayLike], mask: Mask) -> Example:
-    """The example of these inputs, which may have been rounded to a narrower type."""
+    """Make the example of some inputs, which may have been rounded to a narrower dtype."""
     q, k, v, dout = (np.asarray(x, np.float64) for x in inputs)
     out = reference.attention(q, k, v, mask=mask)[0]
     return Example((q, k, v, dout), (out, *reference.attention_grads(dout, q, k, v, mask=mask)[:3]))
@@ -84,18 +83,18 @@ def compared(
     name: str,
     where: str,
     example: Example,
-    found: Sequence[npt.ArrayLike],
+    results: Sequence[npt.ArrayLike],
     plain: Sequence[npt.ArrayLike],
     eps: float,
 ) -> Iterator[Check]:
-    """Compare results with an example's.
+    """Compare results with those of an example, one check for each of :data:`RESULTS`.
 
-    The error may be four times that of ``plain``, a dense implementation in the same dtype on the
-    same device, and 16 ulps (``eps``) of the largest number.
+    The error may be four times that of ``plain``, the results of a dense implementation in the same
+    dtype on the same device, plus 16 ulps (``eps``) of the largest number.
     """
-    for what, got, near, exact in zip(RESULTS, found, plain, example.expected, strict=True):
+    for what, got, got_plain, exact in zip(RESULTS, results, plain, example.expected, strict=True):
         error, plain_error = (
-            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, near)
+            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, got_plain)
         )
         limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
         yield Check(
@@ -106,57 +105,62 @@ def compared(
 
 
 def failed(name: str, where: str, trace: str) -> Check:
-    """What stands in place of results where something was raised."""
+    """Return the failed check that takes the place of results where an exception was raised."""
     return Check(name, where, "runs", None, 0.0, passed=False, trace=trace)
 
 
 def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
-    """Python, these packages of this project, which are all of one version, and the libraries."""
-    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    """Return the versions of Python, of packages of this project, and of installed libraries.
+
+    Args:
+        libraries: Names of libraries; those that are missing are left out.
+        ours: Names of packages of this project, which may be used without being installed.
+    """
+    by_name = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in ours:
-        found[name] = installed(name) or f"{ring_core.__version__} (not installed)"
-    return found | {name: has for name in libraries if (has := installed(name))}
+        by_name[name] = installed(name) or f"{ring_core.__version__} (not installed)"
+    return by_name | {name: current for name in libraries if (current := installed(name))}
 
 
 def installed(library: str) -> str | None:
-    """The version of a library, ``None`` where there is none."""
+    """Return the version of a library, or ``None`` if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
         return None
 
 
-def clashes(found: Mapping[str, str]) -> tuple[str, ...]:
-    """Which of these libraries ask for other versions of each other than there are.
+def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a line for each library that asks for another version of a library than is installed.
 
-    Two of this project's packages of unlike versions clash, too: they are released together.
+    Packages of this project of different versions clash, too: they are released together.
     """
     from packaging.requirements import Requirement  # the rest of ring_core imports numpy alone
 
-    ours = {name: has for name in OURS if (has := installed(name))}
-    words = ", ".join(f"{name} {has}" for name, has in ours.items())
+    ours = {name: current for name in OURS if (current := installed(name))}
+    words = ", ".join(f"{name} {current}" for name, current in ours.items())
     several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
     asked = [
         (name, Requirement(text))
-        for name in found
+        for name in by_name
         if installed(name)
         for text in requires(name) or ()
     ]
     return (
         *several,
         *(
-            f"{name} {found[name]} asks for {wanted.name}{wanted.specifier}, and there is {has}"
+            f"{name} {by_name[name]} asks for {wanted.name}{wanted.specifier}, and there is {current}"
             for name, wanted in asked
             if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if (has := installed(wanted.name))
-            if not wanted.specifier.contains(has, prereleases=True)
+            if (current := installed(wanted.name))
+            if not wanted.specifier.contains(current, prereleases=True)
         ),
     )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the doctor of this package found; those of others find more."""
+    """The findings of this package's doctor; the doctors of other packages add to it."""
 
     versions: dict[str, str]
     clashes: tuple[str, ...]
@@ -164,22 +168,23 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing failed."""
+        """True if all checks passed and no versions clash."""
         return is_healthy(self.clashes, self.checks)
 
 
 def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:
-    """Whether something was tested, nothing failed, and no version is at odds with another."""
+    """Return True if there are checks, all of them passed, and no versions clash."""
     return not clashes and bool(checks) and all(check.passed for check in checks)
 
 
 def diagnose() -> Diagnosis:
     """Look at this installation, and run a ring of two ranks in numpy in every layout."""
-    found = versions(("numpy", "matplotlib"), ("ring-core",))
-    return Diagnosis(found, clashes(found), tuple(_self_test(2)))
+    by_name = versions(("numpy", "matplotlib"), ("ring-core",))
+    return Diagnosis(by_name, clashes(by_name), tuple(_self_test(2)))
 
 
 def _self_test(ranks: int) -> Iterator[Check]:
+    """Run every layout and ring strategy in the simulator, against the oracle."""
     example = example_of(inputs_for(ranks, head_dim=16), CAUSAL)
     q, k, v, dout = example.inputs
     for layout, strategy in pairs_of(LAYOUTS):
@@ -192,15 +197,15 @@ def _self_test(ranks: int) -> Iterator[Check]:
 
 
 def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[str]:
-    """The first lines of what a doctor says."""
+    """Return the first lines of a report: versions and clashes."""
     return [
-        *(f"{name:14}{has}" for name, has in versions.items()),
+        *(f"{name:14}{current}" for name, current in versions.items()),
         *(f"{'clashes':14}{words}" for words in clashes or ("none",)),
     ]
 
 
 def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[str]:
-    """The last lines of what a doctor says."""
+    """Return the last lines of a report: a line for each check, and the verdict."""
     lines = ["", f"self-test: {title} against dense attention in float64"]
     names = max((len(check.name) for check in checks), default=0) + 2
     for check in checks:
@@ -213,11 +218,11 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
     return [*lines, "", "all is well" if healthy else "something is wrong"]
 
 
-def shown(found: Diagnosis) -> str:
-    """A diagnosis for people."""
+def shown(diagnosis: Diagnosis) -> str:
+    """Return a diagnosis as text for people."""
     return "\n".join(
         [
-            *shown_versions(found.versions, found.clashes),
-            *shown_checks("a causal ring in float64", found.checks, healthy=found.healthy),
+            *shown_versions(diagnosis.versions, diagnosis.clashes),
+            *shown_checks("a causal ring in float64", diagnosis.checks, healthy=diagnosis.healthy),
         ]
     )

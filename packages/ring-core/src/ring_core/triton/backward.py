@@ -1,8 +1,8 @@
-"""The backward kernels: probabilities are computed again from the global ``lse``.
+"""The backward kernels: probabilities are computed again from the final ``lse`` over all keys.
 
-Dao, arXiv 2307.08691. One kernel goes along the keys for dQ, another along the queries for dK and
-dV, seven products of matrices per block; or the second adds to dQ as well, five products, in an
-order that differs from run to run. The gradient of a bias takes a kernel of its own.
+Dao, arXiv 2307.08691. One kernel loops over the keys for dQ, another over the queries for dK and
+dV, which takes seven matrix products per block; or the second adds to dQ as well, which takes five,
+but in an order that differs from run to run. The gradient of a bias has a kernel of its own.
 """
 
 # What a kernel works on has no type in Python.
@@ -48,9 +48,11 @@ def bwd_dq(
     lse_batch, lse_head, dq_batch, dq_head, q_len, k_len, heads, group, heads_per_swizzle,
     consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``dq [B, H, T, D]`` of one block of queries of one head; as ``fwd`` goes.
+    """Add to ``dq [B, H, T, D]``, or write it, for one block of queries of one head.
 
-    ``dout [B, H, T, DV]``; ``lse`` and ``delta`` are ``[B, H, T]``, alike in memory.
+    Blocks come in the order of ``fwd``, whose arguments are the same. ``dout`` is
+    ``[B, H, T, DV]``; ``lse`` and ``delta = rowsum(dout * out) - dlse`` are ``[B, H, T]`` with the
+    same strides.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -65,13 +67,13 @@ def bwd_dq(
     swizzled, flat = swizzled_block_and_head(blocks, heads_per_swizzle)
     block = blocks - 1 - swizzled
     start = block * consts.BLOCK_Q
-    acc = loop_over_k(
+    acc = bwd_loop_over_k(
         x, strides, consts, q, k, v, dout, lse, delta, block_index, counts, block_index_batch,
         block, flat, heads, group, start, NAN_SAFE=False,
     )  # fmt: skip
     if has_nan(acc):  # perhaps of keys that some rows do not see
         for begin in range(start, tl.minimum(start + consts.BLOCK_Q, q_len), nan_safe.BLOCK_Q):
-            part = loop_over_k(
+            part = bwd_loop_over_k(
                 x, strides, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse, delta,
                 block_index, counts, block_index_batch, block, flat, heads, group, begin,
                 NAN_SAFE=True,
@@ -82,11 +84,11 @@ def bwd_dq(
 
 
 @triton.jit
-def loop_over_k(
+def bwd_loop_over_k(
     x, strides, consts, q, k, v, dout, lse, delta, block_index, counts, block_index_batch, block,
     flat, heads, group, row_start, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a block of queries, without the scale."""
+    """Return dQ of a block of queries, without the scale, ``[q, PADDED]``; loops as in ``fwd``."""
     rows = row_start + tl.arange(0, consts.BLOCK_Q)
     batch, head = flat // heads, flat % heads
     kv_head = flat // group
@@ -96,25 +98,25 @@ def loop_over_k(
     v = of_head(v, batch, head // group, strides.v_batch, strides.v_head, consts.TMA)
     queries = load_queries(q, flat, row_start, x.q_len, consts)
     gradient = load_gradient(dout, flat, row_start, x.q_len, consts)
-    lse_log2, row_delta = load_numbers(lse, delta, strides, batch, head, rows, x.q_len)
+    lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED), tl.float32)
     for n in range(1 if consts.INDEXED else consts.ITEMS):
         if consts.INDEXED:
             num_k_blocks = (x.k_len + consts.BLOCK_K - 1) // consts.BLOCK_K
-            listed, full_start, whole = indexed_blocks(
+            block_list, full_start, num_full = indexed_blocks(
                 block_index, counts, block_index_batch, batch, block, num_k_blocks
             )
             first, stop = rows, rows
-            start, full_stop, end = 0, full_start + whole, full_start + whole
+            start, full_stop, end = 0, full_start + num_full, full_start + num_full
         else:
-            listed = block_index
+            block_list = block_index
             first, stop = interval(x, n, rows, x.k_len, ROWS=True)
             start, full_start, full_stop, end = inner_blocks(
                 first, stop, rows < x.q_len, consts.BLOCK_K, consts
             )
         if not consts.ALL_PARTIAL:
             for i in range(full_start, full_stop):
-                j = tl.load(listed + i) if consts.INDEXED else i
+                j = tl.load(block_list + i) if consts.INDEXED else i
                 acc = bwd_dq_block(
                     x, consts, queries, k, v, gradient, lse_log2, row_delta, acc, batch, head,
                     kv_head, row_start, j * consts.BLOCK_K, first, stop, MASKED=False,
@@ -122,7 +124,7 @@ def loop_over_k(
                 )  # fmt: skip
         for i in range(start, end - full_stop + full_start):
             if consts.INDEXED:
-                j = tl.load(listed + i)
+                j = tl.load(block_list + i)
             else:
                 j = tl.where(i < full_start, i, i - full_start + full_stop)
             acc = bwd_dq_block(
@@ -137,23 +139,23 @@ def bwd_dq_block(
     x, consts, queries, k, v, gradient, lse_log2, row_delta, acc, batch, head, kv_head, row_start,
     start, first, stop, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """What the block of keys at ``start`` adds."""
+    """Return ``acc`` plus the part of dQ that comes from the block of keys at ``start``."""
     keys = load_keys(k, kv_head, start, x.k_len, consts)
     values = load_values(v, kv_head, start, x.k_len, consts)
     row = (row_start + tl.arange(0, consts.BLOCK_Q))[:, None]
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
     products = tl.dot(queries, keys.T, input_precision=EXACT)
     dweights = tl.dot(gradient, values.T, input_precision=EXACT)
-    visible, added = None, None
+    visible, bias_block = None, None
     if x.bias is not None:
-        added = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, row_start, start, row, col, row, col, first[:, None], stop[:, None],
-            added, ROWS=True,
+            bias_block, ROWS=True,
         )  # fmt: skip
-    _, _, dproducts = slopes_of(
-        x, consts, products, dweights, added, lse_log2[:, None], row_delta[:, None], batch, head,
+    _, _, dproducts = score_gradients(
+        x, consts, products, dweights, bias_block, lse_log2[:, None], row_delta[:, None], batch, head,
         row_start, start, row, col, visible, MASKED, ROWS=True,
     )  # fmt: skip
     return add_product(acc, dproducts, visible, keys, NAN_SAFE)
@@ -169,12 +171,13 @@ def bwd_dkv(
     k_len, heads, group, heads_per_swizzle, only, only_per_head, consts: tl.constexpr,
     nan_safe: tl.constexpr,
 ):  # fmt: skip
-    """Add to ``dk [B, K, S, D]`` and ``dv [B, K, S, DV]`` of one block of keys of one head.
+    """Add to ``dk [B, K, S, D]`` and ``dv [B, K, S, DV]``, or write them, for one block of keys.
 
-    Causal ones shrink. With ``consts.KV_PACKED`` there is no ``dv``: it lies behind ``dk``. With
-    ``consts.FUSED`` this adds to ``dq [B, H, T, D]`` as well, block by block. What was added cannot
-    be done again, so keys that are not finite are found before. ``only [B * K, only_per_head]``, if
-    given, says for which blocks this is to be done: 1, for dK and dV, 2, for dQ as well.
+    The first blocks of a head come first, as they have most work under a causal mask. With
+    ``consts.KV_PACKED`` there is no ``dv``: it lies behind ``dk``. With ``consts.FUSED`` this adds
+    to ``dq [B, H, T, D]`` as well, block by block. An addition to dQ cannot be taken back, so keys
+    that are not finite are looked for before. ``only [B * K, only_per_head]``, if given, are flags
+    of the blocks to compute: 1 for dK and dV, 2 for dQ as well.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -190,14 +193,14 @@ def bwd_dkv(
     blocks = (k_len + consts.BLOCK_K - 1) // consts.BLOCK_K
     block, flat = swizzled_block_and_head(blocks, heads_per_swizzle)
     if only is not None:
-        left_out = tl.load(only + flat * only_per_head + block)
-        if left_out == 1:
+        flag = tl.load(only + flat * only_per_head + block)
+        if flag == 1:
             bwd_dkv_nan_safe(
                 x, strides, consts, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
                 delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads,
                 group, ADD=False,
             )  # fmt: skip
-        elif left_out == 2:
+        elif flag == 2:
             bwd_dkv_nan_safe(
                 x, strides, consts, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
                 delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads,
@@ -229,7 +232,10 @@ def bwd_dkv_unless_nan(
     x, strides, consts, nan_safe, q, k, v, dout, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
     delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads, group,
 ):  # fmt: skip
-    """Add what a block of keys gets; NaN-safe if there are NaN, which it may not have seen."""
+    """Compute dK and dV of a block of keys; again and NaN-safe if there are NaN in them.
+
+    The NaN may come from queries that do not see these keys.
+    """
     start = block * consts.BLOCK_K
     k_part, v_part = loop_over_q(
         x, strides, consts, q, k, v, dout, lse, delta, dq, block_index, counts, block_index_batch,
@@ -250,7 +256,10 @@ def bwd_dkv_nan_safe(
     x, strides, consts, nan_safe, q, k, v, dout, lse, delta, dq, dk, dv, block_index, counts,
     block_index_batch, block, flat, heads, group, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Add what a block of keys gets, in smaller blocks, reading only what is seen."""
+    """Compute dK and dV of a block of keys in smaller ones, without reading what is hidden.
+
+    With ``ADD`` dQ is added to as well.
+    """
     start = block * consts.BLOCK_K
     for begin in range(start, tl.minimum(start + consts.BLOCK_K, x.k_len), nan_safe.BLOCK_K):
         k_part, v_part = loop_over_q(
@@ -267,7 +276,7 @@ def loop_over_q(
     x, strides, consts, q, k, v, dout, lse, delta, dq, block_index, counts, block_index_batch,
     block, flat, heads, group, col_start, ADD: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys, that of the keys without the scale, and of its values."""
+    """Return dK (without the scale) and dV of a block of keys; with ``ADD`` also add to dQ."""
     cols = col_start + tl.arange(0, consts.BLOCK_K)
     kv_heads = heads // group
     batch = flat // kv_heads
@@ -277,25 +286,28 @@ def loop_over_q(
     values = load_values(v, flat, col_start, x.k_len, consts)
     dk = tl.zeros((consts.BLOCK_K, consts.PADDED), tl.float32)
     dv = tl.zeros((consts.BLOCK_K, consts.PADDED_V), tl.float32)
-    for member in tl.range(0, group, disable_licm=True):  # what is hoisted takes registers
+    # All query heads that share this key head add to its gradients. Nothing is hoisted out of the
+    # loop (``disable_licm``), as it would take registers.
+    for member in tl.range(0, group, disable_licm=True):
         head = (flat % kv_heads) * group + member
         for n in range(1 if consts.INDEXED else consts.ITEMS):
             if consts.INDEXED:
                 num_q_blocks = (x.q_len + consts.BLOCK_Q - 1) // consts.BLOCK_Q
-                listed, full_start, whole = indexed_blocks(
+                block_list, full_start, num_full = indexed_blocks(
                     block_index, counts, block_index_batch, batch, block, num_q_blocks
                 )
                 first, stop = cols, cols
-                start, full_stop, end = 0, full_start + whole, full_start + whole
+                start, full_stop, end = 0, full_start + num_full, full_start + num_full
             else:
-                listed = block_index
+                block_list = block_index
                 first, stop = interval(x, n, cols, x.q_len, ROWS=False)
                 start, full_start, full_stop, end = inner_blocks(
                     first, stop, cols < x.k_len, consts.BLOCK_Q, consts
                 )
+            # Blocks of queries without a mask, then those with one on both sides, as in `fwd`.
             if not consts.ALL_PARTIAL:
                 for i in range(full_start, full_stop):
-                    j = tl.load(listed + i) if consts.INDEXED else i
+                    j = tl.load(block_list + i) if consts.INDEXED else i
                     dk, dv = bwd_dkv_block(
                         x, strides, consts, q, keys, values, dout, lse, delta, dq, dk, dv, batch,
                         head, heads, col_start, j * consts.BLOCK_Q, first, stop, ADD, MASKED=False,
@@ -303,7 +315,7 @@ def loop_over_q(
                     )  # fmt: skip
             for i in range(start, end - full_stop + full_start):
                 if consts.INDEXED:
-                    j = tl.load(listed + i)
+                    j = tl.load(block_list + i)
                 else:
                     j = tl.where(i < full_start, i, i - full_start + full_stop)
                 dk, dv = bwd_dkv_block(
@@ -319,7 +331,12 @@ def bwd_dkv_block(
     x, strides, consts, q, keys, values, dout, lse, delta, dq, dk, dv, batch, head, heads,
     col_start, start, first, stop, ADD: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """What the block of queries at ``start`` adds; its scores lie transposed, ``[k, q]``."""
+    """Add the parts of dK and dV that come from the block of queries at ``start``.
+
+    Scores are transposed here, ``[k, q]``, so that both gradients are products with them as they
+    lie. With ``ADD`` the block's part of dQ is added in memory, atomically, as other thread blocks
+    add to the same rows.
+    """
     flat = batch * heads + head
     rows = start + tl.arange(0, consts.BLOCK_Q)
     row, col = rows[None, :], (col_start + tl.arange(0, consts.BLOCK_K))[:, None]
@@ -327,32 +344,32 @@ def bwd_dkv_block(
     dout = of_head(dout, batch, head, strides.out_batch, strides.out_head, consts.TMA)
     queries = load_queries(q, flat, start, x.q_len, consts)
     gradient = load_gradient(dout, flat, start, x.q_len, consts)
-    lse_log2, row_delta = load_numbers(lse, delta, strides, batch, head, rows, x.q_len)
-    visible, added = None, None
+    lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
+    visible, bias_block = None, None
     if x.bias is not None:
-        added = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, start, col_start, row, col, col, row, first[:, None], stop[:, None],
-            added, ROWS=False,
+            bias_block, ROWS=False,
         )  # fmt: skip
-    # Of each query there are two numbers per column here, many registers: where that can be, they
-    # go where the products are summed.
+    # lse and delta of the queries are a number for each column here, which takes many registers.
+    # Where possible they are instead the values that the accumulators of the products start from.
     block: tl.constexpr = [consts.BLOCK_K, consts.BLOCK_Q]
     if consts.SOFTCAP is None and consts.SCALE != 0:
-        above = tl.broadcast_to((lse_log2 * (-1.0 / (consts.SCALE * LOG2E)))[None, :], block)
-        products = tl.dot(keys, queries.T, above, input_precision=EXACT)
+        initial = tl.broadcast_to((lse_log2 * (-1.0 / (consts.SCALE * LOG2E)))[None, :], block)
+        products = tl.dot(keys, queries.T, initial, input_precision=EXACT)
         lse_log2 = tl.zeros_like(lse_log2)
     else:
         products = tl.dot(keys, queries.T, input_precision=EXACT)
     if consts.DROPPED is None:
-        above = tl.broadcast_to(-row_delta[None, :], block)
-        dweights = tl.dot(values, gradient.T, above, input_precision=EXACT)
+        initial = tl.broadcast_to(-row_delta[None, :], block)
+        dweights = tl.dot(values, gradient.T, initial, input_precision=EXACT)
         row_delta = tl.zeros_like(row_delta)
     else:
         dweights = tl.dot(values, gradient.T, input_precision=EXACT)
-    weights, _, dproducts = slopes_of(
-        x, consts, products, dweights, added, lse_log2[None, :], row_delta[None, :], batch, head,
+    weights, _, dproducts = score_gradients(
+        x, consts, products, dweights, bias_block, lse_log2[None, :], row_delta[None, :], batch, head,
         start, col_start, row, col, visible, MASKED, ROWS=False,
     )  # fmt: skip
     dv = add_product(dv, weights, visible, gradient, NAN_SAFE)
@@ -365,9 +382,9 @@ def bwd_dkv_block(
         part = add_product(part, dproducts.T, shown, keys, NAN_SAFE) * consts.SCALE
         dims = tl.arange(0, consts.PADDED)
         dq = of_head(dq, batch, head, strides.dq_batch, strides.dq_head, TMA=False)
-        place = rows.to(tl.int64)[:, None] * consts.DQ_STEP + dims[None, :]
+        offsets = rows.to(tl.int64)[:, None] * consts.DQ_STEP + dims[None, :]
         inside = (rows < x.q_len)[:, None] & (dims < consts.D)[None, :]
-        tl.atomic_add(dq + place, part, mask=inside, sem="relaxed")
+        tl.atomic_add(dq + offsets, part, mask=inside, sem="relaxed")
     return dk, dv
 
 
@@ -379,7 +396,7 @@ def bwd_dbias(
     slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
     out_head, lse_batch, lse_head, q_len, k_len, heads, group, consts: tl.constexpr,
 ):  # fmt: skip
-    """Add to one block of ``dbias``, like ``bias``, for all batch rows and heads that share it."""
+    """Add to one block of ``dbias``, which is like ``bias``, for all heads that share it."""
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
         bias_row, bias_shift, bias_shift_batch, bias_shift_head, slopes, slopes_batch, dropout,
@@ -389,14 +406,14 @@ def bwd_dbias(
         q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head, lse_batch, lse_head,
         None, None, None, None, None, None,
     )  # fmt: skip
-    which = tl.program_id(2)
+    bias_flat = tl.program_id(2)  # the bias's own batch row and head
     q_start, k_start = tl.program_id(1) * consts.BLOCK_Q, tl.program_id(0) * consts.BLOCK_K
     rows = q_start + tl.arange(0, consts.BLOCK_Q)
     row, col = rows[:, None], (k_start + tl.arange(0, consts.BLOCK_K))[None, :]
     acc = tl.zeros((consts.BLOCK_Q, consts.BLOCK_K), tl.float32)
     for n in range(shared_batch * shared_heads):
-        batch = (which // bias_heads) * shared_batch + n // shared_heads
-        head = (which % bias_heads) * shared_heads + n % shared_heads
+        batch = (bias_flat // bias_heads) * shared_batch + n // shared_heads
+        head = (bias_flat % bias_heads) * shared_heads + n % shared_heads
         flat = batch * heads + head
         k_at_head = of_head(k_pointer, batch, head // group, k_batch, k_head, TMA=False)
         v_at_head = of_head(v_pointer, batch, head // group, v_batch, v_head, TMA=False)
@@ -406,40 +423,46 @@ def bwd_dbias(
         values = load_values(v_at_head, flat // group, k_start, k_len, consts)
         queries = load_queries(q_at_head, flat, q_start, q_len, consts)
         gradient = load_gradient(dout_at_head, flat, q_start, q_len, consts)
-        lse_log2, row_delta = load_numbers(lse, delta, strides, batch, head, rows, q_len)
+        lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len)
         products = tl.dot(queries, keys.T, input_precision=EXACT)
         dweights = tl.dot(gradient, values.T, input_precision=EXACT)
-        added = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col)
         visible = visible_cells(
-            x, consts, batch, q_start, k_start, row, col, row, col, row, row, added, ROWS=True
+            x, consts, batch, q_start, k_start, row, col, row, col, row, row, bias_block, ROWS=True
         )
-        _, dlogits, _ = slopes_of(
-            x, consts, products, dweights, added, lse_log2[:, None], row_delta[:, None], batch,
+        _, dlogits, _ = score_gradients(
+            x, consts, products, dweights, bias_block, lse_log2[:, None], row_delta[:, None], batch,
             head, q_start, k_start, row, col, visible, MASKED=True, ROWS=True,
         )  # fmt: skip
         acc += dlogits
     first = of_head(
-        dbias, which // bias_heads, which % bias_heads, dbias_batch, dbias_head, TMA=False
+        dbias, bias_flat // bias_heads, bias_flat % bias_heads, dbias_batch, dbias_head, TMA=False
     )
-    place = first + row.to(tl.int64) * dbias_row + bias_columns(x, consts, col)
+    pointers = first + row.to(tl.int64) * dbias_row + bias_columns(x, consts, col)
     inside = (row < q_len) & (col < k_len)
-    tl.store(place, acc + tl.load(place, mask=inside), mask=inside)
+    tl.store(pointers, acc + tl.load(pointers, mask=inside), mask=inside)
 
 
 @triton.jit
-def slopes_of(
-    x, consts, products, dweights, added, lse_log2, row_delta, batch, head, row_start, col_start,
+def score_gradients(
+    x, consts, products, dweights, bias_block, lse_log2, row_delta, batch, head, row_start, col_start,
     rows, cols, visible, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Slopes of the loss at one block of scores.
+    """Compute the gradients at one block of scores.
 
-    ``lse_log2`` is ``lse`` in base 2 and ``row_delta`` is delta, as they broadcast.
+    Args:
+        x, consts, batch, head, row_start, col_start, rows, cols, ROWS: As in ``visible_cells``.
+        products: Products of queries and keys.
+        dweights: Products of ``dout`` and values: the gradients at the softmax weights.
+        bias_block: The block's bias, or ``None``.
+        lse_log2, row_delta: ``lse`` in base 2, and delta, as they broadcast.
+        visible: The block's mask, read if ``MASKED``.
 
     Returns:
-        What multiplied V (probabilities, less what dropout took), the slopes at the logits, and
+        The weights that multiply V (probabilities after dropout), the gradients at the logits, and
         those at the products of queries and keys but for the scale.
     """
-    scores, cap_slope = modified_scores(x, consts, products, added, batch, head, rows, cols)
+    scores, cap_slope = modified_scores(x, consts, products, bias_block, batch, head, rows, cols)
     weights = tl.exp2(scores - lse_log2)
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
@@ -460,8 +483,11 @@ def slopes_of(
 
 
 @triton.jit
-def load_numbers(lse, delta, strides, batch, head, rows, q_len):
-    """``lse`` in base 2, ``inf`` for rows that saw nothing, so that they weigh nothing; delta."""
+def load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len):
+    """Load ``lse`` in base 2 and delta of some rows.
+
+    Fully masked rows, whose ``lse`` is ``-inf``, have ``inf`` here, so that their weights are 0.
+    """
     lse = of_head(lse, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
     delta = of_head(delta, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
     lse_log2 = tl.load(lse + rows, mask=rows < q_len, other=-float("inf")) * LOG2E
@@ -471,7 +497,7 @@ def load_numbers(lse, delta, strides, batch, head, rows, q_len):
 
 @triton.jit
 def add_query_rows(dq, part, strides, flat, heads, start, q_len, consts):
-    """Add the gradient of a block of queries, or write it."""
+    """Add dQ of a block of queries to memory, with the scale, or write it (``FRESH``)."""
     rows = start + tl.arange(0, consts.BLOCK_Q)
     dq = of_head(dq, flat // heads, flat % heads, strides.dq_batch, strides.dq_head, TMA=False)
     add_rows(
@@ -481,7 +507,7 @@ def add_query_rows(dq, part, strides, flat, heads, start, q_len, consts):
 
 @triton.jit
 def add_key_rows(dk, dv, k_part, v_part, strides, flat, kv_heads, start, k_len, consts):
-    """Add the gradients of a block of keys and of its values, or write them."""
+    """Add dK (with the scale) and dV of a block of keys to memory, or write them (``FRESH``)."""
     cols = start + tl.arange(0, consts.BLOCK_K)
     batch, head = flat // kv_heads, flat % kv_heads
     dk = of_head(dk, batch, head, strides.dk_batch, strides.dk_head, TMA=False)
@@ -504,10 +530,10 @@ def add_rows(
     into, part, rows, length, DIM: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to rows of one head, or write it."""
+    """Add a block to rows of one head in memory, or write it (``FRESH``)."""
     dims = tl.arange(0, PADDED)
-    place = rows.to(tl.int64)[:, None] * STEP + dims[None, :]
+    offsets = rows.to(tl.int64)[:, None] * STEP + dims[None, :]
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
     if not FRESH:
-        part += tl.load(into + place, mask=inside)
-    tl.store(into + place, part, mask=inside)
+        part += tl.load(into + offsets, mask=inside)
+    tl.store(into + offsets, part, mask=inside)

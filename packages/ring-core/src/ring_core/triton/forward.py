@@ -1,6 +1,6 @@
-"""The forward kernel: merge what queries see into what they had seen before.
+"""The forward kernel: flash attention that merges its result into an earlier one.
 
-Flash attention (Dao, arXiv 2307.08691) with its running softmax in base 2.
+Dao, arXiv 2307.08691, with the running softmax in base 2.
 """
 
 # What a kernel works on has no type in Python.
@@ -47,19 +47,24 @@ def fwd(
     lse_batch, lse_head, q_len, k_len, heads, group, heads_per_swizzle, only, only_per_head,
     only_many, consts: tl.constexpr, nan_safe: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head; the last blocks come first, as causal ones are longest.
+    """Compute one block of queries of one head, and merge it into ``out`` and ``lse``.
 
-    ``q [B, H, T, D]``, ``k [B, K, S, D]``, ``v [B, K, S, DV]``; ``q_pointer``, ``k_pointer`` and
-    ``v_pointer`` are the same, pointers where those are descriptors. ``out [B, H, T, DV]`` and
-    ``lse [B, H, T]`` are read and written; with ``before``, like ``out``, that is read and ``out``
-    only written. ``block_index [1 or B, I, J]`` lists the blocks of keys that each block of queries
-    visits, those that need their mask first, ``counts [1 or B, I, 2]`` says how many of either
-    kind; without a list they follow from the items.
+    The last blocks come first, as they have most work under a causal mask.
 
-    ``only [B * H, only_per_head]``, ``only_many`` in all, if given, says which blocks to do.
-
-    Masked weights are 0, and ``0 * nan`` is ``nan``: if there are NaN in the result, they may come
-    from values that nobody sees, and the block is done again as ``nan_safe`` says.
+    Args:
+        q, k, v: ``[B, H, T, D]``, ``[B, K, S, D]``, ``[B, K, S, DV]``: pointers or descriptors.
+        q_pointer, k_pointer, v_pointer: Pointers to the same.
+        before: ``[B, H, T, DV]`` like ``out``: the earlier output; by default that is in ``out``.
+        out, lse: ``[B, H, T, DV]`` and ``[B, H, T]``: the merged result; ``lse`` holds the earlier
+            one.
+        block_index: ``[1 or B, I, J]``, blocks of keys that each block of queries visits, those
+            that need their mask first; without it they follow from the items.
+        counts: ``[1 or B, I, 2]``, how many of either kind.
+        only: ``[B * H, only_per_head]``, ``only_many`` in all: flags of the blocks to compute; by
+            default all.
+        consts, nan_safe: Constants, and those of blocks that are computed again: masked weights are
+            0, and ``0 * nan`` is ``nan``, so NaN in a result may come from values that no query
+            sees.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -73,6 +78,7 @@ def fwd(
     if before is None:
         before = out
     if only is not None:
+        # Few blocks are flagged. A thread block looks at some flags at once, and mostly is done.
         first = tl.program_id(0) * FLAGS_TOGETHER
         stop = tl.minimum(first + FLAGS_TOGETHER, only_many)
         flags = first + tl.arange(0, FLAGS_TOGETHER)
@@ -90,7 +96,7 @@ def fwd(
         swizzled, flat = swizzled_block_and_head(blocks, heads_per_swizzle)
         block = blocks - 1 - swizzled
         start = block * consts.BLOCK_Q
-        top, total, acc = loop_over_k(
+        top, total, acc = fwd_loop_over_k(
             x, strides, consts, q, k, v, block_index, counts, block_index_batch, block, flat, heads,
             group, start, NAN_SAFE=False,
         )  # fmt: skip
@@ -109,9 +115,9 @@ def fwd_nan_safe(
     x, strides, nan_safe, q, k, v, before, out, lse, block_index, counts, block_index_batch, block,
     flat, heads, group, start, size,
 ):  # fmt: skip
-    """A block of queries in smaller ones, reading only what is seen."""
+    """Compute a block of queries in smaller ones, without reading values that no query sees."""
     for begin in range(start, tl.minimum(start + size, x.q_len), nan_safe.BLOCK_Q):
-        top, total, part = loop_over_k(
+        top, total, part = fwd_loop_over_k(
             x, strides, nan_safe, q, k, v, block_index, counts, block_index_batch, block, flat,
             heads, group, begin, NAN_SAFE=True,
         )  # fmt: skip
@@ -119,11 +125,16 @@ def fwd_nan_safe(
 
 
 @triton.jit
-def loop_over_k(
+def fwd_loop_over_k(
     x, strides, consts, q, k, v, block_index, counts, block_index_batch, block, flat, heads, group,
     row_start, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """All that a block of queries sees: ``top [q]``, ``total [q]`` of the softmax, ``acc``."""
+    """Attend from a block of queries to all keys it sees.
+
+    Returns:
+        The running softmax: largest score ``top [q]`` (base 2), denominator ``total [q]``, and
+        ``acc [q, PADDED_V]``, the weighted sum of values not yet divided by it.
+    """
     rows = row_start + tl.arange(0, consts.BLOCK_Q)
     batch, head = flat // heads, flat % heads
     kv_head = flat // group
@@ -134,30 +145,36 @@ def loop_over_k(
     top = tl.full((consts.BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((consts.BLOCK_Q,), tl.float32)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED_V), tl.float32)
+    # A block index lists the blocks of all items together; without one each item is a range of
+    # blocks [start, end), of which [full_start, full_stop) need no mask.
     for n in range(1 if consts.INDEXED else consts.ITEMS):
         if consts.INDEXED:
+            # The list is as a range, too: partial blocks [0, full_start), then the full ones.
             num_k_blocks = (x.k_len + consts.BLOCK_K - 1) // consts.BLOCK_K
-            listed, full_start, whole = indexed_blocks(
+            block_list, full_start, num_full = indexed_blocks(
                 block_index, counts, block_index_batch, batch, block, num_k_blocks
             )
             first, stop = rows, rows
-            start, full_stop, end = 0, full_start + whole, full_start + whole
+            start, full_stop, end = 0, full_start + num_full, full_start + num_full
         else:
-            listed = block_index
+            block_list = block_index
             first, stop = interval(x, n, rows, x.k_len, ROWS=True)
             start, full_start, full_stop, end = inner_blocks(
                 first, stop, rows < x.q_len, consts.BLOCK_K, consts
             )
+        # Blocks without a mask, in a loop of their own whose body has no comparisons.
         if not consts.ALL_PARTIAL:
             for i in range(full_start, full_stop):
-                j = tl.load(listed + i) if consts.INDEXED else i
+                j = tl.load(block_list + i) if consts.INDEXED else i
                 top, total, acc = online_softmax_step(
                     x, consts, queries, k, v, top, total, acc, batch, head, kv_head, row_start,
                     j * consts.BLOCK_K, first, stop, MASKED=False, NAN_SAFE=False,
                 )  # fmt: skip
+        # Those with a mask lie on both sides of them; one loop, which leaps over the full ones, so
+        # that its body is compiled once.
         for i in range(start, end - full_stop + full_start):
             if consts.INDEXED:
-                j = tl.load(listed + i)
+                j = tl.load(block_list + i)
             else:
                 j = tl.where(i < full_start, i, i - full_start + full_stop)
             top, total, acc = online_softmax_step(
@@ -172,48 +189,54 @@ def online_softmax_step(
     x, consts, queries, k, v, top, total, acc, batch, head, kv_head, row_start, start, first, stop,
     MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """The step of the running softmax for the block of keys at ``start``."""
+    """Add the block of keys at ``start`` to the running softmax ``(top, total, acc)``."""
     keys = load_keys(k, kv_head, start, x.k_len, consts)
     products = tl.dot(queries, keys.T, input_precision=EXACT)
     row = (row_start + tl.arange(0, consts.BLOCK_Q))[:, None]
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
-    visible, added = None, None
+    visible, bias_block = None, None
     if x.bias is not None:
-        added = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col)
+    # With a positive scale the largest product gives the largest score, so scaling and subtracting
+    # are one multiply-add of each score.
     if not MASKED and consts.SOFTCAP is None and x.slopes is None and consts.SCALE > 0:
         scale = consts.SCALE * LOG2E
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
         weights = tl.exp2(products * scale - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        rescale = tl.exp2(top - new_top)
     else:
-        scores, _ = modified_scores(x, consts, products, added, batch, head, row, col)
+        scores, _ = modified_scores(x, consts, products, bias_block, batch, head, row, col)
         if MASKED:
             visible = visible_cells(
                 x, consts, batch, row_start, start, row, col, row, col, first[:, None],
-                stop[:, None], added, ROWS=True,
+                stop[:, None], bias_block, ROWS=True,
             )  # fmt: skip
             scores = tl.where(visible, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         safe = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(top - safe)
-    total = total * shrink + tl.sum(weights, 1)
+        rescale = tl.exp2(top - safe)
+    # Earlier sums are relative to the old largest score: rescale them to the new one.
+    total = total * rescale + tl.sum(weights, 1)
     if consts.DROPPED is not None:
         weights *= dropout_keep(x, consts, batch, head, row_start, start, row, col, ROWS=True)
     values = load_values(v, kv_head, start, x.k_len, consts)
-    acc = add_product(acc * shrink[:, None], weights, visible, values, NAN_SAFE)
+    acc = add_product(acc * rescale[:, None], weights, visible, values, NAN_SAFE)
     return new_top, total, acc
 
 
 @triton.jit
 def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len, consts):
-    """Merge with what was there, ``(before, lse)`` with the natural logarithm, and write it."""
+    """Divide by the softmax's denominator, merge with the earlier ``(before, lse)``, and store.
+
+    In memory ``lse`` is a natural logarithm; ``top`` is in base 2. See :func:`ring_core.merge`.
+    """
     rows, dims = start + tl.arange(0, consts.BLOCK_Q), tl.arange(0, consts.PADDED_V)
     batch, head = flat // heads, flat % heads
     before = of_head(before, batch, head, strides.out_batch, strides.out_head, TMA=False)
     out = of_head(out, batch, head, strides.out_batch, strides.out_head, TMA=False)
     lse = of_head(lse, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
-    at = rows.to(tl.int64)[:, None] * consts.OUT_STEP + dims[None, :]
+    offsets = rows.to(tl.int64)[:, None] * consts.OUT_STEP + dims[None, :]
     real = rows < q_len
     inside = real[:, None] & (dims < consts.DV)[None, :]
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
@@ -226,8 +249,9 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
         high = tl.where(high == -float("inf"), 0.0, high)
         merged = high + tl.log(tl.exp(old - high) + tl.exp(part - high))
         safe = tl.where(merged == -float("inf"), 0.0, merged)
+        # Where the earlier lse is -inf the earlier output may be garbage, and is not read.
         known = inside & (old > -float("inf"))[:, None]
         result = acc * (tl.exp(part - safe) * factor)[:, None]
-        result += tl.load(before + at, mask=known, other=0.0) * tl.exp(old - safe)[:, None]
-    tl.store(out + at, result, mask=inside)
+        result += tl.load(before + offsets, mask=known, other=0.0) * tl.exp(old - safe)[:, None]
+    tl.store(out + offsets, result, mask=inside)
     tl.store(lse + rows, merged, mask=real)

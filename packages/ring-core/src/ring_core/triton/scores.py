@@ -1,9 +1,9 @@
-"""One block of scores on the chip: which part of it shows, and the options that change it.
+"""Functions of the Triton kernels on one block of scores: its mask, and options that change it.
 
-A kernel keeps a block of one side in registers, its outer
-side, and walks along the other, its inner side: queries and keys in the forward and for dQ, keys
-and queries for dK and dV. Rows and columns come as index tensors that broadcast against each other,
-``[q, 1]`` and ``[1, k]`` or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
+A kernel keeps a block of one side in registers, its *outer* side, and loops over blocks of the
+other, its *inner* side: queries and keys in the forward and for dQ, keys and queries for dK and dV.
+Rows and columns come as index tensors that broadcast against each other, ``[q, 1]`` and ``[1, k]``
+or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
 """
 
 # What a kernel works on has no type in Python.
@@ -34,16 +34,16 @@ class Constexprs(NamedTuple):
     Attributes:
         D, DV: Head dims of queries and keys, and of values.
         PADDED, PADDED_V: The same, rounded up to powers of two.
-        ITEMS: How many items there are.
+        ITEMS: Number of work items (rectangles with a band) in the launch.
         INDEXED: Blocks to visit come from a block index; otherwise they follow from the items.
         ALL_PARTIAL: Every block needs its mask.
-        SCALE, SOFTCAP: Of the logits; ``None`` is no soft cap.
+        SCALE, SOFTCAP: Scale and soft cap of the scores; ``None`` is no soft cap.
         DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
         BLOCK_Q, BLOCK_K: Queries and keys per block.
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
-        Q_IS_MULTIPLE, K_IS_MULTIPLE: Lengths are multiples of the blocks.
+        Q_IS_MULTIPLE, K_IS_MULTIPLE: Lengths are multiples of the block sizes.
         FUSED: The kernel for dK and dV adds to dQ as well.
-        FRESH: Results hold nothing yet and are not read; but for dQ where ``FUSED`` adds to it.
+        FRESH: Results are overwritten, not read and added to; but for dQ where ``FUSED`` adds.
         KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
         BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
         ALIGNED8: Of positions of keys ``k_at[8 n]`` is a multiple of 8, and seven follow it.
@@ -81,7 +81,7 @@ class Constexprs(NamedTuple):
 
 
 def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
-    """Constants of the blocks that are done again, where numbers are not finite."""
+    """Return the constants for blocks that are computed again because results are not finite."""
     return consts._replace(
         BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q),
         BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
@@ -90,15 +90,15 @@ def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
 
 
 def as_constants(consts: Constexprs) -> Constexprs:
-    """Constants as Triton 3.6 and 3.7 take them, whose functions want constants of its own kind."""
+    """Wrap constants in ``tl.constexpr``, as Triton 3.6 and 3.7 need to pass them to functions."""
     return Constexprs(*(x if x is None else tl.constexpr(x) for x in consts))
 
 
 class Strides(NamedTuple):
-    """From a batch row to the next and from a head to the next, in numbers.
+    """Strides of batch rows and of heads, in numbers.
 
-    ``out`` stands for the output or its gradient, ``lse`` for ``lse`` and delta. A kernel has
-    ``None`` for what it does not touch.
+    ``out`` is the output or its gradient, ``lse`` is ``lse`` and delta. Strides of tensors that a
+    kernel does not touch are ``None``.
     """
 
     q_batch: Any
@@ -120,18 +120,19 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What masks and options read: pointers, ``None`` where a call has no such thing, and numbers.
+    """The inputs of masks and options: pointers, ``None`` for options not used, and sizes.
 
     Attributes:
-        items: int32 ``[items, 6]``, what each shows: rows, columns, and the band from its corner.
-        cells: int32 ``[2, outer length]``, from where to where the inner tokens lie that share the
-            document of each outer token.
+        items: int32 ``[items, 6]``: of each work item ``q_start, q_stop, k_start, k_stop``, and its
+            band ``lo, hi``, counted from its corner.
+        cells: int32 ``[2, outer length]``: of each outer token where its document starts and stops
+            among the inner tokens.
         q_ids, k_ids: int32 ``[B, T]`` and ``[B, S]``: equal ones see each other, negative ones
             nothing.
         q_at, k_at: int32 ``[T]`` and ``[S]``, positions among the keys.
         q_index: int32 ``[T]``, indices among the queries.
-        tiles: int32 ``[ceil(T / 128), ceil(S / 128)]``, which tile of ``bits``; -1 shows all, -2
-            nothing.
+        tiles: int32 ``[ceil(T / 128), ceil(S / 128)]``, numbers of tiles in ``bits``; -1 is a full
+            tile, -2 an empty one.
         bits: int32 ``[n, 128, 4]``, tiles of a predicate, the first column in the lowest bit.
         bias: ``[B or 1, H or 1, T, S]`` with the strides ``bias_batch``, ``bias_head`` and
             ``bias_row``; with ``Constexprs.BIAS_BY_POSITION`` its columns are positions.
@@ -166,21 +167,21 @@ class Options(NamedTuple):
 
 @triton.jit
 def swizzled_block_and_head(blocks, heads_per_swizzle):
-    """A program's block among the ``blocks`` of its head, and which head, swizzled for the L2.
+    """Return a thread block's block number and head, swizzled so that the L2 serves more heads.
 
-    The first blocks of all ``heads_per_swizzle`` heads come before the second ones. The longest
-    come first, so that none of those is left when the GPU runs empty.
+    The first blocks of all ``heads_per_swizzle`` heads come before the second ones. Those with most
+    work come first, so that none of them is left when the GPU runs empty.
     """
-    each = blocks * heads_per_swizzle
-    within = tl.program_id(0) % each
+    per_swizzle = blocks * heads_per_swizzle
+    within = tl.program_id(0) % per_swizzle
     return within // heads_per_swizzle, (
-        tl.program_id(0) // each
+        tl.program_id(0) // per_swizzle
     ) * heads_per_swizzle + within % heads_per_swizzle
 
 
 @triton.jit
 def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
-    """Where a head begins; a descriptor knows them all."""
+    """Return the pointer to a head of a batch row; a descriptor (``TMA``) is for all, and stays."""
     if not TMA:
         x += batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     return x
@@ -191,28 +192,29 @@ def load_tile(
     x, flat, start, length, DIM: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr,
     STEP: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr, IS_MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens ``start`` and on of one head, dims ``AT`` and on.
+    """Load ``[BLOCK, PADDED]`` of one head: tokens from ``start`` on, dims from ``AT`` on.
 
-    What lies beyond the length, or beyond ``DIM``, is zero. ``x`` points at the head, or is a
-    descriptor of ``[B * heads, length, dims]``, whose blocks the copy engine fetches.
+    Elements beyond the length, or beyond ``DIM``, are zero. ``x`` points at the head, or is a
+    descriptor of ``[B * heads, length, dims]``, whose blocks the copy engine fetches; then ``flat``
+    is the batch row and head.
     """
     if TMA:
         tile = x.load([flat, start, AT]).reshape(BLOCK, PADDED)
     else:
         token, dim = tl.arange(0, BLOCK), tl.arange(0, PADDED)
         first = x + tl.cast(start, tl.int64) * STEP + AT
-        at = first + token[:, None] * STEP + dim[None, :]
+        pointers = first + token[:, None] * STEP + dim[None, :]
         if IS_MULTIPLE and DIM == PADDED:
-            tile = tl.load(at)
+            tile = tl.load(pointers)
         else:
             inside = (start + token < length)[:, None] & (dim < DIM)[None, :]
-            tile = tl.load(at, mask=inside, other=0.0)
+            tile = tl.load(pointers, mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
 def load_keys(k, flat, start, length, consts):
-    """A block of keys ``[BLOCK_K, PADDED]``."""
+    """Load a block of keys ``[BLOCK_K, PADDED]``."""
     return load_tile(
         k, flat, start, length, consts.D, consts.PADDED, 0, consts.K_STEP, consts.BLOCK_K,
         consts.TMA, consts.K_IS_MULTIPLE,
@@ -221,7 +223,7 @@ def load_keys(k, flat, start, length, consts):
 
 @triton.jit
 def load_values(v, flat, start, length, consts):
-    """A block of values ``[BLOCK_K, PADDED_V]``."""
+    """Load a block of values ``[BLOCK_K, PADDED_V]``."""
     return load_tile(
         v, flat, start, length, consts.DV, consts.PADDED_V, consts.D if consts.KV_PACKED else 0,
         consts.V_STEP, consts.BLOCK_K, consts.TMA, consts.K_IS_MULTIPLE,
@@ -230,7 +232,7 @@ def load_values(v, flat, start, length, consts):
 
 @triton.jit
 def load_queries(q, flat, start, length, consts):
-    """A block of queries ``[BLOCK_Q, PADDED]``."""
+    """Load a block of queries ``[BLOCK_Q, PADDED]``."""
     return load_tile(
         q, flat, start, length, consts.D, consts.PADDED, 0, consts.Q_STEP, consts.BLOCK_Q,
         consts.TMA, consts.Q_IS_MULTIPLE,
@@ -239,7 +241,7 @@ def load_queries(q, flat, start, length, consts):
 
 @triton.jit
 def load_gradient(dout, flat, start, length, consts):
-    """A block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
+    """Load a block of the gradient of the output ``[BLOCK_Q, PADDED_V]``."""
     return load_tile(
         dout, flat, start, length, consts.DV, consts.PADDED_V, 0, consts.OUT_STEP, consts.BLOCK_Q,
         consts.TMA, consts.Q_IS_MULTIPLE,
@@ -248,22 +250,27 @@ def load_gradient(dout, flat, start, length, consts):
 
 @triton.jit
 def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
-    """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``.
+    """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``.
 
     ``ROWS`` says that the outer side is the queries. A fully masked token has an interval that
     ends before it begins.
     """
-    at = x.items + n * BOUNDS
-    lo, hi = tl.load(at + 4), tl.load(at + 5)
+    item = x.items + n * BOUNDS
+    lo, hi = tl.load(item + 4), tl.load(item + 5)
+    # The outer side of the rectangle is [begin, end), its inner side [start, stop). The band is
+    # lo <= i - j <= hi: query i sees keys i - hi to i - lo, key j is seen by queries j + lo to j +
+    # hi.
     if ROWS:
-        begin, end, start, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-        near, far = -hi, -lo
+        begin, end = tl.load(item), tl.load(item + 1)
+        start, stop = tl.load(item + 2), tl.load(item + 3)
+        first_offset, last_offset = -hi, -lo
     else:
-        start, stop, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-        near, far = lo, hi
+        start, stop = tl.load(item), tl.load(item + 1)
+        begin, end = tl.load(item + 2), tl.load(item + 3)
+        first_offset, last_offset = lo, hi
     diagonal = outer - begin + start
-    first = tl.maximum(diagonal + near, start)
-    last = tl.minimum(diagonal + far + 1, stop)
+    first = tl.maximum(diagonal + first_offset, start)
+    last = tl.minimum(diagonal + last_offset + 1, stop)
     inside = (outer >= begin) & (outer < end)
     if x.cells is not None:
         length = x.q_len if ROWS else x.k_len
@@ -275,10 +282,14 @@ def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
 
 @triton.jit
 def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, consts):
-    """The inner blocks that some outer token sees, and those that all of them see whole.
+    """Return the inner blocks to visit ``[start, end)``, and those that need no mask in between.
 
-    Both are ranges, ``(start, full_start, full_stop, end)``; ``is_real`` says which outer tokens
-    are any. What lies beyond them does not matter, so they do not make a block partial.
+    The latter, ``[full_start, full_stop)``, are seen whole by all outer tokens. Outer tokens beyond
+    the length (not ``is_real``) see nothing, but their results are not kept, so they do not make a
+    block partial.
+
+    Returns:
+        ``(start, full_start, full_stop, end)``.
     """
     start = tl.min(first) // BLOCK
     end = tl.maximum((tl.max(stop) + BLOCK - 1) // BLOCK, start)
@@ -294,7 +305,10 @@ def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, consts):
 
 @triton.jit
 def indexed_blocks(block_index, counts, block_index_batch, batch, block, num_inner_blocks):
-    """Where a block's list of inner blocks begins, and how many of them are partial and full."""
+    """Return the pointer to a block's list of inner blocks, and how many are partial and full.
+
+    Partial blocks, which need their mask, come first in the list.
+    """
     count = counts + 2 * ((batch * block_index_batch) // num_inner_blocks + block)
     return (
         block_index + batch * block_index_batch + block * num_inner_blocks,
@@ -305,13 +319,20 @@ def indexed_blocks(block_index, counts, block_index_batch, batch, block, num_inn
 
 @triton.jit
 def visible_cells(
-    x, consts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, added,
+    x, consts, batch, row_start, col_start, rows, cols, outer, inner, first, stop, bias_block,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What a block shows; ``outer`` and ``inner`` are its tokens as they broadcast.
+    """Return the mask of a block of scores: True where the query sees the key.
 
-    ``first`` and ``stop`` are the intervals of one item; a block of a list shows what any does.
-    ``added`` is what its bias adds, if there is one.
+    Args:
+        x, consts, batch: Options, constants, batch row.
+        row_start, col_start: First query and key of the block.
+        rows, cols: Its queries and keys, as they broadcast.
+        outer, inner: The same two by the side that the kernel loops over.
+        first, stop: Intervals of the current item. A block of a list (``INDEXED``) may hold parts
+            of several items, so it ignores them and takes those of all items.
+        bias_block: The block's bias, or ``None``; ``-inf`` hides.
+        ROWS: The outer side is the queries.
     """
     if consts.INDEXED:
         visible = (outer < 0) & (inner < 0)
@@ -322,13 +343,16 @@ def visible_cells(
     else:
         visible = (inner >= first) & (inner < stop)
     if x.q_ids is not None:
-        mine = tl.load(x.q_ids + batch * x.q_len + rows, mask=rows < x.q_len, other=-1)
-        theirs = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
-        visible &= (mine == theirs) & (mine >= 0)
+        q_id = tl.load(x.q_ids + batch * x.q_len + rows, mask=rows < x.q_len, other=-1)
+        k_id = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
+        visible &= (q_id == k_id) & (q_id >= 0)
     if x.bias is not None:
-        if x.bits is not None:  # a number says both: Triton 3.9 cannot move single bits about
-            added += tl.log2(in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32))
-        visible &= added > -_INF
+        # The tiles are added to the bias, as 0 or -inf: Triton 3.9 cannot move single bits about.
+        if x.bits is not None:
+            bias_block += tl.log2(
+                in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32)
+            )
+        visible &= bias_block > -_INF
     elif x.bits is not None:
         visible &= in_tiles(x, consts, row_start, col_start, rows, cols) > 0
     return visible
@@ -336,38 +360,39 @@ def visible_cells(
 
 @triton.jit
 def in_tiles(x, consts, row_start, col_start, rows, cols):
-    """What a predicate shows: 1, else 0; beyond the lengths it may be either."""
+    """Return 1 where a predicate shows a cell, else 0; beyond the lengths it may be either."""
     num_k_tiles = (x.k_len + TILE - 1) // TILE
     if consts.BLOCK_Q <= TILE and consts.BLOCK_K <= TILE:  # the block lies in one tile
-        which = tl.load(x.tiles + (row_start // TILE) * num_k_tiles + col_start // TILE)
+        tile = tl.load(x.tiles + (row_start // TILE) * num_k_tiles + col_start // TILE)
     else:
-        real = (rows < x.q_len) & (cols < x.k_len)
-        at = (rows // TILE) * num_k_tiles + cols // TILE
-        which = tl.load(x.tiles + at, mask=real, other=-2)
-    place = which * (TILE * TILE // 32) + (rows % TILE) * (TILE // 32) + (cols % TILE) // 32
-    word = tl.load(x.bits + place, mask=place >= 0, other=0)  # no tile has a negative place
-    return (tl.where(which == -1, -1, word) >> (cols % 32)) & 1
+        inside = (rows < x.q_len) & (cols < x.k_len)
+        tile_offset = (rows // TILE) * num_k_tiles + cols // TILE
+        tile = tl.load(x.tiles + tile_offset, mask=inside, other=-2)
+    word_offset = tile * (TILE * TILE // 32) + (rows % TILE) * (TILE // 32) + (cols % TILE) // 32
+    # Full and empty tiles, -1 and -2, have negative offsets, and no words.
+    word = tl.load(x.bits + word_offset, mask=word_offset >= 0, other=0)
+    return (tl.where(tile == -1, -1, word) >> (cols % 32)) & 1
 
 
 @triton.jit
 def load_bias(x, consts, batch, head, rows, cols):
-    """Load what a bias adds to a block of scores, float32: less the shift of each row.
+    """Load the bias of a block of scores as float32, less the shift of each row.
 
     It is ``-inf`` beyond the lengths.
     """
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
-    real = (rows < x.q_len) & (cols < x.k_len)
-    place = rows.to(tl.int64) * x.bias_row + bias_columns(x, consts, cols)
-    added = tl.load(start + place, mask=real, other=-_INF).to(tl.float32)
+    inside = (rows < x.q_len) & (cols < x.k_len)
+    offset = rows.to(tl.int64) * x.bias_row + bias_columns(x, consts, cols)
+    bias_block = tl.load(start + offset, mask=inside, other=-_INF).to(tl.float32)
     if x.bias_shift is not None:
         shift = of_head(x.bias_shift, batch, head, x.bias_shift_batch, x.bias_shift_head, TMA=False)
-        added -= tl.load(shift + rows, mask=rows < x.q_len, other=0.0)
-    return added
+        bias_block -= tl.load(shift + rows, mask=rows < x.q_len, other=0.0)
+    return bias_block
 
 
 @triton.jit
 def bias_columns(x, consts, cols):
-    """Which columns of the bias belong to keys."""
+    """Return the columns of the bias that belong to keys."""
     if consts.BIAS_BY_POSITION:
         cols = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
         if consts.ALIGNED8:  # so that a thread may load eight at once
@@ -379,16 +404,16 @@ def bias_columns(x, consts, cols):
 
 
 @triton.jit
-def modified_scores(x, consts, products, added, batch, head, rows, cols):
-    """Scores in base 2, from products of queries and keys, and the slope of the soft cap.
+def modified_scores(x, consts, products, bias_block, batch, head, rows, cols):
+    """Return scores with soft cap, bias and ALiBi, times ``log2(e)``; and the cap's derivative.
 
-    ``added`` is what the bias adds to the block, if there is one.
+    ``products`` are those of queries and keys; ``bias_block`` is the block's bias, or ``None``.
     """
     if consts.SOFTCAP is not None:
         # 1 - 2 / (exp(2 x) + 1): overflows to 1, where (e - 1) / (e + 1) would be NaN
         grown = tl.exp2(products * (2 * LOG2E * consts.SCALE / consts.SOFTCAP))
         tanh_scores = 1.0 - 2.0 / (grown + 1.0)
-        # near 0 that cancels; the series of tanh does not
+        # Near 0 that cancels; the series of tanh does not.
         small = products * (consts.SCALE / consts.SOFTCAP)
         y = small * small
         series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
@@ -398,7 +423,7 @@ def modified_scores(x, consts, products, added, batch, head, rows, cols):
         scores = products * (consts.SCALE * LOG2E)
         slope = scores  # it is not read; Triton 3.6 cannot return None
     if x.bias is not None:
-        scores += added * LOG2E
+        scores += bias_block * LOG2E
     if x.slopes is not None:
         slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * LOG2E
         q_at = tl.load(x.q_at + rows, mask=rows < x.q_len, other=0)
@@ -409,10 +434,11 @@ def modified_scores(x, consts, products, added, batch, head, rows, cols):
 
 @triton.jit
 def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
-    """Dropout's factor for each score: Philox-4x32-10, keyed by global indices.
+    """Return dropout's factor for each score, 0 or ``1 / (1 - p)``, by Philox and global indices.
 
-    Words below ``DROPPED`` drop; it is 2**32 times the probability. Four keys beside each other
-    share their random words, if they lie so.
+    It is the same as :func:`ring_core.philox.dropout_keep`: words below ``DROPPED``, 2**32 times
+    the probability, drop. One call of Philox gives the words of four neighbouring keys; where keys
+    are neighbours (``ALIGNED8``) it is made once for the four.
     """
     low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -423,21 +449,21 @@ def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS:
         cols = col_start + 4 * tl.arange(0, consts.BLOCK_K // 4)[None, :]
         i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
         j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
-        nothing = (rows + cols) * 0
-        zero, one, two, three = tl.philox(
-            seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
+        zeros = (rows + cols) * 0  # broadcasts the others
+        word0, word1, word2, word3 = tl.philox(
+            seed, (j >> 2) + zeros, i + zeros, h + zeros, b + zeros
         )
-        word = tl.join(tl.join(zero, two), tl.join(one, three))
+        word = tl.join(tl.join(word0, word2), tl.join(word1, word3))
         word = tl.reshape(word, (consts.BLOCK_Q, consts.BLOCK_K))
     else:
         i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
         j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
-        nothing = (rows + cols) * 0
-        zero, one, two, three = tl.philox(
-            seed, (j >> 2) + nothing, i + nothing, h + nothing, b + nothing
+        zeros = (rows + cols) * 0
+        word0, word1, word2, word3 = tl.philox(
+            seed, (j >> 2) + zeros, i + zeros, h + zeros, b + zeros
         )
-        at = j & 3
-        word = tl.where(at < 2, tl.where(at == 0, zero, one), tl.where(at == 2, two, three))
+        n = j & 3
+        word = tl.where(n < 2, tl.where(n == 0, word0, word1), tl.where(n == 2, word2, word3))
     factor = tl.where(
         word.to(tl.uint64) >= consts.DROPPED, 1.0 / (1.0 - consts.DROPPED / 4294967296.0), 0.0
     )
@@ -448,36 +474,40 @@ def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS:
 
 @triton.jit
 def has_nan(x):
-    """Whether some number is NaN."""
+    """Return True if any element is NaN."""
     return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124
 
 
 @triton.jit
 def has_nonfinite(x):
-    """Whether some number is not finite."""
+    """Return True if any element is NaN or infinite."""
     return tl.max(tl.where(tl.abs(x.to(tl.float32)) < _INF, 0, 1)) > 0
 
 
 @triton.jit
 def add_product(acc, weights, visible, x, NAN_SAFE: tl.constexpr):
-    """``acc + weights @ x``, in float32.
+    """Return ``acc + weights @ x`` in float32.
 
-    With ``NAN_SAFE`` it reads ``x [n, D]`` only where it is seen, as ``0 * nan`` is ``nan``: what
-    is not finite is left out of the product, and told to what sees it.
+    Hidden weights are 0, and ``0 * nan`` is ``nan``. So with ``NAN_SAFE`` elements of ``x [n, D]``
+    that are not finite are left out of the product, and added to the rows that see them alone.
     """
     if NAN_SAFE:
         value = x.to(tl.float32)
         finite = tl.abs(value) < _INF
         infinite = tl.where(value == _INF, 1.0, tl.where(value == -_INF, -1.0, 0.0))
-        pull = tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0))
-        pull = tl.where(visible, pull, 0.0).to(x.dtype)
+        sign = tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0))
+        sign = tl.where(visible, sign, 0.0).to(x.dtype)
         shown, nonfinite = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
-        seen = tl.dot(shown, nonfinite.to(x.dtype), input_precision=EXACT)
-        many = tl.dot(tl.abs(pull), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
-        net = tl.dot(pull, infinite.to(x.dtype), input_precision=EXACT)
+        # For each result: how many elements that are not finite it sees, how many infinities with a
+        # weight that is not 0, and these summed by the signs of their products.
+        num_nonfinite = tl.dot(shown, nonfinite.to(x.dtype), input_precision=EXACT)
+        num_infinite = tl.dot(tl.abs(sign), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
+        net = tl.dot(sign, infinite.to(x.dtype), input_precision=EXACT)
         # Infinities of one sign stay what they are; with others, with 0, or with nan they are nan.
-        found = tl.where(net == many, _INF, tl.where(net == -many, -_INF, float("nan")))
-        found = tl.where(seen > many, float("nan"), found)
-        acc += tl.where(seen > 0, found, 0.0)
+        total = tl.where(
+            net == num_infinite, _INF, tl.where(net == -num_infinite, -_INF, float("nan"))
+        )
+        total = tl.where(num_nonfinite > num_infinite, float("nan"), total)
+        acc += tl.where(num_nonfinite > 0, total, 0.0)
         x = tl.where(finite, value, 0.0).to(x.dtype)
     return tl.dot(weights.to(x.dtype), x, acc, input_precision=EXACT)

@@ -1,7 +1,8 @@
-"""How large blocks are, how many warps share one and how many are on their way.
+"""Choose block sizes of the Triton kernels, with their numbers of warps and pipeline stages.
 
-A table says, and :class:`ring_core.KernelConfig` overrides it: ``tile_configs.json``, which an
-autotuner writes, or the file that ``RING_TRITON_BLOCKS`` names. Nothing here needs Triton.
+They come from a table, ``tile_configs.json``, which an autotuner writes, or the file that
+``RING_TRITON_BLOCKS`` names; :class:`ring_core.KernelConfig` overrides it. Nothing here needs
+Triton.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from ring_core.base.errors import UnsupportedError
 Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
-VARIABLE = "RING_TRITON_BLOCKS"
-LEAST, LARGEST = 16, 256  # of a block; the first is what matrix units multiply
-_OURS = Path(__file__).with_name("tile_configs.json")
+BLOCKS_VARIABLE = "RING_TRITON_BLOCKS"
+LEAST, LARGEST = 16, 256  # sizes of a block; matrix units multiply at least 16 x 16
+_OWN_TABLE = Path(__file__).with_name("tile_configs.json")
 _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 Flags = Bools
 
-FLAGS_TOGETHER = 16  # flags of ``only`` that one program of the forward looks at
+FLAGS_TOGETHER = 16  # flags of ``only`` that one thread block of the forward looks at
 NAN_SAFE_BLOCK = 32  # queries and keys per block where numbers are not finite
 
-# Heads share a swizzle as long as what they read is no more than this: keys and values of blocks of
-# queries, queries of blocks of keys. Measured on an H200.
+# Heads share a swizzle as long as the data they read stay in the L2: K/V of the forward and of dQ,
+# Q and dO of dK/dV. Bytes; measured on an H200.
 _SWIZZLE_KEY_BYTES = 16 * 2**20
 _SWIZZLE_QUERY_BYTES = 64 * 2**20
 
@@ -48,7 +49,13 @@ _BARRIER_BYTES = 1024  # bytes of it that barriers take, as blocks are aligned
 
 @dataclass(frozen=True)
 class Blocks:
-    """Queries and keys per block, warps per block, stages of the pipeline that fetches blocks."""
+    """Block sizes of a kernel.
+
+    Attributes:
+        q, k: Queries and keys per block.
+        warps: Warps per thread block.
+        stages: Stages of the pipeline that fetches blocks into shared memory.
+    """
 
     q: int
     k: int
@@ -58,11 +65,15 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Row:
-    """The blocks of a pass, for numbers of ``itemsize`` bytes and head dims up to ``head_dim``.
+    """A row of the table: the block sizes of one kernel for some calls.
 
     Attributes:
-        per_score_inputs: Only where each score has an input of its own (a bias, tiles of a
-            predicate, random words for dropout).
+        kernel: The kernel, one of ``PASSES``.
+        itemsize: Bytes per number of the inputs, 2 or 4.
+        head_dim: The largest head dim the row is for.
+        per_score_inputs: The row is only for calls where each score has an input of its own (a
+            bias, tiles of a predicate, random words for dropout).
+        q, k, warps, stages: As in ``Blocks``.
     """
 
     kernel: Pass
@@ -76,11 +87,11 @@ class Row:
 
     @property
     def blocks(self) -> Blocks:
-        """What the row says."""
+        """Block sizes of the row."""
         return Blocks(self.q, self.k, self.warps, self.stages)
 
     def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool) -> bool:
-        """Whether the row is for such a call."""
+        """Return True if the row is for such a call."""
         return (
             (self.kernel, self.itemsize) == (kernel, itemsize)
             and head_dim <= self.head_dim
@@ -94,7 +105,7 @@ Table = tuple[Row, ...]  # the first row that fits counts
 def find(
     table: Table, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool
 ) -> Row:
-    """The row for a call; wider numbers or head dims than any row has take the widest."""
+    """Return the first row that fits a call; what is wider than all rows takes the widest."""
     itemsize = max(2, min(itemsize, 4))
     head_dim = min(head_dim, max(row.head_dim for row in table))
     return next(
@@ -105,16 +116,16 @@ def find(
 
 
 def default() -> Table:
-    """The table of the file that ``RING_TRITON_BLOCKS`` names, or of this package.
+    """Return the table in the file that ``RING_TRITON_BLOCKS`` names, or else this package's own.
 
     Raises:
         ValueError: The file cannot be read, or is no such table.
     """
-    return _read_once(os.environ.get(VARIABLE) or str(_OURS))
+    return _read_table_once(os.environ.get(BLOCKS_VARIABLE) or str(_OWN_TABLE))
 
 
 def read(path: str) -> Table:
-    """A table from a file.
+    """Read a table from a file, as ``python -m ring_jax_gpu tune FILE`` writes it.
 
     Raises:
         ValueError: It cannot be read, or is no such table.
@@ -124,7 +135,7 @@ def read(path: str) -> Table:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is no table of blocks: {error}. Write one with 'python -m ring_jax_gpu tune "
-            f"FILE', or unset {VARIABLE} for the package's own"
+            f"FILE', or unset {BLOCKS_VARIABLE} for the package's own"
         ) from None
     needed = [
         f"{kernel} of {itemsize} bytes"
@@ -140,31 +151,36 @@ def read(path: str) -> Table:
     return rows
 
 
-_read_once = lru_cache(maxsize=8)(read)
+_read_table_once = lru_cache(maxsize=8)(read)
 
 
 def written(table: Iterable[Row]) -> str:
-    """What a file holds, a row a line."""
+    """Return a table as the text of a file, with a row in each line."""
     return "[\n" + ",\n".join(f" {json.dumps(asdict(row))}" for row in table) + "\n]\n"
 
 
-def _row(given: Any) -> Row:
+def _row(entry: Any) -> Row:
+    """Make a row of an entry of the file.
+
+    Raises:
+        ValueError: The entry is malformed.
+    """
     names = [field.name for field in fields(Row)]
-    if not isinstance(given, dict) or sorted(given) != sorted(names):
-        raise ValueError(f"a row has {', '.join(names)}, got {given!r}")
-    row = Row(**given)
+    if not isinstance(entry, dict) or sorted(entry) != sorted(names):
+        raise ValueError(f"a row has {', '.join(names)}, got {entry!r}")
+    row = Row(**entry)
     sizes = [row.q, row.k]
-    right = (
+    well_formed = (
         row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
         and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
         and row.head_dim >= 1
         and all(LEAST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
         and row.warps in _WARPS and 1 <= row.stages <= _MOST_STAGES
     )  # fmt: skip
-    if not right:
+    if not well_formed:
         raise ValueError(
             f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
-            f"two from {LEAST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {given!r}"
+            f"two from {LEAST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {entry!r}"
         )
     return row
 
@@ -173,97 +189,113 @@ def choose_blocks(
     config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, per_score_inputs: bool,
     rows: Table | None = None,
 ) -> Blocks:  # fmt: skip
-    """The sizes a call asked for, else the table's; ``head_dim`` is the larger one.
+    """Return the block sizes of a call: those it asked for, else the table's.
+
+    Args:
+        config: The call's kernel settings.
+        name: The kernel, one of ``PASSES``.
+        head_dim: The larger of the two head dims.
+        itemsize: Bytes per number of the inputs.
+        per_score_inputs: As in :class:`Row`.
+        rows: The table; by default that of :func:`default`.
 
     Raises:
         UnsupportedError: A size is no power of two from 16 to 256.
         ValueError: ``RING_TRITON_BLOCKS`` names no table.
     """
-    found = find(
+    blocks = find(
         default() if rows is None else rows, name, itemsize, head_dim,
         per_score_inputs=per_score_inputs,
     ).blocks  # fmt: skip
     return replace(
-        found,
-        q=_size("block_q", config.block_q, found.q),
-        k=_size("block_k", config.block_k, found.k),
+        blocks,
+        q=_block_size("block_q", config.block_q, blocks.q),
+        k=_block_size("block_k", config.block_k, blocks.k),
     )
 
 
-def _size(name: str, wanted: int | None, default: int) -> int:
-    if wanted is None:
+def _block_size(name: str, requested: int | None, default: int) -> int:
+    if requested is None:
         return default
-    if wanted & (wanted - 1) or not LEAST <= wanted <= LARGEST:
+    if requested & (requested - 1) or not LEAST <= requested <= LARGEST:
         raise UnsupportedError(
             f"kernel 'triton': {name} must be a power of two from {LEAST} to {LARGEST}, got "
-            f"{wanted}. Instead: leave it out, or choose {name}=64 or 128"
+            f"{requested}. Instead: leave it out, or choose {name}=64 or 128"
         )
-    return wanted
+    return requested
 
 
 def padded(dim: int) -> int:
-    """A head dim as matrix units take it."""
+    """Round a head dim up to a power of two, at least 16, as matrix units take it."""
     return max(LEAST, 1 << (dim - 1).bit_length())
 
 
 def heads_per_swizzle(
     name: Pass, *, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, row: int
 ) -> int:
-    """How many heads have their blocks swizzled; of queries, at least those that share keys.
+    """Return the number of heads whose blocks are swizzled together, so that the L2 serves them.
 
-    ``row`` is how many bytes a key and its value take, or a query and the gradient of its output.
+    Kernels over blocks of queries count query heads, and never separate those that share keys;
+    kernels over blocks of keys count key heads.
+
+    Args:
+        name: The kernel, one of ``PASSES``.
+        batch, heads, kv_heads, q_len, k_len: Sizes of the call.
+        row: Bytes of a key and its value, or of a query and the gradient of its output.
     """
     group = heads // kv_heads
     by_keys = name in ("bwd_dkv", "bwd_fused")
-    room, tokens = (_SWIZZLE_QUERY_BYTES, q_len * group) if by_keys else (_SWIZZLE_KEY_BYTES, k_len)
-    wanted = max(1, room // max(1, tokens * row))
-    many = batch * kv_heads
-    found = max(n for n in range(1, many + 1) if n <= wanted and many % n == 0)
-    return found if by_keys else found * group
+    limit, tokens = (
+        (_SWIZZLE_QUERY_BYTES, q_len * group) if by_keys else (_SWIZZLE_KEY_BYTES, k_len)
+    )
+    most = max(1, limit // max(1, tokens * row))
+    all_kv_heads = batch * kv_heads
+    together = max(n for n in range(1, all_kv_heads + 1) if n <= most and all_kv_heads % n == 0)
+    return together if by_keys else together * group
 
 
 def positions_aligned8(positions: Ints) -> bool:
-    """Whether every eighth position is a multiple of 8, and those behind it follow."""
+    """Return True if each group of eight positions is contiguous from a multiple of 8 on."""
     expected = np.repeat(positions[::8], 8)[: positions.size] + np.arange(positions.size) % 8
     return bool((positions[::8] % 8 == 0).all() and (positions == expected).all())
 
 
 def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tuple[Flags, Flags]:
-    """Whether parts of a predicate's tiles show something, and all of themselves.
+    """Divide a predicate's tiles into parts; return which show anything, and which everything.
 
     Args:
         bits: The partial tiles of :attr:`ring_core.BlockGeometry.tiles`.
-        rows, columns: Of a part; they divide a tile.
+        rows, columns: Sizes of a part, which divide 128.
 
     Returns:
-        Twice bool ``[tiles + 2, 128 / rows, 128 / columns]``; the last two, number -2 and -1, are
-        the tiles that show nothing and all.
+        Two arrays, bool ``[tiles + 2, 128 / rows, 128 / columns]``; the last two tiles, number -2
+        and -1, are an empty one and a full one.
     """
     num_q_parts, num_k_parts = TILE // rows, TILE // columns
-    some, every = (np.zeros((len(bits) + 2, num_q_parts, num_k_parts), bool) for _ in range(2))
+    live, full = (np.zeros((len(bits) + 2, num_q_parts, num_k_parts), bool) for _ in range(2))
     for n, tile in enumerate(bits):
-        seen = np.unpackbits(tile, axis=1, bitorder="little").reshape(
+        visible = np.unpackbits(tile, axis=1, bitorder="little").reshape(
             num_q_parts, rows, num_k_parts, columns
         )
-        some[n], every[n] = seen.any(axis=(1, 3)), seen.all(axis=(1, 3))
-    some[-1], every[-1] = True, True
-    return some, every
+        live[n], full[n] = visible.any(axis=(1, 3)), visible.all(axis=(1, 3))
+    live[-1], full[-1] = True, True
+    return live, full
 
 
 def stages_that_fit(
     name: Pass, blocks: Blocks, dims: tuple[int, int], itemsize: int, capability: int
 ) -> int:
-    """How many blocks may be on their way at once: as many as were chosen, or as there is room for.
+    """Return the number of pipeline stages: those chosen, or as many as shared memory can hold.
 
     Args:
-        name: The pass.
-        blocks: What was chosen.
+        name: The kernel, one of ``PASSES``.
+        blocks: The block sizes and stages chosen.
         dims: Head dims of queries and keys, and of values.
-        itemsize: Bytes of a number.
-        capability: Of the GPU, as in ``sm_90``.
+        itemsize: Bytes per number of the inputs.
+        capability: Compute capability of the GPU, 90 for ``sm_90``.
 
     Raises:
-        UnsupportedError: A GPU has no room for one of this size.
+        UnsupportedError: Blocks of this size do not fit into the GPU's shared memory.
     """
     q, k, dim = blocks.q, blocks.k, padded(dims[0])
     both = dim + padded(dims[1])
@@ -274,12 +306,13 @@ def stages_that_fit(
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
     shared = _SHARED.get(capability, _SHARED_DEFAULT)
-    left = (shared - _BARRIER_BYTES) // itemsize - held
-    if left < fetched // 2:  # one stage may fetch one array after the other
+    free = (shared - _BARRIER_BYTES) // itemsize - held
+    if free < fetched // 2:  # one stage may fetch one array after the other
         raise UnsupportedError(
             f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "
             f"{dims[1]} need more than the {shared >> 10} KiB of shared memory of this GPU. "
             "Instead: leave out block_q and block_k, or choose smaller ones"
         )
-    most = blocks.stages if capability >= HOPPER else 2  # threads that fetch need registers for it
-    return max(1, min(blocks.stages, most, left // fetched))
+    # Before Hopper threads fetch blocks themselves, which takes registers for each stage.
+    max_stages = blocks.stages if capability >= HOPPER else 2
+    return max(1, min(blocks.stages, max_stages, free // fetched))

@@ -1,7 +1,7 @@
-"""Pictures: who computes what in a ring, for a terminal or drawn to a file; and what layouts cost.
+"""Pictures of a ring's program, for a terminal or drawn to a file, and of what layouts cost.
 
-Those of a program show what its tables say, at sampled positions, never the mask alone: where the
-two disagree, or two ranks compute the same pair, the cell is marked ``!``.
+Pictures of a program show what its tables say, at sampled positions, never the mask alone: where
+the two disagree, or two ranks compute the same pair, the cell is marked ``!``.
 """
 
 from ring_core.viz.cells import (

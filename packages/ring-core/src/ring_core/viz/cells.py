@@ -1,4 +1,4 @@
-"""Who computes what, at sampled positions, as a program's tables say it."""
+"""Read from a program's tables which rank computes what, at sampled positions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ NOBODY, WRONG = -1, -2  # stand in for the rank of a cell
 
 
 def kv_messages(program: RingProgram) -> int:
-    """K/V messages a rank sends in the forward pass."""
+    """Return the number of K/V messages that each rank sends in the forward pass."""
     return sum(stage.kv_hop is not None for stage in program.forward)
 
 
 def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
-    """The rank that computes each pair of queries ``q [n]`` and keys ``k [m]``, global indices.
+    """Return the rank that computes each (query, key) pair, as the program's tables say.
 
-    ``[n, m]``, read from the program's tables; ``NOBODY`` where no rank does, ``WRONG`` where the
-    tables and the mask disagree or several ranks compute the pair.
+    Args:
+        program: The program.
+        q, k: Global indices of queries and of keys, int64 ``[n]`` and ``[m]``.
+
+    Returns:
+        Ranks, int64 ``[n, m]``: ``NOBODY`` where no rank computes the pair, ``WRONG`` where the
+        tables and the mask disagree, or several ranks compute it.
     """
     plan = program.plan
     q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
@@ -29,16 +34,17 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     visible = plan.mask.dense(q + plan.q_offset, k)
     pairs = np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
-    ahead, behind = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
+    shift, help_shift = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
-        own, helped = ahead == step.shift, (behind == step.shift) & (step.helps != "none")
+        # Pairs may be computed in this step by the rank of the query, or to help it by the key's.
+        own, helped = shift == step.shift, (help_shift == step.shift) & (step.helps != "none")
         if not (own.any() or helped.any()):
             continue
         table = program.table(n).astype(np.int64)
-        for by, which in ((pairs[0], own), (pairs[2], helped)):
-            shown = _shown(table[by[which]], *(x[which, None] for x in pairs))
-            counts[which] += shown
-            rank[which] = np.where(shown > 0, by[which], rank[which])
+        for computing, cells in ((pairs[0], own), (pairs[2], helped)):
+            num_rows = _count_rows(table[computing[cells]], *(x[cells, None] for x in pairs))
+            counts[cells] += num_rows
+            rank[cells] = np.where(num_rows > 0, computing[cells], rank[cells])
     if plan.blocks is not None:  # a table gives the box; the tiles inside it are the plan too
         kinds = plan.blocks.kinds[q_rank, k_rank, q_local // TILE, k_local // TILE]
         counts *= (kinds == FULL) | ((kinds != EMPTY) & visible)
@@ -46,55 +52,67 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
 
 
 def _same_cell(plan: Plan, q: Ints, k: Ints) -> Bools:
-    """Whether each pair lies in one document and chunk, ``[n, m]``."""
+    """Return True for each pair inside one document and chunk, bool ``[n, m]``."""
     if plan.boundaries is None:
         return np.ones((q.size, k.size), dtype=bool)
     cells = (np.searchsorted(plan.boundaries, x, side="right") for x in (q + plan.q_offset, k))
     return np.equal.outer(*cells)
 
 
-def _shown(rows: Ints, q_rank: Ints, q: Ints, k_rank: Ints, k: Ints, same_cell: Bools) -> Ints:
-    """How many of the table rows ``[n, R, C]`` show each of ``n`` pairs, at local ``q, k``."""
-    by, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
+def _count_rows(rows: Ints, q_rank: Ints, q: Ints, k_rank: Ints, k: Ints, same_cell: Bools) -> Ints:
+    """Count the table rows that show each of ``n`` pairs.
+
+    Args:
+        rows: Rows of the rank that may compute each pair, ``[n, R, C]``.
+        q_rank, k_rank: Ranks that hold the query and the key of each pair, ``[n, 1]``.
+        q, k: Their local indices.
+        same_cell: True if they lie in one document and chunk.
+    """
+    row_q_rank, kv_rank, _, q0, q1, k0, k1, lo, hi, doc_start, doc_stop = np.moveaxis(rows, -1, 0)
     diagonal = (q - q0) - (k - k0)
-    shown = (by == q_rank) & (kv_rank == k_rank)
+    shown = (row_q_rank == q_rank) & (kv_rank == k_rank)
     shown &= (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= diagonal) & (diagonal <= hi)
     shown &= same_cell | (doc_start == doc_stop)
     return np.asarray(shown.sum(axis=1), dtype=np.int64)
 
 
 def rank_and_index(layout: Layout, index: Ints) -> tuple[Ints, Ints]:
-    """Rank and local index of tokens."""
+    """Return the rank and the local index of tokens, given their global indices."""
     starts = layout.run_positions(np.arange(layout.cp_size)).reshape(-1)
     order = np.argsort(starts)
-    at = index % layout.stride if layout.stride > 1 else index
-    run = order[np.searchsorted(starts[order], at, side="right") - 1]
+    in_stripe = index % layout.stride if layout.stride > 1 else index
+    run = order[np.searchsorted(starts[order], in_stripe, side="right") - 1]
     rank, n = np.divmod(run, len(layout.run_starts))
     return rank, np.asarray(layout.run_starts)[n] + (index - starts[run]) // layout.stride
 
 
 def count_pieces(layout: Layout) -> int:
-    """Contiguous pieces the layout assigns; for ``striped``, ranks."""
+    """Return the number of contiguous pieces that a layout assigns; for ``striped``, of ranks."""
     return layout.cp_size * len(layout.run_starts)
 
 
-def _sample_indices(layout: Layout, most: int) -> Ints:
-    """Three indices in every cell, ``[cells, 3]``: near the middle, first, last.
+def _sample_indices(layout: Layout, max_cells: int) -> Ints:
+    """Return three token indices in every cell of a picture, ``[cells, 3]``: middle, first, last.
 
     Where they can, cells lie in one piece each. In a striped layout the first drifts from cell to
     cell, so that all ranks show.
     """
     pieces = count_pieces(layout)
-    cells = min(most // pieces * pieces or most, layout.seq_len)
+    cells = min(max_cells // pieces * pieces or max_cells, layout.seq_len)
     edges = np.arange(cells + 1) * layout.seq_len // cells
     start, size = edges[:-1], np.diff(edges)
     shift = np.arange(cells) // np.maximum(1, layout.stride // size) if layout.stride > 1 else 0
     return np.stack([start + (size // 2 + shift) % size, start, edges[1:] - 1], axis=1)
 
 
-def sampled(program: RingProgram, most: int) -> Ints:
-    """``[q_cells, k_cells]``: who computes the first visible pair sampled in each cell."""
-    q, k = (_sample_indices(x, most) for x in (program.plan.q_layout, program.plan.k_layout))
+def ranks_of_cells(program: RingProgram, max_cells: int) -> Ints:
+    """Return the rank that computes the first visible pair of each cell, ``[q_cells, k_cells]``.
+
+    Args:
+        program: The program.
+        max_cells: The largest number of cells on either side.
+    """
+    q, k = (_sample_indices(x, max_cells) for x in (program.plan.q_layout, program.plan.k_layout))
     ranks = computing_ranks(program, q.reshape(-1), k.reshape(-1))
     ranks = ranks.reshape(*q.shape, *k.shape).transpose(0, 2, 1, 3).reshape(len(q), len(k), -1)
     first = np.take_along_axis(ranks, (ranks >= 0).argmax(axis=-1)[..., None], axis=-1)[..., 0]

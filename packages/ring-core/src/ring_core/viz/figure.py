@@ -1,4 +1,4 @@
-"""Drawn to a file: who computes, holds and does what in a ring, and when; and what layouts cost."""
+"""Draw to a file which rank computes, holds and does what in a ring, or what layouts cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ring_core.base.arguments import check_kind, check_text
+from ring_core.base.config import RING_STRATEGIES
 from ring_core.cost import Cost
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
+from ring_core.viz.cells import (
+    NOBODY,
+    WRONG,
+    count_pieces,
+    kv_messages,
+    rank_and_index,
+    ranks_of_cells,
+)
 from ring_core.viz.text import SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS, percent
 
 if TYPE_CHECKING:
@@ -24,7 +32,11 @@ _MOST_CELLS, _MOST_SHOWN, _MOST_LABELS = 192, 256, 16
 
 
 def plot(program: RingProgram, path: str | Path) -> None:
-    """Draw a ring's program to a file: who computes what, who holds what, who works when.
+    """Draw a ring's program to a file: which rank computes what, holds what, and works when.
+
+    >>> from ring_core import Mask, make_plan, ring_program, viz
+    >>> program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4))
+    >>> viz.plot(program, "ring.svg")  # doctest: +SKIP
 
     The format follows the name (``.png``, ``.svg``, ``.pdf``); equal plans give equal SVG files.
 
@@ -39,8 +51,8 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
     """Draw what layouts cost to a file: their time, and the memory they take beyond the inputs.
 
     Args:
-        costs: For numbers of ranks, what :func:`ring_core.cost.compare` returned.
-        title: A line above it.
+        costs: For each number of ranks the result of :func:`ring_core.cost.compare`.
+        title: A line above the picture.
         path: The file; its name gives the format, as in :func:`plot`.
 
     Raises:
@@ -49,12 +61,13 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
     check_text("title", title)
     if not isinstance(costs, Mapping) or not costs:
         raise ValueError("costs must be a mapping from numbers of ranks to what compare returned")
-    for name, found in costs.items():
-        check_kind(f"costs[{name!r}]", found, Mapping)
+    for ranks, of_layouts in costs.items():
+        check_kind(f"costs[{ranks!r}]", of_layouts, Mapping)
     _save(partial(_draw_costs, costs, title), (9, 4.5), path)
 
 
 def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str | Path) -> None:
+    """Save the drawing of ``draw``, of a size in inches; equal drawings give equal SVG files."""
     if not isinstance(path, str | Path):
         raise ValueError(f"path must be text or a Path, got {type(path).__name__}")
     try:
@@ -73,6 +86,7 @@ def _save(draw: Callable[[Figure], None], size: tuple[float, float], path: str |
 
 
 def _draw_program(program: RingProgram, figure: Figure) -> None:
+    """Draw the layout above the mask on the left, and the work of every step on the right."""
     from matplotlib import colormaps, colors
 
     plan = program.plan
@@ -85,17 +99,18 @@ def _draw_program(program: RingProgram, figure: Figure) -> None:
     _draw_mask(program, figure.add_subplot(left[1]), of_rank)
     _draw_work(program, figure.add_subplot(parts[1]))
     keys = f" against {plan.kv_seq_len:,} keys" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if program.strategy == "ring" else f", {program.strategy}"
+    strategy = "" if program.strategy == RING_STRATEGIES[0] else f", {program.strategy}"
     figure.suptitle(
         f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
-        f"imbalance {program.imbalance:.3f}, in lockstep {program.lockstep_imbalance:.3f}, "
-        f"{program.num_steps} of {plan.cp_size} steps live, {kv_messages(program)} K/V messages per rank",
+        f"imbalance {program.imbalance:.3f}, by step {program.lockstep_imbalance:.3f}, "
+        f"{program.num_steps} of {plan.cp_size} steps with work, {kv_messages(program)} K/V messages per rank",
         fontsize=11,
     )
 
 
 def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
+    """Draw which rank holds which keys, as a strip."""
     layout, pieces = plan.k_layout, count_pieces(plan.k_layout)
     cells, shown, title = min(pieces, _MOST_CELLS), layout.seq_len, f"{layout.name}, all keys"
     if layout.stride > 1:
@@ -110,12 +125,13 @@ def _draw_layout(plan: Plan, axes: Axes, colors: Any) -> None:
 
 
 def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
+    """Draw which rank computes which (query, key) pairs."""
     from matplotlib.patches import Patch
 
     plan = program.plan
     striped = plan.q_layout.stride > 1
-    most = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
-    ranks = sampled(program, most)
+    max_cells = min(max(plan.cp_size, SHOWN_CELLS), _MOST_CELLS) if striped else _MOST_CELLS
+    ranks = ranks_of_cells(program, max_cells)
     image = axes.imshow(
         np.ma.masked_equal(ranks, NOBODY), cmap=colors, vmin=-0.5, vmax=plan.cp_size - 0.5,
         aspect="auto", interpolation="nearest", extent=(0, plan.kv_seq_len, plan.seq_len, 0),
@@ -125,7 +141,7 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
     axes.set_title(title, loc="left")
     for axis, length in ((axes.xaxis, plan.kv_seq_len), (axes.yaxis, plan.seq_len)):
         positions = np.unique(np.arange(5) * length // 4).tolist()
-        axis.set_ticks(positions, [f"{at:,}" for at in positions])
+        axis.set_ticks(positions, [f"{position:,}" for position in positions])
     axes.set(xlabel="key", ylabel="query")
     if plan.cp_size > _MOST_LABELS:
         axes.figure.colorbar(image, ax=axes, location="bottom", aspect=40).set_label("rank")
@@ -141,6 +157,7 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
 
 
 def _draw_work(program: RingProgram, axes: Axes) -> None:
+    """Draw how much each rank computes in each step."""
     from matplotlib import colormaps, colors
 
     work, cp_size = program.work(), program.plan.cp_size
@@ -173,21 +190,21 @@ def _draw_work(program: RingProgram, axes: Axes) -> None:
     )
     axes.set_xticks(steps, [str(program.steps[n].shift) for n in steps])
     axes.set_yticks(np.linspace(0, cp_size - 1, min(cp_size, SHOWN_RANKS)).astype(int))
-    axes.set(xlabel="live step: how many ranks behind its K/V come from", ylabel="rank")
+    axes.set(xlabel="step s: K/V come from s ranks before", ylabel="rank")
     axes.set_title(f"who works when{' (hatched: idle)' if (share == 0).any() else ''}", loc="left")
 
 
 def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figure: Figure) -> None:
-    """A group of bars for each number of ranks; a layout that cannot divide has none."""
+    """Draw a group of bars for each number of ranks; a layout that cannot divide has none."""
     from matplotlib import colormaps
 
     times, memory = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = list(dict.fromkeys(name for of_pairs in costs.values() for name in of_pairs))
+    names = list(dict.fromkeys(name for of_layouts in costs.values() for name in of_layouts))
     colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
     width = 0.8 / len(names)
-    for n, of_pairs in enumerate(costs.values()):
+    for n, of_layouts in enumerate(costs.values()):
         for m, pair in enumerate(names):
-            cost, x = of_pairs.get(pair), n - 0.4 + (m + 0.5) * width
+            cost, x = of_layouts.get(pair), n - 0.4 + (m + 0.5) * width
             if not isinstance(cost, Cost):
                 continue
             kwargs = {"width": 0.9 * width, "color": colors[pair]}
@@ -197,8 +214,10 @@ def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figur
                 edgecolor="white", **kwargs,
             )  # fmt: skip
             memory.bar(x, cost.memory_bytes / 2**20, **kwargs)
-    for axes, what in ((times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB")):
-        axes.set_title(what, loc="left")
+    for axes, quantity in (
+        (times, "time, ms (hatched: exposed messages)"), (memory, "memory, MiB"),
+    ):  # fmt: skip
+        axes.set_title(quantity, loc="left")
         axes.set_xticks(range(len(costs)), [str(ranks) for ranks in costs])
         axes.set(xlabel="ranks", ymargin=0.05)
     times.legend(frameon=False)

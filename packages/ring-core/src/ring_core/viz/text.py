@@ -1,4 +1,4 @@
-"""A ring's program in characters, for a terminal."""
+"""Describe a ring's program in characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from itertools import islice
 import numpy as np
 
 from ring_core.base.arguments import check_kind, is_integer
+from ring_core.base.config import RING_STRATEGIES
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
-from ring_core.viz.cells import NOBODY, WRONG, count_pieces, kv_messages, rank_and_index, sampled
+from ring_core.viz.cells import (
+    NOBODY,
+    WRONG,
+    count_pieces,
+    kv_messages,
+    rank_and_index,
+    ranks_of_cells,
+)
 
 WIDEST = 1024
 SHOWN_CELLS, SHOWN_RANKS, SHOWN_STEPS = 32, 16, 16
@@ -21,13 +29,22 @@ _COLORS = (75, 114, 179, 209, 140, 80, 222, 168, 110, 150, 216, 183)  # of 256 A
 def describe(
     program: RingProgram, *, color: bool = False, width: int = 64, pictures: bool = True
 ) -> str:
-    """A ring's program in characters: who computes what, who holds what, who works when.
+    """Describe a ring's program in characters: who computes what, who holds what, who works when.
+
+    >>> from ring_core import Mask, make_plan, ring_program, viz
+    >>> program = ring_program(make_plan(Mask(causal=True), seq_len=8, cp_size=2))
+    >>> print(viz.describe(program, pictures=False))
+    seq_len=8 cp_size=2 layout=contiguous mask: causal
+    imbalance          1.444  busiest rank's (query, key) pairs over the mean
+    imbalance by step  1.444  the same if ranks wait for each other after each step
+    steps with work    2 of 2; others are skipped
+    K/V messages       1 per rank in the forward
 
     Args:
         program: The program.
         color: Colour ranks with ANSI escapes.
         width: Characters the pictures may take, 8 to 1024; lines take up to 16 more.
-        pictures: Else the heading and the figures alone.
+        pictures: Draw pictures; otherwise there are the heading and the figures alone.
 
     Raises:
         ValueError: ``width`` below 8 or above 1024.
@@ -39,7 +56,7 @@ def describe(
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     plan = program.plan
     keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
-    strategy = "" if program.strategy == "ring" else f" strategy={program.strategy}"
+    strategy = "" if program.strategy == RING_STRATEGIES[0] else f" strategy={program.strategy}"
     title = (
         f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
@@ -59,7 +76,7 @@ def describe(
 
 
 def _symbol(plan: Plan, rank: int) -> str:
-    """A character for a rank; with more ranks than characters, neighbours share one."""
+    """Return a character for a rank; with more ranks than characters, neighbours share one."""
     if rank < 0:
         return "." if rank == NOBODY else "!"
     return _SYMBOLS[rank // _ranks_a_symbol(plan)]
@@ -76,8 +93,9 @@ def _in_color(text: str, rank: int, color: bool) -> str:
     return f"\x1b[{code}m{text}\x1b[0m"
 
 
-def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
-    plan, ranks = program.plan, sampled(program, most)
+def _mask_lines(program: RingProgram, color: bool, max_cells: int) -> list[str]:
+    """Return a picture of which rank computes which (query, key) pairs."""
+    plan, ranks = program.plan, ranks_of_cells(program, max_cells)
     q_size, k_size = plan.seq_len / ranks.shape[0], plan.kv_seq_len / ranks.shape[1]
     lines = [
         f"who computes what: queries down, keys across, a cell is {q_size:g} x {k_size:g}; . nobody"
@@ -93,6 +111,7 @@ def _mask_lines(program: RingProgram, color: bool, most: int) -> list[str]:
 
 
 def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
+    """Return a strip that shows which rank holds which queries."""
     layout, pieces = plan.q_layout, count_pieces(plan.q_layout)
     if layout.stride > 1:
         index = np.arange(min(width, layout.seq_len))
@@ -109,28 +128,33 @@ def _layout_lines(plan: Plan, color: bool, width: int) -> list[str]:
     return [f"who holds what: {title}", cells]
 
 
-def _work_lines(program: RingProgram, color: bool, most: int) -> list[str]:
+def _work_lines(program: RingProgram, color: bool, max_steps: int) -> list[str]:
+    """Return a table of how much each rank computes in each step."""
     work, cp_size = program.work(), program.plan.cp_size
     share = 100 / (work.mean() or 1)
-    steps, ranks = min(program.num_steps, most), min(cp_size, SHOWN_RANKS)
+    steps, ranks = min(program.num_steps, max_steps), min(cp_size, SHOWN_RANKS)
     total = work.sum(axis=0)[:ranks] * (share / program.num_steps)
     shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
-        "who works when: 100 is the mean of all ranks and steps, - is idle",
-        f"shift {shifts}  total",
+        "who works when: 100 is the mean, - idle; in step s K/V are from s ranks before",
+        f"step   {shifts}  total",
     ]
     for rank in range(ranks):
-        name = _in_color(f"{rank:>5}", rank, color)
+        name = _in_color(f"rank {rank:>2}", rank, color)
         cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
-        lines.append(f"{name} {cells}  {percent(float(total[rank])):>5}")
-    left = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
-    if words := [f"{n} more {what}" for n, what in left if n]:
+        lines.append(f"{name}{cells}  {percent(float(total[rank])):>5}")
+    left_out = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
+    if words := [f"{n} more {name}" for n, name in left_out if n]:
         lines.append(f"  ... {', '.join(words)}")
     return lines
 
 
 def percent(share: float) -> str:
-    """At most three characters up to a hundredfold share, and never 0 for work that is there."""
+    """Format a share in percent, in at most three characters, and never as 0 if there is work.
+
+    >>> percent(0.2), percent(56.7), percent(2345)
+    ('<1', '57', '23x')
+    """
     if share <= 0:
         return "-"
     if share < 0.5:
@@ -139,18 +163,19 @@ def percent(share: float) -> str:
 
 
 def _figure_lines(program: RingProgram) -> list[str]:
+    """Return lines with the program's imbalance, steps and messages."""
     helped = sum(step.helps != "none" for step in program.steps)
     lines = [
-        f"imbalance   {program.imbalance:.3f}  the busiest rank's pairs over the mean",
+        f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",
         (
-            f"in lockstep {program.lockstep_imbalance:.3f}  the slowest rank's pairs, summed over "
-            f"steps, over the mean"
+            f"imbalance by step  {program.lockstep_imbalance:.3f}  the same if ranks wait for each "
+            f"other after each step"
         ),
-        f"live        {program.num_steps} of {program.plan.cp_size} steps",
-        f"K/V         {kv_messages(program)} messages a rank, forward",
+        f"steps with work    {program.num_steps} of {program.plan.cp_size}; others are skipped",
+        f"K/V messages       {kv_messages(program)} per rank in the forward",
     ]
     if helped:
         lines.append(
-            f"helped      {helped} steps: queries travel to idle ranks, results travel back"
+            f"helped steps       {helped}: queries travel to idle ranks, results travel back"
         )
     return lines

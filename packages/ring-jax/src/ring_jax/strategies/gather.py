@@ -8,6 +8,8 @@ transfers run beside which kernels.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ring_core import RingProgram
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import StepTable, remote_table, step_table
@@ -16,9 +18,11 @@ from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     CallSpec,
+    Direction,
     Grads,
     Inputs,
     KVPayload,
+    nbytes,
 )
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
 
@@ -117,4 +121,13 @@ def _key_lengths(program: RingProgram) -> tuple[int, ...]:
     return (own, own * program.plan.cp_size) if gathers else (own,)
 
 
-GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths)
+def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
+    """Return the bytes that leave all ranks together in one pass over gathered keys."""
+    if remote_table(call.program) is None:
+        return 0
+    grads = (x.k.size + x.v.size) * np.dtype(call.wide).itemsize
+    per_pair = nbytes(x.k, x.v, x.k_ids) if direction == "forward" else grads
+    return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
+
+
+GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths, _gather_sent)

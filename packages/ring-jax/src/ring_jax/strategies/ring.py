@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from ring_core.programs.ring import Stage
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import step_table
 from ring_jax.records import (
@@ -12,9 +15,11 @@ from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     CallSpec,
+    Direction,
     Grads,
     Inputs,
     KVPayload,
+    nbytes,
 )
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, own_message, to_bhtd
 
@@ -109,9 +114,38 @@ def _ring_backward(
     return Grads(query_grads.dq, own_dkv, query_grads.dbias)
 
 
+def _ring_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
+    """Return the bytes that leave all ranks together in one pass of a ring."""
+    program, size, wide = call.program, call.plan.cp_size, np.dtype(call.wide).itemsize
+    total = 0
+    for stage in program.forward if direction == "forward" else program.backward:
+        if stage.kv_hop is not None:
+            total += size * nbytes(x.k, x.v, x.k_ids)
+        if stage.grad_hop is not None and direction == "backward":
+            total += size * (x.k.size + x.v.size) * wide
+        if stage.helps:
+            total += _helper_bytes(call, x, direction, stage, wide)
+    return total
+
+
+def _helper_bytes(call: CallSpec, x: Inputs, direction: Direction, stage: Stage, wide: int) -> int:
+    """Return the bytes of queries to helpers and of results back, in one stage."""
+    helpers = len(step_table(call.program, stage.step).helpers)
+    rows = x.q.size // x.q.shape[3]
+    bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]
+    sent = nbytes(x.q, x.q_ids, x.bias_shift) + (
+        0 if x.bias is None else bias * x.bias.dtype.itemsize
+    )
+    if direction == "forward":
+        return helpers * (sent + rows * (x.v.shape[3] + 1) * wide)
+    sent += rows * (x.v.shape[3] * x.q.dtype.itemsize + 2 * wide)
+    return helpers * (sent + (x.q.size + (bias if call.bias_grad else 0)) * wide)
+
+
 RING = Strategy(
     _ring_forward,
     _ring_backward,
     refusals=lambda _: [],
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
+    sent=_ring_sent,
 )

@@ -31,6 +31,7 @@ from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     CallSpec,
+    Direction,
     Grads,
     Inputs,
     ItemTable,
@@ -51,12 +52,15 @@ class Strategy(NamedTuple):
         backward: Computes gradients of this device's shards, wide, heads first.
         refusals: Returns the reasons why it cannot run a program; empty if it can.
         key_lengths: Returns each number of keys that a kernel is given at once.
+        sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
+            that it runs.
     """
 
     forward: Callable[[CallSpec, Inputs], tuple[AttentionState, KVPayload | None]]
     backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
+    sent: Callable[[CallSpec, Inputs, Direction], int]
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:

@@ -136,12 +136,12 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
-        group = None if self.group_ref is None else self.group_ref()
-        if group is None:  # it was destroyed
-            group = not_none(self.group)
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
         if not peers:
             return DONE
+        group = None if self.group_ref is None else self.group_ref()
+        if group is None:  # it was destroyed
+            group = not_none(self.group)
         device = (*sends, *receives)[0][0].device
         # These are the calls inside of `torch.distributed.batch_isend_irecv`, whose checks of each
         # message take the host as long as NCCL's own work does.

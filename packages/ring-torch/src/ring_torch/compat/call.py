@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ring_core import LayoutName, checks
 from ring_torch.autograd import RingAttention
-from ring_torch.call import Call, Operands, Options as CallOptions, Window
+from ring_torch.call import Call
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
+from ring_torch.options import CallOptions, Window
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
 
@@ -62,11 +63,11 @@ def checked(
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return check_call(
-        ring, ring.next_call(), layout, Operands(q, k, v, alibi_slopes=options.alibi_slopes),
+        ring, ring.next_call(), layout, q, k, v,
         CallOptions(
-            mask=mask, softmax_scale=options.softmax_scale, softcap=None,
+            mask=mask, softmax_scale=options.softmax_scale, alibi_slopes=options.alibi_slopes,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
-            deterministic=options.deterministic, return_lse=False, kernel="auto", transport="auto",
+            deterministic=options.deterministic, return_lse=options.return_attn_probs,
         ),
     )  # fmt: skip
 

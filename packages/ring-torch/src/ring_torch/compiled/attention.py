@@ -1,8 +1,8 @@
 """Attention in the graphs of ``torch.compile``: operations that the compiler cannot look into.
 
-What is static about a call goes into them as text; tensors, and numbers that may change from call
-to call (windows, chunks, documents, seeds), as themselves: a graph is compiled once for all of
-them. What these numbers cannot change is checked when a graph is traced, the rest when it runs.
+An operation takes a call's tensors as a list, numbers that may change from call to call (windows,
+chunks, documents, seeds) as another, and all the rest as one text: a graph is compiled once for
+all numbers. What these cannot change is checked when a graph is traced, the rest when it runs.
 """
 
 from __future__ import annotations
@@ -15,124 +15,144 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import (
-    KernelConfig,
-    LayoutSpec,
-    Mask,
-    StrategyConfig,
-    checks,
-)
+from ring_core import LayoutSpec, Mask, checks
 from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
-from ring_torch.call import Call, Operands, Options
+from ring_torch.call import Call
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
-from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_of
+from ring_torch.compiled.static import group_fields, ranks_named, read, written
 from ring_torch.derivatives import check_backward, refuse_batch
+from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
-from ring_torch.records import GIVEN, Inputs
-from ring_torch.strategies.choose import peer_refusals
+from ring_torch.records import Inputs
+from ring_torch.strategies import ask_ranks, strategy_names
 
 _LOW = (1 << 32) - 1
 
-#: What of :class:`Options` is static, and written as it is.
-PLAIN = ("causal", "deterministic", "return_lse", "transport", "bias_masks", "bias_adds")
+#: Options whose numbers may change without compiling anew: what a plan depends on, and the seed.
+_VARYING = ("window", "chunk_size", "cu_seqlens", "dropout_seed")
+
+
+def attend_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, group: Any, layout: LayoutSpec, options: CallOptions
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``, of an operation in the graph that is being traced."""
+    slopes = options.alibi_slopes
+    if slopes is not None and slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
+    if q.ndim == k.ndim == 4:  # else refused for that
+        checks.check_causal(options.causal, q.shape[1], k.shape[1])
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, options.sinks, options.bias)
+    )
+    tensors: list[Tensor] = [q, k, v]
+    numbers: list[int] = []
+    fields = [
+        written(x, tensors, numbers if name in _VARYING else None)
+        for name, x in zip(CallOptions._fields, _as_operands(options), strict=True)
+    ]
+    text = static_text(group, written(layout), fields, grad)
+    out, lse, _ = attention(tensors, numbers, text)
+    return out, lse
+
+
+def _as_operands(options: CallOptions) -> CallOptions:
+    """Options whose numbers an operation can take; traced, so there is no look at a number.
+
+    A mask is its four options, documents in an array are a tensor of their own, and a seed is two
+    numbers of 32 bits, for as one it may exceed an int64.
+    """
+    if isinstance(options.mask, Mask):
+        mask = options.mask
+        if options.causal or any(
+            x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
+        ):
+            raise ValueError(
+                "mask was given together with options that it has, too; put them there"
+            )
+        options = options._replace(
+            mask=None, causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
+            cu_seqlens=mask.cu_seqlens,
+        )  # fmt: skip
+    window, documents, seed = options.window, options.cu_seqlens, options.dropout_seed
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise ValueError(
+                "window must be a pair (left, right); for the last W tokens, (W - 1, 0)"
+            )
+        if window[0] is None and window[1] is None:
+            options = options._replace(window=None)
+    if documents is not None and not isinstance(documents, (tuple, list)):
+        array = torch.as_tensor(documents)
+        if array.device.type != "cpu":
+            raise ValueError(
+                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
+            )
+        own: Any = array.clone()  # the given one may be refilled
+        options = options._replace(cu_seqlens=own)
+    if isinstance(seed, int):
+        halves: Any = (seed & _LOW, seed >> 32)
+        options = options._replace(dropout_seed=halves)
+    return options
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def static_text(
-    group: Any,
-    layout: str | list[list[int]],
-    kernel: str | list[Any],
-    strategy: str | list[Any],
-    plain: tuple[Any, ...],
-    grad: bool,
-) -> str:
+def static_text(group: Any, layout: Any, options: list[Any], grad: bool) -> str:
     """Write down what is static about a call, as text, which the compiler takes for a constant.
 
-    Layout, kernel and strategy are names, or what :func:`fields_of` reads of their records.
+    The layout and the options have been written for that (:mod:`ring_torch.compiled.static`).
     """
-    ring = ranks_of(group)
-    peer_refusals(ring, probe=True)  # operations may not ask, while they are traced
-    return json.dumps({
-        **group_fields(ring),
-        "layout": layout,
-        "grad": grad,
-        "kernel": kernel,
-        "strategy": strategy,
-        **dict(zip(PLAIN, plain, strict=True)),
-    })  # fmt: skip
-
-
-class Numbers(NamedTuple):
-    """What may change from call to call without compiling anew, but for the floats."""
-
-    left: int | None
-    right: int | None
-    chunk_size: int | None
-    offsets: Sequence[int] | None
-    documents: Tensor | None  # the same, of a tensor
-    softmax_scale: float | None
-    softcap: float | None
-    dropout_p: float
-    seed_low: int | None  # 32 bits: as one number it may exceed an int64
-    seed_high: int
-
-    @property
-    def has_plan_numbers(self) -> bool:
-        """Whether there are numbers that the plan depends on, and no compiler knows."""
-        return any(x is not None for x in self[:5])
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of dropout."""
-        return None if self.seed_low is None else self.seed_high << 32 | self.seed_low
+    ranks = ranks_of(group)
+    ask_ranks(ranks)  # operations may not, while they are traced
+    facts = {**group_fields(ranks), "layout": layout, "options": options, "grad": grad}
+    return json.dumps(facts)
 
 
 class _Static(NamedTuple):
     """The text, read."""
 
     group: str | None
-    ranks: tuple[int, int]  # this one and how many, when the graph was traced
+    place: tuple[int, int]  # this rank and how many, when the graph was traced
     layout: LayoutSpec
+    fields: list[Any]  # of the options, as written
     grad: bool
-    kernel: str | KernelConfig
-    strategy: str | StrategyConfig
-    plain: dict[str, Any]
 
     @property
-    def ring(self) -> Ranks:
+    def ranks(self) -> Ranks:
         """The ranks; asked for anew, for a group may be gone and another have its name.
 
         Raises:
             ValueError: It is gone, or has other ranks.
         """
-        return ring_of(self.group, self.ranks)
+        return ranks_named(self.group, self.place)
 
-    def options(self, numbers: Numbers) -> Options:
-        window = (numbers.left, numbers.right)
-        documents: Any = numbers.offsets if numbers.documents is None else numbers.documents
-        plain = dict(self.plain)
-        mask = checks.check_mask(
-            None, causal=plain.pop("causal"), window=None if window == (None, None) else window,
-            chunk_size=numbers.chunk_size, cu_seqlens=documents,
-        )  # fmt: skip
-        return Options(
-            mask=mask, softmax_scale=numbers.softmax_scale,
-            softcap=numbers.softcap, dropout_p=numbers.dropout_p, dropout_seed=numbers.seed,
-            kernel=self.kernel, strategy=self.strategy, **plain,
-        )  # fmt: skip
+    def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
+        """Return the options, with their tensors and numbers, or zeros for numbers not known."""
+        options = CallOptions(*[read(x, tensors, numbers) for x in self.fields])
+        halves: Any = options.dropout_seed
+        if isinstance(halves, tuple):
+            options = options._replace(dropout_seed=halves[1] << 32 | halves[0])
+        return options
+
+    @property
+    def plan_known(self) -> bool:
+        """Whether there are no numbers that the plan depends on, which no compiler knows."""
+        fields = CallOptions(*self.fields)
+        return fields.window is None and fields.chunk_size is None and fields.cu_seqlens is None
+
+    def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the places of the tensors that get gradients: q, k, v, sinks and the bias."""
+        places: Any = self.options(range(len(tensors)), None)
+        return [0, 1, 2, *(n for n in (places.sinks, places.bias) if n is not None)]
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
     facts: dict[str, Any] = json.loads(text)
-    kernel, strategy = facts["kernel"], facts["strategy"]
-    config = KernelConfig(*kernel) if isinstance(kernel, list) else kernel
-    strategy = StrategyConfig(*strategy) if isinstance(strategy, list) else strategy
     return _Static(
-        facts["group"], tuple(facts["ranks"]), layout_of(facts["layout"]), facts["grad"], config, strategy,
-        {name: facts[name] for name in PLAIN},
+        facts["group"], tuple(facts["ranks"]), read(facts["layout"]), facts["options"],
+        facts["grad"],
     )  # fmt: skip
 
 
@@ -149,118 +169,54 @@ class _Identity(NamedTuple):
 
 
 def _call(
-    text: str, inputs: Inputs, numbers: Numbers, number: int, check: tuple[int, int] | None = None
-) -> tuple[Call, Inputs]:
-    """The call of an operation; segment ids have been told apart before.
+    text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None, number: int,
+    check: tuple[int, int] | None = None,
+) -> tuple[Call, Inputs]:  # fmt: skip
+    """The call of an operation; ``check`` is that of the forward, in its backward.
 
-    ``check`` is that of the forward, in its backward.
+    Where numbers are not known, while a graph is traced, it is the call that shows most.
 
     How keys travel may not depend on numbers that the compiler does not know, for what the forward
     leaves to the backward does: ``auto`` decides as if there were none.
     """
-    static = _read(text)
-    q, k, v, q_ids, k_ids, sinks, bias, slopes, _ = inputs
-    ids = None if q_ids is None or k_ids is None else (q_ids, k_ids)
-    x = Operands(q, k, v, ids, sinks, bias, slopes)
+    static, (q, k, v) = _read(text), tensors[:3]
+    options = static.options(tensors, numbers)
 
-    def checked(options: Options) -> tuple[Call, Inputs]:
+    def checked(options: CallOptions) -> tuple[Call, Inputs]:
+        given: Any = options.mask  # whatever it is is refused, for the trace has read a Mask
+        mask = checks.check_mask(
+            given, causal=options.causal, window=options.window,
+            chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
+        )  # fmt: skip
+        options = _widest(options)._replace(causal=False, mask=mask)
         return check_call(
-            static.ring, number, static.layout, x, options, grad=static.grad, check=check
+            static.ranks, number, static.layout, q, k, v, options, grad=static.grad, check=check
         )
 
-    options = static.options(numbers)
-    named = (strategy_config(options.strategy).name, options.transport)
-    if numbers.has_plan_numbers and "auto" in named:
-        widest = checked(static.options(_widest(numbers)))[0]
-        options = options._replace(strategy=widest.strategy.name, transport=widest.transport)
+    if numbers is None:
+        return checked(_widest(options))
+    named = (strategy_config(options.strategy, strategy_names()).name, options.transport)
+    if not static.plan_known and "auto" in named:
+        widest = checked(_widest(options))[0]
+        options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
     return checked(options)
 
 
-def _widest(numbers: Numbers) -> Numbers:
-    """The same without those that the plan depends on, which show more then."""
-    return numbers._replace(left=None, right=None, chunk_size=None, offsets=None, documents=None)
-
-
-def attend_in_graph(
-    group: Any, layout: LayoutSpec, x: Operands, options: Options
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``, of an operation in the graph that is being traced."""
-    q, k, v, segment_ids, sinks, bias, alibi_slopes = x
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
-    grad = torch.is_grad_enabled() and any(
-        y is not None and y.requires_grad for y in (q, k, v, sinks, bias)
-    )
-    q_ids, k_ids = (
-        (segment_ids[0], segment_ids[1])
-        if isinstance(segment_ids, (tuple, list))
-        else (segment_ids, segment_ids)
-    )
-    if q.ndim == k.ndim == 4:  # else refused for that
-        checks.check_causal(options.causal, q.shape[1], k.shape[1])
-    causal, numbers = _numbers(options)
-    plain = (
-        causal, options.deterministic, options.return_lse, options.transport, options.bias_masks,
-        options.bias_adds,
-    )  # fmt: skip
-    text = static_text(
-        group, fields_of(layout), fields_of(options.kernel), fields_of(options.strategy), plain,
-        grad,
-    )  # fmt: skip
-    out, lse, _ = attention(q, k, v, q_ids, k_ids, sinks, bias, alibi_slopes, text, *numbers)
-    return out, lse
-
-
-def _numbers(options: Options) -> tuple[bool, Numbers]:
-    """Whether a call is causal, and what may change; traced, so there is no look at a number."""
-    rule: Options | Mask = options
-    if isinstance(options.mask, Mask):
-        if options.causal or any(
-            x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
-        ):
-            raise ValueError(
-                "mask was given together with options that it has, too; put them there"
-            )
-        rule = options.mask
-    window = (None, None) if rule.window is None else rule.window
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError("window must be a pair (left, right); for the last W tokens, (W - 1, 0)")
-    offsets: Any = rule.cu_seqlens
-    documents = None
-    if offsets is not None and not isinstance(offsets, (tuple, list)):
-        documents = torch.as_tensor(offsets)
-        if documents.device.type != "cpu":
-            raise ValueError(
-                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
-            )
-        offsets, documents = None, documents.clone()  # the given one may be refilled
-    seed = options.dropout_seed
-    return rule.causal, Numbers(
-        window[0], window[1], rule.chunk_size, None if offsets is None else list(offsets),
-        documents, options.softmax_scale, options.softcap, options.dropout_p,
-        None if seed is None else seed & _LOW, 0 if seed is None else seed >> 32,
-    )  # fmt: skip
+def _widest(options: CallOptions) -> CallOptions:
+    """The same without numbers that the plan depends on, which show more then."""
+    return options._replace(window=None, chunk_size=None, cu_seqlens=None)
 
 
 @torch.library.custom_op("ring_torch::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
-    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
-    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
-    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
-    seed_low: int | None, seed_high: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    tensors: Sequence[Tensor], numbers: Sequence[int], text: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``(out, lse)`` of a call, and what its backward starts from."""
-    numbers = Numbers(
-        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
-    )
-    call, inputs = _call(
-        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), numbers,
-        _read(text).ring.next_call(),
-    )  # fmt: skip
+    static = _read(text)
+    call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
-    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
-    rest = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
+    rest = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     if call.needs_grad:
         rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
     # Operations return as many tensors each time, which share no memory.
@@ -269,25 +225,16 @@ def attention(
 
 @attention.register_fake
 def _attention_like(
-    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None,
-    sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None, text: str, left: int | None,
-    right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
-    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
-    seed_low: int | None, seed_high: int,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    tensors: Sequence[Tensor], numbers: Sequence[int], text: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Tensors of those shapes; what no number can make right is refused here."""
-    del seed_high
-    numbers = Numbers(
-        left, right, chunk_size, offsets, documents, scale, softcap, dropout_p,
-        None if seed_low is None else 0, 0,
-    )  # fmt: skip
-    call, inputs = _call(
-        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes), _widest(numbers), number=1
-    )
+    del numbers
+    call, inputs = _call(text, tensors, None, number=1)
+    q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = saved_shapes(call, inputs, plan_known=not numbers.has_plan_numbers)
+    shapes = saved_shapes(call, inputs, plan_known=_read(text).plan_known)
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
         saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
@@ -296,60 +243,49 @@ def _attention_like(
 
 @torch.library.custom_op("ring_torch::attention_backward", mutates_args=())
 def attention_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
-    slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
-    left: int | None, right: int | None, chunk_size: int | None, offsets: Sequence[int] | None,
-    documents: Tensor | None, scale: float | None, softcap: float | None, dropout_p: float,
-    seed_low: int | None, seed_high: int,
+    grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
+    numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
-    """``[dq, dk, dv]``, and ``dsinks`` and ``dbias`` where there are sinks and a bias."""
+    """Gradients of q, k, v, and of sinks and bias where there are any.
+
+    ``grads`` are those of ``out`` and ``lse``, with which ``results`` begins; what the forward left
+    follows.
+    """
     check_backward()  # AOTAutograd does not refuse where it has saved nothing that needs a gradient
-    *saved, numbers_of_forward = saved
-    forward = _Identity(*numbers_of_forward.tolist())
-    call, inputs = _call(
-        text, Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes),
-        Numbers(
-            left, right, chunk_size, offsets, documents, scale, softcap, dropout_p, seed_low, seed_high
-        ),
-        forward.number, (forward.every, forward.checked),
-    )  # fmt: skip
-    grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
-    return [as_own(grad) for grad in grads if grad is not None]
+    (dout, dlse), (out, lse, *saved, identity) = grads, results
+    forward = _Identity(*identity.tolist())
+    call, inputs = _call(text, tensors, numbers, forward.number, (forward.every, forward.checked))
+    found = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
+    return [as_own(grad) for grad in found if grad is not None]
 
 
 @attention_backward.register_fake
 def _attention_backward_like(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-    q_ids: Tensor | None, k_ids: Tensor | None, sinks: Tensor | None, bias: Tensor | None,
-    slopes: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], text: str,
-    *numbers: Any,
+    grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
+    numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
-    del dout, dlse, q_ids, k_ids, slopes, out, lse, saved, text, numbers
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks, bias) if x is not None]
+    del grads, results, numbers
+    places = _read(text).differentiable(tensors)
+    return [tensors[n].new_empty(tensors[n].shape) for n in places]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    ctx.text, numbers = inputs[GIVEN], Numbers(*inputs[GIVEN + 1 :])
-    ctx.numbers = numbers._replace(documents=None)
+    tensors, ctx.numbers, ctx.text = inputs
     out, lse, saved = output
+    ctx.count = len(tensors)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:GIVEN], numbers.documents, out, lse, *saved)
+    ctx.save_for_backward(*tensors, out, lse, *saved)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     check_backward(dout, dlse)
-    tensors = ctx.saved_tensors  # read once: checkpointing asks for it
-    inputs, (documents, out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
-    numbers = ctx.numbers._replace(documents=documents)
-    found = iter(
-        attention_backward(dout, dlse, *inputs[:GIVEN], out, lse, saved, ctx.text, *numbers)
-    )
-    dq, dk, dv = next(found), next(found), next(found)
-    dsinks = None if inputs.sinks is None else next(found)
-    dbias = None if inputs.bias is None else next(found)
-    rest = (None,) * (1 + len(numbers))  # the text and the numbers
-    return dq, dk, dv, None, None, dsinks, dbias, None, *rest
+    saved = ctx.saved_tensors  # read once: checkpointing asks for it
+    tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
+    found = attention_backward([dout, dlse], results, tensors, ctx.numbers, ctx.text)
+    grads: list[Tensor | None] = [None] * ctx.count
+    for place, grad in zip(_read(ctx.text).differentiable(tensors), found, strict=True):
+        grads[place] = grad
+    return grads, None if ctx.numbers else [], None  # torch takes an empty list for one of tensors
 
 
 attention.register_autograd(_backward, setup_context=_setup)

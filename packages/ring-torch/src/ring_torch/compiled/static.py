@@ -1,13 +1,19 @@
-"""What is static about a call in a graph: written as text, and read when the graph runs."""
+"""What is static about a call in a graph: written as text, and read when the graph runs.
+
+The text is a constant of the graph. Tensors, and numbers that may change without compiling anew,
+are arguments of the graph's operation in two lists, and the text says where in these they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ring_core import ChunkLayout, KernelConfig, LayoutSpec, StrategyConfig
+from ring_core import ChunkLayout, KernelConfig, StrategyConfig
 from ring_torch.comm.ranks import Ranks, ranks_of
 
 _OTHER_GROUP = (
@@ -16,38 +22,63 @@ _OTHER_GROUP = (
 )
 
 
-def fields_of(x: Any) -> Any:
-    """Return the fields of a layout, a kernel or a strategy in order, or its name as it is.
+_RECORDS: dict[str, Any] = {
+    "chunks": ChunkLayout, "kernel": KernelConfig, "strategy": StrategyConfig,
+}  # fmt: skip
 
-    They are read in the graph's trace, since torch 2.11 takes no object of ours for a constant. A
-    number that was another in an earlier trace is a symbol there; its index is a constant.
+
+def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
+    """Return a layout, or an option, as json takes it.
+
+    Records are read in the graph's trace, since torch 2.11 takes no object of ours for a constant.
+
+    Args:
+        x: What to write.
+        tensors: Tensors in it are added to this list, and their places in it are written.
+        numbers: Whole numbers likewise. If ``None``, they are written themselves. A number that was
+            another in an earlier trace is a symbol; its index, or its digits, are constants.
     """
-    if isinstance(x, ChunkLayout):
-        return [[index(chunk) for chunk in chunks] for chunks in x.chunks]
-    if isinstance(x, KernelConfig):
-        sizes = [None if size is None else index(size) for size in (x.block_q, x.block_k)]
-        return [x.name, *sizes, x.fused_backward]
-    if isinstance(x, StrategyConfig):
-        return [x.name, x.ulysses_size, x.outer, x.local_size]
+    if isinstance(x, float):
+        return {"float": x.hex()}
+    if isinstance(x, int) and not isinstance(x, bool):
+        return index(x) if numbers is None else _placed("number", x, numbers)
+    if isinstance(x, Tensor) and tensors is not None:
+        return _placed("tensor", x, tensors)
+    if isinstance(x, (tuple, list)):
+        return [written(y, tensors, numbers) for y in x]
+    for kind, record in _RECORDS.items():
+        if isinstance(x, record):
+            return {kind: [written(getattr(x, name)) for name in record.__match_args__]}
     return x
 
 
-def group_fields(ring: Ranks) -> dict[str, Any]:
-    """Return the facts of a group by which :func:`ring_of` finds it again."""
-    name = None if ring.group is None else ring.group.group_name
-    return {"group": name, "ranks": [ring.rank, ring.size]}
+def _placed(kind: str, x: Any, found: list[Any]) -> dict[str, int]:
+    found.append(x)
+    return {kind: len(found) - 1}
 
 
-def layout_of(field: Any) -> LayoutSpec:
-    """Return the layout of what :func:`fields_of` wrote."""
-    if isinstance(field, list):
-        return ChunkLayout(tuple(map(tuple, field)))
-    layout: LayoutSpec = field
-    return layout
+def read(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
+    """Return what was written, with its tensors and numbers, or zeros for numbers not known."""
+    if isinstance(x, list):
+        return tuple([read(y, tensors, numbers) for y in x])
+    if not isinstance(x, dict):
+        return x
+    ((kind, value),) = x.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "number":
+        return 0 if numbers is None else numbers[value]
+    return float.fromhex(value) if kind == "float" else _RECORDS[kind](*read(value))
 
 
-def ring_of(name: str | None, ranks: tuple[int, int]) -> Ranks:
-    """Return the ring of the group of this name.
+def group_fields(ranks: Ranks) -> dict[str, Any]:
+    """Return the facts of a group by which :func:`ranks_named` finds it again."""
+    name = None if ranks.group is None else ranks.group.group_name
+    return {"group": name, "ranks": [ranks.rank, ranks.size]}
+
+
+def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
+    """Return the ranks of the group of this name.
 
     Raises:
         ValueError: It is gone, or has other ranks.
@@ -57,9 +88,9 @@ def ring_of(name: str | None, ranks: tuple[int, int]) -> Ranks:
         if name is not None:  # there is no public way from a name
             typed = distributed_c10d.GroupName(name)
             group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
-        ring = ranks_of(group)
+        ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-    if (ring.rank, ring.size) != ranks:
+    if (ranks.rank, ranks.size) != place:
         raise ValueError(_OTHER_GROUP)
-    return ring
+    return ranks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_core import LayoutSpec
 from ring_torch.comm.ranks import ranks_of
-from ring_torch.compiled.static import fields_of, group_fields, layout_of, ring_of
+from ring_torch.compiled.static import group_fields, ranks_named, read, written
 from ring_torch.derivatives import refuse_batch
 from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 
@@ -20,19 +20,19 @@ def unshard_in_graph(
 ) -> Tensor:
     """Join the slices of all ranks, by an operation in the graph that is being traced."""
     check_dim(x, dim)
-    text = _unshard_text(group, fields_of(layout), dim % x.ndim, grad, check_grad(x, grad))
+    text = _unshard_text(group, written(layout), dim % x.ndim, grad, check_grad(x, grad))
     whole: Tensor = unshard(x, text)
     return whole
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _unshard_text(
-    group: Any, layout: str | list[list[int]], dim: int, grad: UnshardGrad | None, needs_grad: bool
+    group: Any, layout: Any, dim: int, grad: UnshardGrad | None, needs_grad: bool
 ) -> str:
     """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
-    ring = ranks_of(group)
+    ranks = ranks_of(group)
     return json.dumps({
-        **group_fields(ring),
+        **group_fields(ranks),
         "layout": layout,
         "dim": dim,
         "grad": grad,
@@ -42,14 +42,14 @@ def _unshard_text(
 
 def _unsharding(text: str) -> Unsharding:
     facts: dict[str, Any] = json.loads(text)
-    ring = ring_of(facts["group"], tuple(facts["ranks"]))
+    ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
     return Unsharding(
-        ring,
-        layout_of(facts["layout"]),
+        ranks,
+        read(facts["layout"]),
         facts["dim"],
         facts["grad"],
         facts["needs_grad"],
-        ring.next_call(),
+        ranks.next_call(),
     )
 
 

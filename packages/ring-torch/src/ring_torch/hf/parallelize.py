@@ -15,11 +15,12 @@ from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
     report_of,
+    text_parts,
     towers,
     unwrapped,
     wrappers,
 )
-from ring_torch.hf.models.classes import has_written_attention, name_of
+from ring_torch.hf.models.classes import has_attention, has_written_attention, name_of
 from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.models.hooks import (
     Logits,
@@ -29,10 +30,12 @@ from ring_torch.hf.models.hooks import (
     refuse_generation,
     replace_attribute,
 )
-from ring_torch.hf.models.releases import lacks
+from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import is_ring, register
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
-from ring_torch.hf.verify import Target, VerifyReport, verify_target, warn_of_untested
+from ring_torch.hf.verification.judgement import VerifyReport
+from ring_torch.hf.verification.runs import Target
+from ring_torch.hf.verification.verify import verify_target
 from ring_torch.hf.wiring import wire
 
 
@@ -300,7 +303,9 @@ def _attend(model: Any) -> Callable[[], object]:
     if has_written_attention(model):  # of which transformers has no other to set
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
-    if not is_ring(_attention_of(model)):
+    # A model whose own module has attention of images alone sets that of its text part only.
+    attending = [x for _, x in text_parts(model) if has_attention(x) and hasattr(x, "config")]
+    if not all(is_ring(_attention_of(x)) for x in attending or [model]):
         _set(before)
         raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
     _set([(config, name) for config, name in kept if config is not model.config])

@@ -11,12 +11,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
-from ring_torch.attention import attend
-from ring_torch.call import Operands, Options
+from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
 from ring_torch.hf.models.sealed import ShardedMask
-from ring_torch.kernels import KERNEL_NAMES
-from ring_torch.strategies.choose import TRANSPORT_NAMES
+from ring_torch.kernels import kernel_names
+from ring_torch.strategies import strategy_names
+from ring_torch.transports import transport_names
 
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
@@ -67,9 +67,9 @@ def register(
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=hf.register())
         loss = model(**hf.shard_batch(cp, batch, model=model)).loss  # this rank's part
     """
-    config = kernel_config(kernel, KERNEL_NAMES)
-    strategy = strategy_config(strategy)
-    checks.check_choice("transport", transport, TRANSPORT_NAMES)
+    config = kernel_config(kernel, kernel_names())
+    strategy = strategy_config(strategy, strategy_names())
+    checks.check_choice("transport", transport, transport_names())
     checks.check_flag("deterministic", deterministic)
     if name in ("", "eager") or any(word in name for word in _READ_BY_TRANSFORMERS):
         raise ValueError(
@@ -175,19 +175,15 @@ class RingAttention:
         is_known = mask.causal and batch.single
         cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         batch.sharding.check_group()
-        out = attend(
-            batch.sharding.group, batch.sharding.layout_name,
-            Operands(q, k, v, ids, sinks=sinks, bias=bias, alibi_slopes=alibi_slopes),
-            Options(
-                causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
-                cu_seqlens=cu_seqlens, softmax_scale=scaling, softcap=softcap, dropout_p=dropout,
-                dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
-                deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
-                transport=self.transport,
-            ),
+        return ring_attention(
+            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout_name,
+            causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
+            cu_seqlens=cu_seqlens, segment_ids=ids, softmax_scale=scaling, softcap=softcap,
+            sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout,
+            dropout_seed=_layer_seed(module, batch, mask) if dropout else None,
+            deterministic=self.deterministic, kernel=self.kernel, strategy=self.strategy,
+            transport=self.transport,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
 
 
 def _layer_mask(attention_mask: object) -> LayerMask:

@@ -29,10 +29,11 @@ from ring_torch.kernels.triton import TritonKernel
 KERNELS: tuple[Kernel, ...] = (
     FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), TritonKernel(), EagerKernel(),
 )  # fmt: skip
-KERNEL_NAMES: tuple[str, ...] = (
-    "auto",
-    *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS),
-)
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Return the names that ``kernel=`` takes."""
+    return ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in KERNELS))
 
 
 def choose(config: KernelConfig, request: Request, program: RingProgram) -> Selection:

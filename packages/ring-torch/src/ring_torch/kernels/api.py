@@ -76,6 +76,8 @@ class Kernel(Protocol):
     needs_delta: bool = True
     #: Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``).
     adds_sinks: bool = False
+    #: True if it looks at numbers on the host, which a CUDA graph cannot hold.
+    reads_on_host: bool = False
     #: Its backward by parts, if it has one.
     parts: SplitBackward | None = None
     #: About how long the first call with a predicate compiles; 0 where nothing is.

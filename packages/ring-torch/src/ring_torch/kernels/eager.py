@@ -41,6 +41,7 @@ class EagerKernel(AccumulatingKernel):
         EVERYTHING, name="eager", dtypes=("float64", "float32", "bfloat16", "float16"),
         fused_backward=False,
     )  # fmt: skip
+    reads_on_host = True
 
     def attend_into(
         self,

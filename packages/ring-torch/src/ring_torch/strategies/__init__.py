@@ -1,41 +1,145 @@
-"""How tokens move so that each work item finds its operands, forward and backward.
+"""How tokens move so that each work item finds its operands, and which way a call takes.
 
-May import ``call``, ``transports`` and what is below. A new strategy is one file here, a line in
-``strategy_for`` and one in ``choose``.
+May import ``call``, ``transports`` and what is below. A new strategy is one file here, which ends
+in its :class:`~ring_torch.call.StrategySpec`, and its name in ``STRATEGIES``.
 """
 
 from __future__ import annotations
 
-from ring_core import RingProgram, StrategyName, gather_program
-from ring_core.checks import Sizes
-from ring_torch.call import Call, Strategy
-from ring_torch.kernels.api import Kernel
-from ring_torch.payload import ONE_GROUP
-from ring_torch.strategies.balanced import Balanced
-from ring_torch.strategies.gather import Gather, head_groups_of
-from ring_torch.strategies.ring import Ring
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ring_core import Request, RingProgram, UnsupportedError
+from ring_torch import transports
+from ring_torch.call import Call, Resolution, Strategy, StrategySpec
+from ring_torch.comm.ranks import Ranks
+from ring_torch.records import Inputs
+from ring_torch.strategies.balanced import BALANCED
+from ring_torch.strategies.gather import GATHER
+from ring_torch.strategies.ring import RING
 from ring_torch.strategies.single import Single, only_item
-from ring_torch.strategies.two_stage import TwoStageGather
-from ring_torch.strategies.ulysses import Ulysses
+from ring_torch.strategies.ulysses import ULYSSES
+from ring_torch.transports.api import Traffic, Transport
 
-#: Those whose kernels run in an inner call, of one rank: for all tokens and some of the heads.
-HEAD_STRATEGIES: frozenset[StrategyName] = frozenset({"ulysses"})
+#: The strategies of ``strategy=``: ``auto`` takes the first of its own that can do a call.
+STRATEGIES: tuple[StrategySpec, ...] = (GATHER, RING, BALANCED, ULYSSES)
+
+Way = tuple[StrategySpec, Transport]  # a strategy over a transport
 
 
-def strategy_for(
-    name: StrategyName, program: RingProgram, rank: int, kernel: Kernel, sizes: Sizes, *, itemsize: int,
-    needs_index: bool, sinks: bool, segment_ids: bool, inner: Call | None,
-) -> Strategy:  # fmt: skip
-    """What runs calls of a strategy's name: by what its kernel can do, and on one rank."""
-    if inner is not None:
-        return Ulysses(inner)
-    if name == "gather":
-        if kernel.capabilities.bands != "any":
-            return TwoStageGather.of(program.plan, rank)
-        whole = needs_index or segment_ids
-        groups = ONE_GROUP if whole else head_groups_of(program, sizes, itemsize)
-        return Gather(groups, gather_program(program.plan, rank))
-    item = only_item(program.plan, kernel, batch=sizes.batch, sinks=sinks, segment_ids=segment_ids)
-    if item is not None:
-        return Single(item, name)
-    return (Balanced if name == "balanced" else Ring).of(program, rank)
+def strategy_names() -> tuple[str, ...]:
+    """Return the names that ``strategy=`` takes."""
+    return ("auto", *(spec.name for spec in STRATEGIES))
+
+
+def resolve(spec: StrategySpec, given: Resolution, *, sinks: bool) -> Strategy:
+    """Return the object that runs a strategy's passes on a rank; of one rank often one launch."""
+    item = only_item(
+        given.program.plan, given.kernel, batch=given.sizes.batch, sinks=sinks,
+        segment_ids=given.segment_ids,
+    )  # fmt: skip
+    return spec.resolve(given) if item is None else Single(item, spec.name)
+
+
+def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:
+    """Yield the strategies over transports that a call's names may mean, the first choice first."""
+    for spec in STRATEGIES:
+        for each in transports.TRANSPORTS:
+            is_meant = spec.is_automatic(each) if strategy == "auto" else spec.name == strategy
+            if is_meant and transport in ("auto", each.name) and spec.runs_over(each):
+                yield spec, each
+
+
+def choose_strategy(
+    strategy: str,
+    transport: str,
+    ring: Ranks,
+    program: RingProgram,
+    device: torch.device,
+    *,
+    request: Request,
+    probe: bool,
+) -> Way:
+    """Choose the strategy and the transport of a call, or with ``auto`` the fastest that can do it.
+
+    Args:
+        strategy: A name, one of ``strategy_names()``.
+        transport: One of ``transport_names()``.
+        ring: The ranks.
+        program: What they compute. On one rank, where nothing travels, its own order is taken.
+        device: Where the tensors are.
+        request: What the call asks.
+        probe: Whether peers may be asked, e.g. if they reach each other's memory.
+
+    Raises:
+        UnsupportedError: What was named cannot do this call.
+    """
+    meant = list(ways(strategy, transport))
+    if not meant:
+        senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
+        others = [f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions]
+        raise UnsupportedError(
+            f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
+            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(others)}"
+        )
+    if ring.size == 1:
+        return next(ways(program.strategy))
+    for spec, each in meant:
+        reasons = _reasons(spec, each, ring, program, device, request, probe=probe)
+        if not reasons and (strategy, transport) == ("auto", "auto"):
+            reasons = [*spec.automatic_refusals(program.plan, request)]
+        if not reasons:
+            return spec, each
+    raise UnsupportedError(
+        f"strategy {strategy!r} over transport {meant[-1][1].name!r}: {'; '.join(reasons)}. "
+        f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
+    )
+
+
+def _reasons(
+    spec: StrategySpec, transport: Transport, ring: Ranks, program: RingProgram,
+    device: torch.device, request: Request, *, probe: bool,
+) -> list[str]:  # fmt: skip
+    """Return why a strategy over a transport cannot do a call, as far as is known."""
+    unreachable = transport.refusals(ring, device, probe) or ()
+    return [*spec.refusals(program.plan, request), *unreachable]
+
+
+def ask_ranks(ring: Ranks) -> None:
+    """Let ranks ask each other now what transports need to know: later they may not."""
+    if ring.size > 1:
+        device = torch.device("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
+        for transport in transports.TRANSPORTS:
+            transport.refusals(ring, device, True)
+
+
+def describe_strategy(call: Call, inputs: Inputs) -> str:
+    """Return a few lines for ``explain``: how tokens move, and why not in a faster way."""
+    ring, transport = call.ranks, call.transport
+    lines = [f"strategy {call.strategy.name}, transport {transport.name}"]
+    if ring.size == 1:
+        return f"{lines[0]} (one rank: nothing travels)"
+    if transport.refusals(ring, call.device, False) is None:
+        lines[0] += f", if {transport.asks}"
+    spec, fastest = next(ways())
+    if transport is not fastest:
+        reasons: list[str] | tuple[str, ...] = _reasons(
+            spec, fastest, ring, call.program, call.device, call.request, probe=False
+        )
+        reasons = reasons or spec.automatic_refusals(call.plan, call.request)
+        why = "; ".join(reasons) or "another one was named"
+        lines.append(f"  not {spec.name} over {fastest.name}: {why}")
+    saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
+    passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
+    moved = [
+        f"{name} {_in_words(call.strategy.traffic(call, inputs, forward=forward, saved=saved))}"
+        for name, forward in passes.items()
+    ]
+    lines.append(f"  this rank moves {', '.join(moved)}")
+    return "\n".join(lines)
+
+
+def _in_words(traffic: Traffic) -> str:
+    return f"{traffic.sent:,} bytes out and {traffic.received:,} in"

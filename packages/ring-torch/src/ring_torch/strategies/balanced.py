@@ -13,9 +13,9 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import HELP_PIECES, RingProgram, Stage, StrategyName, WorkItem
+from ring_core import HELP_PIECES, RingProgram, Stage, WorkItem
 from ring_torch.buffers import packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
@@ -36,7 +36,9 @@ from ring_torch.strategies.ring import (
     attend_step,
     differentiate_step,
     ring_steps,
+    ring_traffic,
 )
+from ring_torch.transports.api import Traffic
 
 
 class HelpPiece(NamedTuple):
@@ -92,7 +94,7 @@ class Balanced(Strategy):
 
     forward_steps: tuple[BalancedStep, ...]
     backward_steps: tuple[BalancedStep, ...]
-    name: StrategyName = "balanced"
+    name: str = "balanced"
 
     @classmethod
     def of(cls, program: RingProgram, rank: int) -> Self:
@@ -104,16 +106,16 @@ class Balanced(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
         if len(self.forward_steps) > 1:
             packing = packing_of(keys)
             held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
         remote = RemoteQueries(
-            call.ring, self.forward_steps,
+            call.ranks, self.forward_steps,
             take=lambda part: rows_tensors(rows.take(part)),
             like=into.take,
             add=lambda part, tensors: merge_into(into.take(part), *tensors),
@@ -132,7 +134,7 @@ class Balanced(Strategy):
             # in the step before.
             transfer = DONE
             if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
@@ -148,9 +150,9 @@ class Balanced(Strategy):
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """The gradients in the accumulators' dtype; as in a ring, with queries that travel."""
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
@@ -172,7 +174,7 @@ class Balanced(Strategy):
                 total.add_(x)
 
         remote = RemoteQueries(
-            call.ring, self.backward_steps,
+            call.ranks, self.backward_steps,
             take=lambda part: [
                 *rows_tensors(rows.take(part)),
                 *(x for x in upstream.take(part) if x is not None),
@@ -186,7 +188,7 @@ class Balanced(Strategy):
             if held is not None and step.keys_to is not None and step.keys_from is not None:
                 # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
                 arriving = packing.buffer(call.device)
-                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
@@ -203,10 +205,25 @@ class Balanced(Strategy):
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """As in a ring, and rows of queries to helpers, whose results come back."""
+        del saved  # the backward sends the keys round again
+        steps = self.forward_steps if forward else self.backward_steps
+        ring = ring_traffic(call, inputs, [step.own for step in steps], forward=forward)
+        pieces = [piece for step in steps for piece in step.pieces]
+        helped = sum(rows.stop - rows.start for piece in pieces for rows in piece.helped)
+        others = sum(x.rows.stop - x.rows.start for piece in pieces for x in piece.launches)
+        query = _query_bytes(call, inputs, forward=forward)
+        result = _result_bytes(call, inputs, forward=forward)
+        return Traffic(
+            ring.sent + query * helped + result * others,
+            ring.received + query * others + result * helped,
+        )
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
 
 #: What arrives at a helper, and where: the tensors of the rows of each launch.
@@ -307,3 +324,34 @@ def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tens
 
 def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
     return [x for x in grads if x is not None]
+
+
+def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
+    """Count the bytes of one token's query rows, as a helper gets them."""
+    batch, _, heads, _ = inputs.q.shape
+    tensors = [x[:, :1] for x in (inputs.q, inputs.q_ids) if x is not None]
+    size = sum(x.nbytes for x in tensors)
+    if inputs.bias is not None:
+        size += inputs.bias[:, :, :1].nbytes
+        if call.params.shifts_bias:
+            shared = inputs.bias.shape[0] if inputs.k_ids is None else batch
+            size += shared * inputs.bias.shape[1] * call.acc_dtype.itemsize
+    if not forward:
+        numbers = 2 if call.kernel.needs_delta else 1  # lse, delta
+        size += batch * heads * 2 * inputs.v.shape[3] * inputs.q.itemsize  # dout, out
+        size += batch * heads * numbers * call.acc_dtype.itemsize
+    return size
+
+
+def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
+    """Count the bytes of one token's results, as a helper sends them home."""
+    batch, _, heads, dim = inputs.q.shape
+    if forward:
+        return batch * heads * (inputs.v.shape[3] + 1) * call.acc_dtype.itemsize
+    bias = 0
+    if inputs.bias is not None and call.params.bias_grad:
+        bias = inputs.bias[:, :, :1].numel()
+    return (batch * heads * dim + bias) * call.acc_dtype.itemsize
+
+
+BALANCED = StrategySpec("balanced", lambda given: Balanced.of(given.program, given.rank))

@@ -43,7 +43,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         from ring_torch.memory_ops import bias_shift_on_gpu
 
         # In torch's own operations these passes take several times as long as the attention.
-        spans = visible_spans(call.plan, call.ring.rank, call.device)
+        spans = visible_spans(call.plan, call.ranks.rank, call.device)
         ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
         return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
     batch, heads, length, keys = bias.shape
@@ -62,15 +62,15 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
 
 def sent_for_shift(call: Call, inputs: Inputs) -> int:
     """Return the bytes that a rank sends so that all know the ids of all keys."""
-    if not call.params.shifts_bias or inputs.k_ids is None or call.ring.size == 1:
+    if not call.params.shifts_bias or inputs.k_ids is None or call.ranks.size == 1:
         return 0
     ids = BufferSpec.of((inputs.k_ids.shape, inputs.k_ids.dtype))
-    return HEADER_BYTES + (call.ring.size - 1) * ids.size
+    return HEADER_BYTES + (call.ranks.size - 1) * ids.size
 
 
 def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     """Fetch the segment ids of all keys, ``[B, T_kv]`` in natural order; ``None`` without ids."""
-    k_ids, ring = inputs.k_ids, call.ring
+    k_ids, ring = inputs.k_ids, call.ranks
     if k_ids is None:
         return None
     # The strategy agrees on the call as well, but only when it sends keys.
@@ -87,7 +87,7 @@ def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tens
 
     ``None`` is all of them.
     """
-    plan, rank, device = call.plan, call.ring.rank, call.device
+    plan, rank, device = call.plan, call.ranks.rank, call.device
     start, stop = visible_spans(plan, rank, device)
     keys = torch.arange(plan.kv_seq_len, dtype=torch.int32, device=device)
     parts = [] if start is None else [keys >= start[i, None]]

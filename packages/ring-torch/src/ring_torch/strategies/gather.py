@@ -21,14 +21,18 @@ from torch import Tensor
 from ring_core import (
     Fetch,
     GatherProgram,
+    Plan,
+    Request,
     RingProgram,
-    StrategyName,
     WorkItem,
+    gather_memory,
+    gather_program,
+    gather_refusals,
     longest_gather,
 )
 from ring_core.checks import Sizes
-from ring_torch.call import Call, Saved, Shapes, Strategy
-from ring_torch.payload import HeadGroups, KeyGradBuffer, KVPayload
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
+from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -42,8 +46,19 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.sessions import gathered_columns, open_session
-from ring_torch.transports.api import GatherSession, PendingGrads, PendingKV, add_staged
+from ring_torch.strategies.two_stage import TwoStageGather
+from ring_torch.transports.api import (
+    GatherSession,
+    PendingGrads,
+    PendingKV,
+    Refusals,
+    Traffic,
+    add_staged,
+    gathered_traffic,
+)
+
+#: ``auto`` does not gather where that takes more than this many times a ring's memory.
+MOST_MEMORY = 3.0
 
 #: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
 #: host is not ahead of the GPU.
@@ -84,13 +99,13 @@ class Gather(Strategy):
 
     groups: HeadGroups
     gather: GatherProgram
-    name: StrategyName = "gather"
+    name: str = "gather"
     depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
         groups = self.groups.forward
-        session = open_session(call, inputs, call.forward_signature, groups=groups, own=True)
+        session = call.open_session(inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
@@ -99,7 +114,7 @@ class Gather(Strategy):
         gathered: list[Tensor] = []
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
-            columns = gathered_columns(call, gather, keys, arriving.tensors)
+            columns = call.gathered_columns(gather, keys, arriving.tensors)
             in_place = _in_place(call, gather, inputs, n, groups)
             part, place = head_group(rows, n, groups), head_group(whole, n, groups)
             results.append(_attend(call, part, columns, in_place, gather, arriving, place))
@@ -119,7 +134,7 @@ class Gather(Strategy):
         in place come after, and add up gradients of their own.
         """
         groups = self.groups.backward
-        session = open_session(call, inputs, call.backward_signature, groups=groups, own=True)
+        session = call.open_session(inputs, call.backward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
@@ -168,6 +183,14 @@ class Gather(Strategy):
         both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
         return (both + ids) * self.groups.forward
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that are fetched, unless the forward left them, and gradients that go home."""
+        fetches = forward or not saved
+        return gathered_traffic(
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            forward=forward, fetches=fetches,
+        )  # fmt: skip
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Whether the forward leaves the keys it gathered to the backward."""
@@ -257,13 +280,13 @@ def _keys_by_group(
     if not saved:
         for arriving in session.fetch(gather, inputs):
             arriving.wait(None)
-            yield gathered_columns(call, gather, keys, arriving.tensors)
+            yield call.gathered_columns(gather, keys, arriving.tensors)
         return
     before, each = groups.forward, len(saved) // groups.forward
     cuts = groups.backward // before  # the forward's groups are cut once more
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(before):
-        columns = gathered_columns(call, gather, keys, saved[n * each : (n + 1) * each])
+        columns = call.gathered_columns(gather, keys, saved[n * each : (n + 1) * each])
         yield from (head_group(columns, n, cuts) for n in range(cuts))
 
 
@@ -277,7 +300,7 @@ def _finish_own_grads(
     all come together; else where they lie in the buffer, if all of the own keys are there.
     """
     keys, length = sums.keys, gather.length
-    own = [one for one in gather.fetches if one.rank == call.ring.rank]
+    own = [one for one in gather.fetches if one.rank == call.ranks.rank]
     grads, home = found
     if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
         home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
@@ -340,5 +363,34 @@ def _in_place(
     """The launches over a group's own keys, where they lie, with these."""
     if not gather.in_place:
         return []
-    own = call.columns(call.ring.rank, head_group(inputs, n, groups).key_tensors())
+    own = call.columns(call.ranks.rank, head_group(inputs, n, groups).key_tensors())
     return [(own, item) for item in gather.in_place]
+
+
+def _resolve(given: Resolution) -> Strategy:
+    """Resolve gathering for a rank: one launch over all keys, if the kernel knows bands."""
+    program = given.program
+    if given.kernel.capabilities.bands != "any":
+        return TwoStageGather.of(program.plan, given.rank)
+    groups = ONE_GROUP
+    if not (given.needs_index or given.segment_ids):
+        groups = head_groups_of(program, given.sizes, given.itemsize)
+    return Gather(groups, gather_program(program.plan, given.rank))
+
+
+def _memory_refusals(plan: Plan, request: Request) -> Refusals:
+    memory = gather_memory(
+        plan, q_width=request.q_heads * request.head_dim,
+        kv_width=request.kv_heads * (request.head_dim + request.v_head_dim),
+        itemsize=getattr(torch, request.dtype).itemsize,
+    )  # fmt: skip
+    if memory <= MOST_MEMORY:
+        return ()
+    return (f"it takes more than {MOST_MEMORY:g} times the memory of a ring",)
+
+
+GATHER = StrategySpec(
+    "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
+    is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
+    automatic_refusals=_memory_refusals,
+)  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import RingProgram, Stage, StrategyName, WorkItem
+from ring_core import RingProgram, Stage, WorkItem
 from ring_torch.buffers import BufferSpec, packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.records import (
@@ -23,6 +24,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
+from ring_torch.transports.api import Traffic
 
 
 class Launch(NamedTuple):
@@ -92,7 +94,7 @@ class Ring(Strategy):
 
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
-    name: StrategyName = "ring"
+    name: str = "ring"
 
     @classmethod
     def of(cls, program: RingProgram, rank: int) -> Self:
@@ -103,9 +105,9 @@ class Ring(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
         if len(self.forward_steps) > 1:
@@ -116,7 +118,7 @@ class Ring(Strategy):
         for step in self.forward_steps:
             transfer = DONE
             if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ring.start([(held, step.keys_to)], [(spare, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
@@ -134,9 +136,9 @@ class Ring(Strategy):
         travel with them, a step late: while a step computes its part, the sum of the ranks before
         still arrives. A rank's own keys come last, and hide the last hop of their gradients home.
         """
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ring.rank, keys)
+        own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
@@ -146,7 +148,7 @@ class Ring(Strategy):
             if held is not None and step.keys_to is not None and step.keys_from is not None:
                 # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
                 arriving = packing.buffer(call.device)
-                transfer = call.ring.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
@@ -160,10 +162,29 @@ class Ring(Strategy):
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that go on, and in the backward gradients."""
+        del saved  # the backward sends the keys round again
+        steps = self.forward_steps if forward else self.backward_steps
+        return ring_traffic(call, inputs, steps, forward=forward)
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """A message of K/V, also where this plan moves none: another may."""
         del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ring.size > 1 else []
+        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
+
+
+def ring_traffic(
+    call: Call, inputs: Inputs, steps: Sequence[RingStep], *, forward: bool
+) -> Traffic:
+    """Count the bytes of keys, and of their gradients, that go from rank to rank in these steps."""
+    keys = inputs.key_tensors()
+    kv = packing_of(keys).size
+    grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
+    return Traffic(
+        sum(kv * (x.keys_to is not None) + grads * (x.grads_to is not None) for x in steps),
+        sum(kv * (x.keys_from is not None) + grads * (x.grads_from is not None) for x in steps),
+    )
 
 
 def attend_step(
@@ -235,6 +256,11 @@ class RotatingKeyGrads:
             return
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = self._call.ring.start(
+        self._transfer = self._call.ranks.start(
             [(sent, step.grads_to)], [(self._arriving, step.grads_from)]
         )
+
+
+RING = StrategySpec(
+    "ring", lambda given: Ring.of(given.program, given.rank), is_automatic=lambda _: True
+)

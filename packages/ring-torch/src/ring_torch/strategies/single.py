@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ring_core import Plan, StrategyName, WorkItem
+from ring_core import Plan, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
+from ring_torch.transports.api import Traffic
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Single(Strategy):
     """
 
     item: WorkItem
-    name: StrategyName
+    name: str
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -59,6 +60,11 @@ class Single(Strategy):
             _whole(found.dv, inputs.v, item.k_slice, dim=1),
             dbias,
         )
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Nothing travels."""
+        del call, inputs, forward, saved
+        return Traffic(0, 0)
 
 
 def only_item(

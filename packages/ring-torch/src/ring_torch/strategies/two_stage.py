@@ -11,9 +11,9 @@ from typing import Self
 
 import torch
 
-from ring_core import GatherProgram, Plan, StrategyName, WorkItem, gather_program
+from ring_core import GatherProgram, Plan, WorkItem, gather_program
 from ring_torch.call import Call, Saved, Strategy, zero_row_grads
-from ring_torch.payload import KeyGradBuffer
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -23,7 +23,7 @@ from ring_torch.records import (
     KeyGrads,
     empty_state,
 )
-from ring_torch.strategies.sessions import gathered_columns, open_session
+from ring_torch.transports.api import Traffic, gathered_traffic
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TwoStageGather(Strategy):
 
     gather: GatherProgram
     own_items: tuple[WorkItem, ...]
-    name: StrategyName = "gather"
+    name: str = "gather"
     depends_on_kernel = True
 
     @classmethod
@@ -42,11 +42,11 @@ class TwoStageGather(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """The state in the accumulators' dtype."""
-        session = open_session(call, inputs, call.forward_signature, groups=1, own=False)
+        session = call.open_session(inputs, call.forward_signature, groups=1, own=False)
         gather = self.gather
         (arriving,) = session.fetch(gather, inputs)
-        columns = gathered_columns(call, gather, session.spec.keys, arriving.tensors)
-        rows, rank = call.rows(inputs), call.ring.rank
+        columns = call.gathered_columns(gather, session.spec.keys, arriving.tensors)
+        rows, rank = call.rows(inputs), call.ranks.rank
         into = empty_state(rows.q, inputs.v.shape[3])
         own = call.columns(rank, inputs.key_tensors())
         work = [(own, item, 0) for item in self.own_items]
@@ -64,15 +64,15 @@ class TwoStageGather(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
     ) -> Grads:
         """The gradients in the accumulators' dtype."""
-        session = open_session(call, inputs, call.backward_signature, groups=1, own=False)
+        session = call.open_session(inputs, call.backward_signature, groups=1, own=False)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
-        own = call.columns(call.ring.rank, inputs.key_tensors())
+        own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         (others,) = session.accumulators(gather, sums, zero=True)
         (arriving,) = session.fetch(gather, inputs)
         home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-        columns = gathered_columns(call, gather, keys, arriving.tensors)
+        columns = call.gathered_columns(gather, keys, arriving.tensors)
         arriving.wait(None)
 
         def differentiate(of: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -88,3 +88,11 @@ class TwoStageGather(Strategy):
             differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
         add_to(home, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys that are fetched in both passes, and gradients that go home."""
+        del saved  # it saves nothing
+        return gathered_traffic(
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            forward=forward, fetches=True,
+        )  # fmt: skip

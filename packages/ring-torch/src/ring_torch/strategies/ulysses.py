@@ -15,13 +15,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ring_core import Plan, StrategyName
-from ring_torch.call import Call, Saved, Shapes, Strategy, attend
+from ring_core import Plan, Request
+from ring_core.base.arguments import not_none
+from ring_torch.buffers import HeadBuffer, HeadPart
+from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.head_exchange import Exchanged, HeadExchange
+from ring_torch.comm.head_exchange import to_heads, to_tokens
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
+from ring_torch.transports.api import Refusals, Traffic
 
 
 @dataclass(frozen=True)
@@ -32,43 +35,43 @@ class Ulysses(Strategy):
     """
 
     inner: Call
-    name: StrategyName = "ulysses"
+    name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return the state in the inputs' dtype, rounded before it travels."""
-        agree(call.ring, call.number, call.seed, call.forward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         # Ranks trade tokens for heads ...
-        q, k, v = moves.qkv.to_heads(call.ring, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(call.ranks, moves.qkv, inputs[:3], (rows, columns, columns))
         # ... each attends to the whole sequence with its own heads ...
-        (out, lse), _ = attend(self.inner, _of_heads(call.ring, inputs, q, k, v))
+        (out, lse), _ = attend(self.inner, _of_heads(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = moves.results.to_tokens(call.ring, sent, (rows, rows))
+        own_out, own_lse = to_tokens(call.ranks, moves.results, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype: each is whole before it travels."""
-        agree(call.ring, call.number, call.seed, call.backward_signature, call.device)
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         q, k, v, out, lse = saved
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
-        dout, *rest = moves.upstream.to_heads(call.ring, sent, [rows] * len(sent))
+        dout, *rest = to_heads(call.ranks, moves.upstream, sent, [rows] * len(sent))
         delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
         grads = self.inner.strategy.backward(
-            self.inner, _of_heads(call.ring, inputs, q, k, v),
+            self.inner, _of_heads(call.ranks, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = moves.qkv.to_tokens(call.ring, sent, (rows, columns, columns))
+        dq, dk, dv = to_tokens(call.ranks, moves.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -76,7 +79,7 @@ class Ulysses(Strategy):
         del plan_known
         if not call.needs_grad:
             return []
-        size = call.ring.size
+        size = call.ranks.size
         shapes = [
             (x.shape[0], size * x.shape[1], x.shape[2] // size, x.shape[3])
             for x in (inputs.q, inputs.k, inputs.v)
@@ -85,9 +88,21 @@ class Ulysses(Strategy):
         shapes.append((batch, length, heads, shapes[2][3]))  # the output's
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
 
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Parts of heads of all tokens there, and of results back; packed as they are sent."""
+        del saved
+        moves = exchanges_of(call, inputs)
+        both = (moves.qkv, moves.results) if forward else (moves.upstream, moves.qkv)
+        size = (call.ranks.size - 1) * sum(x.message.size for x in both)
+        return Traffic(size, size)
+
+    def visible_pairs(self, call: Call) -> float:
+        """Return those of all tokens for its heads: as many as any other rank computes."""
+        return float(call.program.work().sum(axis=0).mean())
+
 
 class Exchanges(NamedTuple):
-    """The exchanges of a call, two a pass.
+    """How messages hold what a call exchanges, twice a pass.
 
     Attributes:
         qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
@@ -95,16 +110,16 @@ class Exchanges(NamedTuple):
         upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
     """
 
-    qkv: HeadExchange
-    results: HeadExchange
-    upstream: HeadExchange
+    qkv: HeadBuffer
+    results: HeadBuffer
+    upstream: HeadBuffer
 
 
 def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
     """Lay out the exchanges of a call; those of equal calls are laid out once."""
     q, k, v = inputs.q, inputs.k, inputs.v
     return _exchanges(
-        call.ring.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
+        call.ranks.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
         call.kernel.needs_delta,
     )  # fmt: skip
 
@@ -115,15 +130,15 @@ def _exchanges(
     acc_dtype: torch.dtype, needs_delta: bool,
 ) -> Exchanges:  # fmt: skip
     q, k = (
-        Exchanged(batch, length, heads // ranks, dim, dtype)
+        HeadPart(batch, length, heads // ranks, dim, dtype)
         for batch, length, heads, dim in (q_shape, k_shape)
     )
     out = q._replace(dim=v_dim)
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
     return Exchanges(
-        qkv=HeadExchange.of(ranks, q, k, k._replace(dim=v_dim)),
-        results=HeadExchange.of(ranks, out, row),
-        upstream=HeadExchange.of(ranks, out, *([row] if needs_delta else [])),
+        qkv=HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)),
+        results=HeadBuffer.of(ranks, out, row),
+        upstream=HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
     )
 
 
@@ -151,3 +166,24 @@ def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
     if (np.diff(by_rank) == 1).all():
         return None
     return torch.as_tensor(by_rank, device=device)
+
+
+def _refusals(plan: Plan, request: Request) -> Refusals:
+    """Return the counts of heads that ranks do not divide, and options that it has not got yet."""
+    counts = (("q has", request.q_heads), ("k and v have", request.kv_heads))
+    options = (
+        ("bias", request.bias), ("segment_ids", request.segment_ids), ("dropout_p", request.dropout)
+    )  # fmt: skip
+    return (
+        *(
+            f"{name} {count} heads, which {plan.cp_size} ranks do not divide"
+            for name, count in counts
+            if count % plan.cp_size
+        ),
+        *(f"it has no {name} yet" for name, is_asked in options if is_asked),
+    )
+
+
+ULYSSES = StrategySpec(
+    "ulysses", lambda given: Ulysses(not_none(given.inner)), _refusals, splits_heads=True
+)

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import torch
 
-from ring_core.choose.rates import VARIABLE
+from ring_core import __version__  # all packages carry one version
+from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
+from ring_core.tools.commands import add_command
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
-from ring_torch.strategies.choose import TRANSPORT_NAMES
 from ring_torch.tools import bench as _bench_torch
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
+from ring_torch.transports import transport_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 2 for what the user got wrong.
     """
     parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
+    version = f"ring-torch {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("doctor", help="show what can run here, and test it").add_argument(
-        "--json", action="store_true", help="for programs"
-    )
-    commands.add_parser("matrix", help="show what each kernel supports")
-    timed = commands.add_parser("bench", help="time a ring against one device")
+    add_command(
+        commands, "doctor", "Show what can run here, and test it.",
+        example="python -m ring_torch doctor", version=version,
+    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
+    add_command(
+        commands, "matrix", "Show what each kernel supports.",
+        example="python -m ring_torch matrix", version=version,
+    )  # fmt: skip
+    timed = add_command(
+        commands, "bench", "Time a ring against one device that computes everything.",
+        example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
+    )  # fmt: skip
     bench.add_options(timed)
-    timed.add_argument("--transport", choices=TRANSPORT_NAMES, default="auto")
+    timed.add_argument("--transport", choices=transport_names(), default="auto")
     timed.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
@@ -72,7 +83,7 @@ def _renew(path: Path, length: int | None) -> int:
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
-    print(f"written to {path}: {VARIABLE}={path} uses it")
+    print(f"written to {path}: {RATES_VARIABLE}={path} uses it")
     return 0
 
 

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,21 +17,23 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ring_core import Mask
+from ring_core import LAYOUTS, Mask
+from ring_core.base.config import takes_layout
 from ring_core.tools import doctor
 from ring_core.tools.bench import BenchCase, watched
 from ring_core.tools.doctor import Check
+from ring_torch import strategies
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import in_order
 from ring_torch.kernels.api import Kernel
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.sharding import Sharding
+from ring_torch.strategies import Way, ways
 
 LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
     "transformers",
 )  # fmt: skip
-WAYS = (("ring", "p2p"), ("gather", "p2p"), ("gather", "symm_mem"))  # strategies, transports
 RANKS = 2  # of the self-test between processes
 
 Arrays = Sequence[npt.NDArray[Any]]
@@ -72,9 +74,14 @@ def diagnose() -> Diagnosis:
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
     able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
-    ways = tuple(_way_report(*way, _no_transport(way[1], device, found)) for way in WAYS)
+    possible = all_ways()
+    moves = tuple(_way_report(way, device, found) for way in possible)
     libraries = versions()
-    ready = [way for way, one in zip(WAYS, ways, strict=True) if one.available]
+    ready = [
+        (spec.name, transport.name)
+        for (spec, transport), one in zip(possible, moves, strict=True)
+        if one.available
+    ]
     checks = chain(
         (check for kernel in able for check in self_test(kernel, device)),
         ring_test(ready, cuda=len(found) >= RANKS),
@@ -85,7 +92,7 @@ def diagnose() -> Diagnosis:
         device=device,
         gpus=found,
         kernels=tuple(reports),
-        strategies=ways,
+        strategies=moves,
         checks=tuple(watched(checks, len(doctor.RESULTS) * (len(able) + len(ready)), "check")),
     )
 
@@ -137,33 +144,18 @@ def kernel_report(kernel: Kernel, device: str) -> Report:
     return Report(can.name, can.devices, available=why is None, why=why or "")
 
 
-def _way_report(strategy: str, transport: str, why: str) -> Report:
-    return Report(
-        f"{strategy}/{transport}",
-        ("cuda",) if transport == "symm_mem" else (),
-        available=not why,
-        why=why,
-    )
+def all_ways() -> tuple[Way, ...]:
+    """Return every strategy over every transport that can carry it."""
+    return tuple(way for spec in strategies.STRATEGIES for way in ways(spec.name))
 
 
-def _no_transport(name: str, device: str, found: tuple[Gpu, ...]) -> str:
-    """Why keys cannot travel this way between processes on this machine; empty if they can."""
-    if not dist.is_available():
-        return "this torch is built without torch.distributed"
-    if name != "symm_mem":
-        return ""
-    if device != "cuda":
-        return "copies out of other GPUs' memory; torch finds no GPU here"
-    if not dist.is_nccl_available():
-        return "this torch is built without nccl"
-    if len(found) < 2:
-        return "there is no other GPU to copy from"
-    apart = [
-        f"{a} and {b}"
-        for a, b in combinations(range(len(found)), 2)
-        if b not in found[a].reaches or a not in found[b].reaches
-    ]
-    return f"GPUs do not reach each other's memory: {', '.join(apart)}" if apart else ""
+def _way_report(way: Way, device: str, found: tuple[Gpu, ...]) -> Report:
+    """Report if keys can travel this way between processes on this machine."""
+    spec, transport = way
+    why = "this torch is built without torch.distributed"
+    if dist.is_available():
+        why = transport.missing(device, [gpu.reaches for gpu in found])
+    return Report(f"{spec.name}/{transport.name}", transport.devices, available=not why, why=why)
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
@@ -178,17 +170,19 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def ring_test(ways: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
+def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
     """The same between two processes of this machine, each way that keys can travel."""
-    if not ways:
+    if not names:
         return
     setting = BenchCase(
         RANKS, RANKS * doctor.TOKENS, 4, 2, 64, "bfloat16" if cuda else "float32", None, "zigzag",
         "auto", "auto",
     )  # fmt: skip
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
-        for strategy, transport in ways:
-            yield from ring_checks(ranks, replace(setting, strategy=strategy), transport, cuda=cuda)
+        for strategy, transport in names:
+            layout = next(x for x in (setting.layout, *LAYOUTS) if takes_layout(strategy, x))
+            each = replace(setting, strategy=strategy, layout=layout)
+            yield from ring_checks(ranks, each, transport, cuda=cuda)
 
 
 def ring_checks(

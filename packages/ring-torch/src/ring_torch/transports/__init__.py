@@ -1,5 +1,17 @@
 """How bytes move: messages, copies between GPUs, one kernel each way.
 
 May import ``kernels``, ``payload``, ``comm`` and what is below. A new transport is one file here,
-and a line in ``TRANSPORTS`` of ``strategies/sessions.py``.
+which ends in its :class:`~ring_torch.transports.api.Transport`, and its name in ``TRANSPORTS``.
 """
+
+from ring_torch.transports.api import Transport
+from ring_torch.transports.p2p import P2P
+from ring_torch.transports.symm_mem import SYMM_MEM
+
+#: The transports of ``transport=``, the fastest first: ``auto`` takes the first that can run.
+TRANSPORTS: tuple[Transport, ...] = (SYMM_MEM, P2P)
+
+
+def transport_names() -> tuple[str, ...]:
+    """Return the names that ``transport=`` takes."""
+    return ("auto", *(transport.name for transport in TRANSPORTS))

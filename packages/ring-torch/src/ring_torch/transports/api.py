@@ -1,4 +1,4 @@
-"""What carries keys to who needs them, and gradients back: sessions, and what they share."""
+"""What carries keys to who needs them, and gradients back: transports, their sessions."""
 
 from __future__ import annotations
 
@@ -84,6 +84,41 @@ class GatherSession(Protocol):
         """
 
 
+Refusals = tuple[str, ...]  # reasons, each a clause; empty if there is none
+
+
+def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way in which bytes move between ranks, as it describes itself.
+
+    Attributes:
+        name: The name that ``transport=`` takes.
+        open: Opens a session for a pass over gathered keys. Raises a ``RankMismatchError`` if a
+            peer is making another call.
+        refusals: Reasons why these ranks cannot use it for tensors on a device, the same on all
+            ranks; ``None`` if they would have to ask each other first, and, without ``probe``,
+            shall not.
+        sends_messages: Bytes move as messages of the process group, which a strategy may also send
+            itself, and are counted as sent; otherwise ranks read them from their peers' memory.
+        asks: What the ranks ask each other at the first call, after "if", for ``explain``.
+        devices: Types of devices that it is for; empty means any.
+        missing: Reason why it cannot run between processes of a machine, from the type of its
+            devices and, for each GPU, the others whose memory it reaches; empty if it can.
+    """
+
+    name: str
+    open: Callable[[SessionSpec], GatherSession]
+    refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
+    sends_messages: bool
+    asks: str = ""
+    devices: tuple[str, ...] = ()
+    missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
+
+
 @dataclass(frozen=True)
 class PendingKV:
     """Tensors that fill up, fetch by fetch."""
@@ -96,6 +131,33 @@ class PendingKV:
 #: Gradients on their way: waits, and adds what came to the sums of so many tokens, of which the own
 #: ones lie somewhere. Called once, in the order in which they were sent.
 PendingGrads = Callable[[torch.Tensor, int, Where], None]
+
+
+class Traffic(NamedTuple):
+    """Bytes that move between a rank and its peers in a pass, beside the header."""
+
+    sent: int
+    received: int
+
+
+def gathered_traffic(
+    gather: GatherProgram, plan: Plan, rank: int, keys: KVPayload, acc_dtype: torch.dtype, *,
+    forward: bool, fetches: bool,
+) -> Traffic:  # fmt: skip
+    """Count the bytes of keys that others fetch from a rank, and of gradients that go back.
+
+    ``keys`` are of all heads: groups add up to them. ``fetches`` says that the pass moves keys.
+    """
+    requests = [one for _, one in requests_to(plan, rank, own=gather.own)]
+    fetched = [one for one in gather.fetches if one.rank != rank]
+    asked, given = (
+        sum(one.source.stop - one.source.start for one in some) for some in (requests, fetched)
+    )
+    kv = Traffic(keys.size(asked), keys.size(given)) if fetches else Traffic(0, 0)
+    if forward:
+        return kv
+    token = keys.batch * keys.width * acc_dtype.itemsize
+    return Traffic(kv.sent + given * token, kv.received + asked * token)
 
 
 @lru_cache(maxsize=256)

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_torch.triton_launch import DirectKernel
+
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # that it adds at a time
 _PACKED = 1 << 14  # that it packs at a time
@@ -152,6 +154,7 @@ def _finish(headers, header, rank, ranks, number):
             tl.atomic_xchg(theirs + 8 + 2 * ranks + rank, number, sem="release", scope="sys")
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
@@ -188,6 +191,7 @@ def _exchange_keys(
     _finish(headers, header, rank, ranks, number)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _clear(header, ranks, patience, room, numel, NUMBERS: tl.constexpr):
     _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
@@ -197,6 +201,7 @@ def _clear(header, ranks, patience, room, numel, NUMBERS: tl.constexpr):
         tl.store(room + at, tl.zeros([NUMBERS], tl.float32), mask=at < numel)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_peers(
     headers, header, digest, rank, ranks, patience, table, chunks, total,

@@ -59,7 +59,7 @@ class Sample(NamedTuple):
 
     def own(self, kind: Kind) -> Tensor:
         """Local indices of this rank's."""
-        return torch.as_tensor(self._sampled(kind, self.call.ring.rank), device=self.call.device)
+        return torch.as_tensor(self._sampled(kind, self.call.ranks.rank), device=self.call.device)
 
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of this rank's queries: exact, by a plain implementation, what it rounds.
@@ -85,7 +85,7 @@ class Sample(NamedTuple):
 
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute :func:`key_sums` for this rank's keys: exact, and plain."""
-        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
+        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         columns = self.own("keys")
         given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
         k, v, *ids = (
@@ -126,7 +126,7 @@ class Sample(NamedTuple):
 
         They are results, or with ``dout`` what gradients are made of.
         """
-        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ring
+        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         rows = self.own("queries")
         given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
         parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
@@ -165,7 +165,7 @@ class Sample(NamedTuple):
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
         """Of all ranks' samples, one rank's after the other."""
-        every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ring.size)]
+        every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ranks.size)]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
@@ -175,14 +175,14 @@ class Sample(NamedTuple):
             arrays = (x.detach().double().cpu().numpy() for x in (*three, terms, rounded))
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is not None:
-                token = int(self._sampled(kind, self.call.ring.rank)[worst.row])
+                token = int(self._sampled(kind, self.call.ranks.rank)[worst.row])
                 shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
                 found.append(worst.describe(name, self.batch, token, shapes[name]))
         return found
 
     def agree(self, found: list[str], what: str) -> str | None:
         """What all ranks have found, in words; ``None`` if nothing."""
-        call, ring = self.call, self.call.ring
+        call, ring = self.call, self.call.ranks
         note = "; ".join(found).encode()[:_NOTE].ljust(_NOTE, b"\0")
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
         every = exchange(ring, [[mine] * ring.size], call.device)[0]
@@ -193,14 +193,16 @@ class Sample(NamedTuple):
         return (
             f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
-            f"{call.transport!r}, layout {str(call.plan.q_layout.name)!r}, mask "
+            f"{call.transport.name!r}, layout {str(call.plan.q_layout.name)!r}, mask "
             f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
             f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
             f"strategy='ring'"
         )
 
 
-def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch) -> str | None:
+def forward_faults(
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch, *, sent_before: int
+) -> str | None:
     """What is wrong with a forward on any rank, in words; ``None`` if nothing is found.
 
     Args:
@@ -208,7 +210,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         inputs: This rank's.
         out: ``[B, T_local, H, Dv]``, in the inputs' dtype.
         lse: ``[B, H, T_local]``, sinks included.
-        seen: What its strategy sent, and when.
+        seen: What was sent, and when.
+        sent_before: Bytes of messages before those of its strategy.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -230,7 +233,8 @@ def forward_faults(call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: W
         )
         nothing = torch.zeros_like(plain_lse)
         results["lse"] = lse, exact_lse, plain_lse, nothing, torch.ones(len(rows))
-    found = sample.faults("queries", results) + Pass(call, inputs, forward=True).faults(seen)
+    found = sample.faults("queries", results)
+    found += Pass(call, inputs, forward=True, sent_before=sent_before).faults(seen)
     return sample.agree(found, "forward")
 
 

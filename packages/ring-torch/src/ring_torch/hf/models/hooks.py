@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,9 +11,6 @@ from typing import Any, Literal, Never
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 from ring_torch.comm.ranks import collective
@@ -26,6 +22,12 @@ from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.parts import is_merged, split_labels, split_pair, split_text
 from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.models.sealed import ShardedMask
+from ring_torch.hf.models.training import (
+    attention_dropout_rates,
+    averaging_wrapper,
+    router_loss_weight,
+    weight_checksum,
+)
 from ring_torch.sharding import Sharding
 
 Logits = Literal["local", "gather"]
@@ -39,8 +41,6 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 
 #: Switches of a head, which do not concern how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
-
-_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class ModelHooks(ReductionChoice):
         self, module: nn.Module, given: dict[str, Any]
     ) -> tuple[dict[str, Any], ShardedMask, bool]:
         """Return this rank's part of the batch, its mask, and if embeddings are still whole."""
-        seed, weight = self._dropout_seed(module), _one_weight(module)
+        seed, weight = self._dropout_seed(module), weight_checksum(module)
         rest = self.sharding, unwrapped(module), given, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
             raise UnsupportedError(
@@ -213,6 +213,8 @@ class ModelHooks(ReductionChoice):
             output["logits"] = output["logits"][:, call.kept]
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
+        elif call.has_labels:  # a loss of another name would be of this rank's tokens
+            raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -271,7 +273,7 @@ class ModelHooks(ReductionChoice):
         router = output.get("aux_loss")
         if not isinstance(router, Tensor):
             raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "aux_loss"))
-        router = router * _router_weight(module)
+        router = router * router_loss_weight(module)
         return self.total_of(loss - router) + router * self.undivided_share
 
     def _ended(self) -> _Call:
@@ -289,9 +291,9 @@ class ModelHooks(ReductionChoice):
         if given.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
         is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
-        if is_summed and torch.is_grad_enabled() and (found := _averaging(module)):
+        if is_summed and torch.is_grad_enabled() and (wrapper := averaging_wrapper(module)):
             raise ValueError(
-                f"reduction='sum' was given to hf.parallelize, and {found} takes the mean of "
+                f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
                 f"gradients over its ranks: give reduction='mean'"
             )
         return given
@@ -337,7 +339,7 @@ class ModelHooks(ReductionChoice):
 
     def _dropout_seed(self, module: nn.Module) -> int | None:
         """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
-        is_dropping = module.training and any(_dropout_rates(module))
+        is_dropping = module.training and any(attention_dropout_rates(module))
         return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
 
 
@@ -353,63 +355,6 @@ def refuse_generation(*_: object, **__: object) -> Never:
 def hooks_of(model: nn.Module) -> ModelHooks | None:
     """The hooks that a model has, itself or in a part of it."""
     return next((owner for owner in hooks_in(model) if isinstance(owner, ModelHooks)), None)
-
-
-def _averaging(module: nn.Module) -> str | None:
-    """Return the name of the wrapper that takes the mean of a model's gradients over ranks, if any.
-
-    During a forward in FSDP1 a module holds a flat parameter, or views of one.
-    """
-    if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
-        return "DistributedDataParallel"
-    if any(isinstance(x, FSDPModule) for x in module.modules()):
-        return "fully_shard"
-    is_wrapped = any(isinstance(x, FullyShardedDataParallel) for x in module.modules())
-    is_flat = any(
-        isinstance(x, FlatParameter) or isinstance(x._base, FlatParameter)  # noqa: SLF001
-        for x in module.parameters()
-    )
-    return "FullyShardedDataParallel" if is_wrapped or is_flat else None
-
-
-def _one_weight(module: nn.Module) -> float:
-    """A number of the weights that are trained, which ranks have alike if they reduce gradients.
-
-    It is 0 where none is trained, and where ranks hold parts of them: those are reduced.
-    """
-    weights = [x for x in module.parameters() if x.requires_grad]
-    if not module.training or not torch.is_grad_enabled() or not weights:
-        return 0.0
-    weight = min(weights, key=Tensor.numel)
-    if isinstance(weight, DTensor):
-        return 0.0
-    total = weight.detach().double().sum().item()
-    return total if math.isfinite(total) else 0.0
-
-
-def _dropout_rates(module: nn.Module) -> Iterator[float]:
-    """Those of attention, in the configs of a model's parts, and in what these hold."""
-    found = (getattr(part, "config", None) for part in module.modules())
-    by_id = {id(x): x for x in found if hasattr(x, "__dict__")}
-    inner = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
-    return (
-        value
-        for config in (*by_id.values(), *inner)
-        for name, value in vars(config).items()
-        if _DROPOUT.fullmatch(name) and isinstance(value, int | float)
-    )
-
-
-def _router_weight(module: nn.Module) -> float:
-    """What the model multiplies its router's loss by."""
-    for part in module.modules():
-        weight = getattr(part, "router_aux_loss_coef", None)
-        if isinstance(weight, int | float):
-            return weight
-    raise UnsupportedError(
-        f"{type(module).__name__} has a router's loss and no router_aux_loss_coef: what it adds to "
-        f"its loss is not known"
-    )
 
 
 class _Replaced(torch.autograd.Function):

@@ -1,8 +1,12 @@
-"""Releases of transformers that are tested, and what is told of a name that another one lacks."""
+"""Releases of transformers that are tested, and messages about what is not."""
 
 from __future__ import annotations
 
+import re
+import warnings
 from importlib.metadata import version
+
+from torch import nn
 
 #: Releases whose every class of models ``tests/sweep`` runs: oldest promised, pinned, newest.
 TESTED_RELEASES = ("5.14", "5.23", "5.24")
@@ -19,3 +23,27 @@ def lacks(owner: str, name: str) -> str:
         f"{owner} of transformers {installed_release()} has no {name}, which split sequences need "
         f"(tested: {', '.join(TESTED_RELEASES)})"
     )
+
+
+def warn_of_untested(model: nn.Module) -> None:
+    """Warn of a model that no test has run: of another package, or of a newer transformers.
+
+    The warning points at the caller of the function that calls this one.
+    """
+    cls = next(x for x in type(model).__mro__ if not x.__module__.startswith("torch."))
+    reason = ""
+    if not cls.__module__.startswith("transformers."):
+        reason = f"its code is of {cls.__module__}, not of transformers"
+    elif _minor(installed_release()) > _minor(TESTED_RELEASES[-1]):
+        reason = f"transformers is {installed_release()}, and tests run up to {TESTED_RELEASES[-1]}"
+    if reason:
+        warnings.warn(
+            f"no test has run {cls.__name__} on a ring ({reason}): call ring_torch.hf.verify(model, "
+            f"cp, batch) once with a short batch, or verify(batch) of the handle",
+            stacklevel=3,
+        )
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    """Return a version's major and minor number."""
+    return tuple(int(x) for x in re.findall(r"\d+", release)[:2])

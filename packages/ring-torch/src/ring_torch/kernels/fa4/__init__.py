@@ -3,136 +3,85 @@
 On Hopper also its backward by parts, so that what launches share is done once. A call of the
 library sums dK/dV in float32, in an order of its own (tiles of keys, a head at a time), and rounds
 them at the end. A ring adds up several launches' sums, on several GPUs, and rounds once. The parts
-are the library's compiled functions, taken from a call on small tensors.
+are the library's compiled functions (:mod:`ring_torch.kernels.fa4.private`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from importlib import import_module
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
 from ring_torch.kernels.api import Pass, Window
-from ring_torch.kernels.fa4.options import Modded
+from ring_torch.kernels.fa4 import private, public
+from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel, aligned, capability
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, HeadDims, Options, padded_to
+from ring_torch.kernels.library import HeadDims, Options, padded_to
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 128  # a tile of keys: sums of other slices are no slices of sums
-Function = Callable[..., None]
-Calls = list[tuple[Function, tuple[Any, ...]]]
 _WIDE = 128  # head dims above have kernels of their own, on Hopper alone
-_MOST_LAUNCHES = 256
-_COUNTS_PACKED = "4.0.0b36"  # the version whose backward does (`options._packed`)
+_VERSIONS = " or ".join(private.VERSIONS)
 
 
 class Flash4:
-    """The functions of ``flash_attn.cute.interface``, and what they compiled for calls so far."""
+    """The library's calls: its private functions if they are known, or else its public ones."""
 
     def __init__(self) -> None:
-        self._launches: dict[object, tuple[Function, tuple[Any, ...], tuple[Any, ...]]] = {}
+        self._compiled = private.CompiledFlash4()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``.
-
-        The library's own way to a launch takes 0.1 ms of the host and more; what it calls in the
-        end is kept for calls that are alike.
-        """
-        modded = Modded.of("forward", q, v, options)
-        if place is None or capability()[0] != 9:
-            return _forward(q, k, v, options, modded, None)
-        known = (
-            q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype,
-            options._replace(mods=None), modded.facts,
-        )  # fmt: skip
-        if known in self._launches:
-            launch, before, after = self._launches[known]
-            lse = place.lse if _has_lse(q, v, options) else None
-            launch(
-                q.detach(), k.detach(), v.detach(), place.out, lse, *before, modded.sinks,
-                modded.launch_lists(q), modded.launch_numbers(), *after,
-            )  # fmt: skip
-        else:
-            with calls_of(_module()._flash_attn_fwd) as (calls,):
-                _forward(q, k, v, options, modded, place)
-            ((launch, given),) = calls
-            if len(self._launches) >= _MOST_LAUNCHES:
-                del self._launches[next(iter(self._launches))]
-            self._launches[known] = launch, given[5:13], given[16:]
+        """Return ``(out, lse)``."""
+        if not private.is_known():
+            return public.forward(q, k, v, options)
+        if place is None:
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+            place = AttentionState(out, lse)
+        # Without an lse a launch is faster at unlike head dims, and slower at like ones.
+        has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
+        modded = modded_of("forward", q, v, options)
+        self._compiled.forward(q, k, v, place.out, place.lse if has_lse else None, options, modded)
         return place.out, place.lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``; of grouped heads and unlike head dims dK and dV are float32.
+        """Return ``(dq, dk, dv)``; of grouped heads and unlike head dims dK and dV are float32.
 
         For these the library has no backward: each query head gets its keys and values.
         """
         group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
-        modded = Modded.of("backward", q, v, options)
-        dq, dk, dv = _module()._flash_attn_bwd(
-            q, k, v, out, dout, lse, dq=place, score_mod=modded.score_mod,
-            score_mod_bwd=modded.score_mod_bwd, mask_mod=modded.mask_mod,
-            block_sparse_tensors=modded.lists, aux_scalars=modded.numbers,
-            deterministic=options.deterministic, **_arguments(options),
-        )  # fmt: skip
-        if group > 1:
-            dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in (dk, dv))
+        if private.is_known():
+            modded = modded_of("backward", q, v, options)
+            grads = self._compiled.backward(dout, q, k, v, out, lse, options, modded, place)
+        else:
+            grads = public.backward(dout, q, k, v, out, lse, options)
+        if group == 1:
+            return grads
+        dq, *sums = grads
+        dk, dv = (x.unflatten(-2, (-1, group)).sum(-2, dtype=torch.float32) for x in sums)
         return dq, dk, dv
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, modded: Modded, place: AttentionState | None
-) -> tuple[Tensor, Tensor]:
-    needs_lse = place is None or _has_lse(q, v, options)
-    where = {} if place is None else {"out": place.out, "lse": place.lse if needs_lse else None}
-    out, lse, *_ = _module()._flash_attn_fwd(
-        q.detach(), k.detach(), v.detach(), return_lse=needs_lse, learnable_sink=modded.sinks,
-        score_mod=modded.score_mod, mask_mod=modded.mask_mod, block_sparse_tensors=modded.lists,
-        aux_scalars=modded.numbers, **where, **_arguments(options),
-    )  # fmt: skip
-    return out, lse if place is None else place.lse
-
-
-def _has_lse(q: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether a launch writes an ``lse``, too, that nobody may need.
-
-    Without one it is faster at unlike head dims, and slower at like ones.
-    """
-    return options.needs_lse or q.shape[-1] == v.shape[-1]
-
-
-def _arguments(options: Options) -> dict[str, Any]:
-    left, right = options.window
-    return {
-        "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
-        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
-    }  # fmt: skip
-
-
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
-    """What it has on Hopper alone, and not together."""
+    """Return what it has on Hopper or in some versions alone, and what it has not together."""
     with_lists = request.segment_ids or program.plan.mask.predicate is not None
     documents = program.item_counts.several_documents
     found = {
         "has segment_ids, predicates and alibi_slopes on Hopper only": (
             (with_lists or request.alibi) and capability()[0] != 9
         ),
-        "has alibi_slopes with version 4.0.0b36 only, which counts rows in a way of its own": (
-            request.alibi and request.grad and version("flash-attn-4") != _COUNTS_PACKED
+        f"has segment_ids, predicates and alibi_slopes with flash-attn-4 {_VERSIONS} only": (
+            (with_lists or request.alibi) and not private.is_known()
         ),
         "is not deterministic with segment_ids or a predicate": with_lists
         and request.deterministic,
@@ -164,21 +113,16 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 
 
 @cache
-def _module() -> Any:
-    return import_module("flash_attn.cute.interface")
-
-
-@cache
 def _missing() -> str | None:
     try:
         found = version("flash-attn-4")
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
-        module = _module()
+        is_overwritten = public.is_overwritten()
     except ImportError as error:
         return f"flash-attn-4 {found} does not load: {error}"
-    if not hasattr(module, "_bwd_postprocess_convert"):
+    if is_overwritten:
         return (
             f"flash-attn-4 {found} is installed, but flash-attn 2.8 has put an older "
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
@@ -188,18 +132,6 @@ def _missing() -> str | None:
     return None
 
 
-class Compiled(NamedTuple):
-    """The compiled functions of one configuration."""
-
-    prepare: Function
-    main: Function
-    rest: tuple[Any, ...]  # what ``main`` is given after the windows
-    round_dq: Function
-    round_dkv: Function
-    tile: int  # queries
-    dim: int  # padded head dim of the sum of dQ
-
-
 class HopperSplitBackward:
     """See :class:`ring_torch.kernels.api.SplitBackward`."""
 
@@ -207,7 +139,8 @@ class HopperSplitBackward:
         """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
-        return fits and plain and _is_hopper(q.device) and _in_whole_tiles(plan)
+        known = private.is_known() and _is_hopper(q.device)
+        return known and fits and plain and _in_whole_tiles(plan)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -215,33 +148,22 @@ class HopperSplitBackward:
     ) -> None:  # fmt: skip
         """One launch."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
-        batch, length, heads, dim = q.shape
         is_causal = item.window == (None, 0)  # which the compiled function takes beside a window
         sides: Window = (None, None) if is_causal else item.window
         given = tuple(side is not None for side in sides)
-        compiled = _compiled(q.dtype, dim, heads // k.shape[2], is_causal, given)
-        padded = -(-length // compiled.tile) * compiled.tile
-        new = partial(torch.empty, dtype=torch.float32, device=q.device)
-        dq_sums = new(batch, heads, padded * compiled.dim)
-        delta, lse_log2 = new(2, batch, heads, padded).unbind()
-        compiled.prepare(
-            upstream.out, dout, delta, upstream.lse.contiguous(), lse_log2, dq_sums,
-            None, None, None, None, None, 1.0, None, None,
-        )  # fmt: skip
-        compiled.main(
-            q, k, v, dout, lse_log2, delta, dq_sums,
-            *(x.flatten(2) for x in sums), params.scale, None, None, None, None, *sides,
-            *compiled.rest,
-        )  # fmt: skip
-        compiled.round_dq(dq_sums, dq, params.scale, None, None, None, None)
+        group = q.shape[2] // k.shape[2]
+        functions = private.split_functions(q.dtype, q.shape[3], group, is_causal, given)
+        lse = upstream.lse.contiguous()
+        functions.accumulate(q, k, v, dout, upstream.out, lse, dq, sums, params.scale, sides)
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """The library's own rounding; the number of query heads is nothing to it."""
-        compiled = _compiled(places[0].dtype, sums[0].shape[3], 2, True, (False, False))
+        dtype, dim = places[0].dtype, sums[0].shape[3]
+        functions = private.split_functions(dtype, dim, 2, True, (False, False))
         for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
-            compiled.round_dkv(x.flatten(2), place, scale, None, None, None, None)
+            functions.round(x, place, scale)
 
 
 @lru_cache(maxsize=64)
@@ -261,69 +183,6 @@ def _in_whole_tiles(plan: Plan) -> bool:
         item.cu_q is None and min(item.k_stop - item.k_start, item.q_stop - item.q_start) > KEYS
         for item in items
     )
-
-
-@lru_cache(maxsize=32)
-def _compiled(
-    dtype: torch.dtype, dim: int, group: int, causal: bool, given: tuple[bool, ...]
-) -> Compiled:
-    """Run the library once on small tensors, and keep what it compiled."""
-    module = import_module("flash_attn.cute.interface")
-    left, right = (64 if side else None for side in given)
-    q, out, dout = (
-        torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
-    )
-    k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-    lse = torch.zeros(2, 2 * group, 512, device="cuda")
-    with calls_of(
-        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
-    ) as (before, main, after):
-        module._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=1.0, causal=causal, window_size_left=left,
-            window_size_right=right,
-        )  # fmt: skip
-    ((prepare, _),), ((launch, arguments),) = before, main
-    (round_dq, _), (round_dkv, _), _ = after
-    tile = module._tile_size_bwd_sm90(dim, dim, causal, not causal and any(given)).m_block_size
-    padded = arguments[6].shape[2] // (-(-512 // tile) * tile)
-    return Compiled(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, tile, padded)
-
-
-@contextmanager
-def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
-    """What each of some functions of the library calls of what it has compiled, and with what."""
-    kept = [function.compile_cache for function in functions]
-    calls: tuple[Calls, ...] = tuple([] for _ in functions)
-    for function, compiled, into in zip(functions, kept, calls, strict=True):
-        function.compile_cache = _CallCache(compiled, into)
-    try:
-        yield calls
-    finally:
-        for function, compiled in zip(functions, kept, strict=True):
-            function.compile_cache = compiled
-
-
-@dataclass(frozen=True)
-class _CallCache:
-    """A cache of compiled functions that notes which are called."""
-
-    cache: Any
-    calls: Calls
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.cache
-
-    def __setitem__(self, key: Any, function: Any) -> None:
-        self.cache[key] = function
-
-    def __getitem__(self, key: Any) -> Function:
-        function = self.cache[key]
-
-        def call(*given: Any) -> None:
-            self.calls.append((function, given))
-            function(*given)
-
-        return call
 
 
 FA4 = FlashKernel(

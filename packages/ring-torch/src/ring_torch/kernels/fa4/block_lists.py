@@ -19,6 +19,7 @@ from torch import Tensor
 from ring_core import EMPTY, FULL, PARTIAL, WorkItem
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import Grid, kinds_on
+from ring_torch.triton_launch import DirectKernel
 
 _INNER = 32  # blocks that a program looks at, at a time
 
@@ -72,6 +73,7 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
     return BlockLists(*found)
 
 
+@DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _list_blocks(
     outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens,

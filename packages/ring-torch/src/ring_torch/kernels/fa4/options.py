@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from ring_core.masks.expression import Expression, expression_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Pass
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
+from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile
 from ring_torch.kernels.library import Mods, Options
 
-_BLOCK_Q = 128  # queries of a block in lists, in both passes
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
 # From what a predicate took in blocks of 128 and of 64 keys (docs/performance.md).
@@ -26,67 +26,39 @@ _FEW_KEYS_COST = 1.15  # of a cell in such small blocks
 _PARTIAL_COST = 1.3  # of a cell that is shown if a rule says so
 
 
-class Modded(NamedTuple):
-    """Arguments of a launch; ``kept`` has to live until it is made, as it is given by addresses."""
-
-    score_mod: Any = None
-    score_mod_bwd: Any = None
-    mask_mod: Any = None
-    lists: Any = None
-    numbers: tuple[Any, ...] | None = None
-    sinks: Tensor | None = None
-    kept: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
-        """Those of a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
-        mods, cap = options.mods, options.softcap
-        alibi = mods is not None and mods.slopes is not None
-        masked = None if mods is None else mods.masked
-        found = cls(sinks=None if mods is None else mods.sinks)
-        if cap is None and not alibi and masked is None:
-            return found
-        functions = import_module("ring_torch.kernels.fa4.mods")
-        if cap is not None or alibi:
-            found = found._replace(
-                score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
-                score_mod_bwd=functions.score_mod_bwd(cap),
-            )
-        if mods is None or not (alibi or masked is not None):
-            return found
-        rule = _rule(masked, mods.geometry)
-        by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-        kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
-        numbers = functions.Numbers(
-            **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
+def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
+    """Return the options of a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
+    mods, cap = options.mods, options.softcap
+    if mods is None and cap is None:
+        return PLAIN
+    alibi = mods is not None and mods.slopes is not None
+    masked = None if mods is None else mods.masked
+    found = Modded(sinks=None if mods is None else mods.sinks)
+    if cap is None and not alibi and masked is None:
+        return found
+    functions = import_module("ring_torch.kernels.fa4.mods")
+    if cap is not None or alibi:
+        found = found._replace(
+            score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
+            score_mod_bwd=functions.score_mod_bwd(cap),
         )
-        found = found._replace(numbers=numbers.as_args(), kept=tuple(kept.values()))
-        if masked is None:
-            return found
-        mask_mod = functions.mask_mod(
-            mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
-            None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
-        )  # fmt: skip
-        return found._replace(mask_mod=mask_mod, lists=_lists(direction, q, v, masked, mods))
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        """What a launch is compiled for."""
-        size = None if self.lists is None else self.lists.block_size
-        return (
-            self.score_mod, self.mask_mod, size, self.numbers is not None, self.sinks is not None,
-        )  # fmt: skip
-
-    def launch_lists(self, q: Tensor) -> tuple[Any, ...] | None:
-        """The lists as a compiled function takes them, for each sequence and head."""
-        if self.lists is None:
-            return None
-        each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists[:4])
-        return *each, None, None, None, None
-
-    def launch_numbers(self) -> Any:
-        """What the functions read, as a compiled function takes it."""
-        return import_module("flash_attn.cute.utils").AuxData(None, self.numbers)
+    if mods is None or not (alibi or masked is not None):
+        return found
+    rule = _rule(masked, mods.geometry)
+    by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
+    kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
+    numbers = functions.Numbers(
+        **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
+    )
+    found = found._replace(numbers=numbers, kept=tuple(kept.values()))
+    if masked is None:
+        return found
+    mask_mod = functions.mask_mod(
+        mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
+        None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
+    )  # fmt: skip
+    lists, block_size = _lists(direction, q, v, masked, mods)
+    return found._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
 
 
 def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
@@ -174,18 +146,18 @@ def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> di
     return found
 
 
-def _lists(direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods) -> Any:
-    """The library's ``BlockSparseTensorsTorch``; heads share theirs."""
+def _lists(
+    direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods
+) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
 
-    block_k = int(_tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
+    block_k = int(tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
     if direction == "forward" and mods.geometry is not None and mods.segments is None:
         block_k = _least_keys(item, mods.geometry, block_k)
-    size = _BLOCK_Q, block_k
+    size = BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
-    lists = (x.unsqueeze(1) for x in block_lists(item, grid, mods.segments))
-    module = import_module("flash_attn.cute.block_sparsity")
-    return module.BlockSparseTensorsTorch(*lists, block_size=size)
+    return tuple(x.unsqueeze(1) for x in block_lists(item, grid, mods.segments)), size
 
 
 @lru_cache(maxsize=256)
@@ -196,7 +168,7 @@ def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
     """
 
     def cost(block_k: int) -> float:
-        kinds = kinds_on(item, Grid(_BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry))
+        kinds = kinds_on(item, Grid(BLOCK_Q, block_k, False, False, torch.device("cpu"), geometry))
         full, partial = (int((kinds == kind).sum()) for kind in (FULL, PARTIAL))
         return (full + _PARTIAL_COST * partial) * block_k
 
@@ -206,14 +178,7 @@ def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
 @cache
 def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
     """Whether a thread holds a few columns of scores, and many of their rows."""
-    return direction == "backward" and bool(_tile(direction, head_dim, v_head_dim).SdP_swapAB)
-
-
-def _tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
-    """How the library's kernels for masks work on Hopper."""
-    module = import_module("flash_attn.cute.interface")
-    tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
-    return tiles(head_dim, v_head_dim, False, False, _BLOCK_Q)
+    return direction == "backward" and bool(tile(direction, head_dim, v_head_dim).SdP_swapAB)
 
 
 @capture_safe_cache(maxsize=32)

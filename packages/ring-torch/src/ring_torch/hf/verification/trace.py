@@ -384,4 +384,5 @@ def _perturbed(x: Tensor) -> Tensor:
         return x
     unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
     draws = torch.rand_like(x)
-    return x * (1 + unit * (draws < 1 / 4) * (draws - 1 / 8).sign())
+    steps = (draws - 1 / 8).sign().where(draws < 1 / 4, 0)  # of x's dtype, as the product has to be
+    return x * (1 + unit * steps)

@@ -1,0 +1,80 @@
+"""Facts about how a model is trained, read from its weights, configs and wrappers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_core import UnsupportedError
+
+#: Names in configs of dropout rates that attention may use.
+_DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
+
+
+def averaging_wrapper(module: nn.Module) -> str | None:
+    """Return the name of the wrapper that averages a model's gradients over ranks, if any.
+
+    To be called in a forward: only then DDP says that it is under way, and a module in FSDP1 holds
+    a flat parameter, or views of one.
+    """
+    if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
+        return "DistributedDataParallel"
+    if any(isinstance(x, FSDPModule) for x in module.modules()):
+        return "fully_shard"
+    is_wrapped = any(isinstance(x, FullyShardedDataParallel) for x in module.modules())
+    is_flat = any(
+        isinstance(x, FlatParameter) or isinstance(x._base, FlatParameter)  # noqa: SLF001
+        for x in module.parameters()
+    )
+    return "FullyShardedDataParallel" if is_wrapped or is_flat else None
+
+
+def weight_checksum(module: nn.Module) -> float:
+    """Return the sum of the smallest trained weight, which ranks compare to see that weights agree.
+
+    It is 0 where nothing is trained, and where FSDP gives each rank shards: it reduces gradients.
+    """
+    weights = [x for x in module.parameters() if x.requires_grad]
+    if not module.training or not torch.is_grad_enabled() or not weights:
+        return 0.0
+    weight = min(weights, key=Tensor.numel)
+    if isinstance(weight, DTensor):
+        return 0.0
+    total = weight.detach().double().sum().item()
+    return total if math.isfinite(total) else 0.0
+
+
+def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
+    """Return dropout rates of attention in the configs of a model's modules, nested ones too."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    by_id = {id(x): x for x in configs if hasattr(x, "__dict__")}
+    nested = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
+    return (
+        value
+        for config in (*by_id.values(), *nested)
+        for name, value in vars(config).items()
+        if _DROPOUT.fullmatch(name) and isinstance(value, int | float)
+    )
+
+
+def router_loss_weight(module: nn.Module) -> float:
+    """Return the factor by which a model multiplies its router's loss.
+
+    Raises:
+        UnsupportedError: No module holds it by the name that transformers gives it.
+    """
+    for part in module.modules():
+        weight = getattr(part, "router_aux_loss_coef", None)
+        if isinstance(weight, int | float):
+            return weight
+    raise UnsupportedError(
+        f"{type(module).__name__} has a router's loss and no router_aux_loss_coef: what it adds to "
+        f"its loss is not known"
+    )

@@ -1,0 +1,223 @@
+"""Decide if a split run differs by rounding alone; else name the module to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_core import WrongResultError
+from ring_torch.hf.models.classes import name_of
+from ring_torch.hf.verification.runs import Run, Runner
+from ring_torch.hf.verification.trace import LEAST_FLOOR, Difference, Key, Trace
+
+#: Fraction of a typical gradient below which one counts as zero.
+_SMALL_GRADIENT = 1e-2
+
+#: Orders of faults that no output shows, after those of outputs: of gradients, and of the model.
+_GRADIENT_ORDER, _MODEL_ORDER = 1 << 40, 1 << 41
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Differences of a split run from a whole one, all of which are rounding.
+
+    Attributes:
+        loss: Difference of the loss; ``None`` where the model returns none.
+        logits: Of the model's other outputs, the difference closest to its limit.
+        gradients: Of the parameters' gradients, the difference closest to its limit; ``None`` where
+            no parameter is trained.
+        modules: Number of modules whose outputs were compared.
+    """
+
+    loss: Difference | None
+    logits: Difference | None
+    gradients: Difference | None
+    modules: int
+
+    def __str__(self) -> str:
+        parts = {"loss": self.loss, "logits": self.logits, "gradients": self.gradients}
+        return "; ".join(f"{name} {x}" for name, x in parts.items() if x is not None)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Results of the three runs that are compared.
+
+    Attributes:
+        split: The run on the ring.
+        whole: The whole run, with eager attention.
+        other: A second whole run, computed in another way: its difference is noise.
+    """
+
+    split: Run
+    whole: Run
+    other: Run
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """The module to blame if anything is wrong.
+
+    Attributes:
+        order: Place of the fault among all faults, in the order of the computation.
+        module: The module's name; ``""`` is the model itself.
+        difference: Difference of its output or gradient.
+    """
+
+    order: int
+    module: str
+    difference: Difference
+
+
+def judge(
+    runner: Runner,
+    runs: Runs,
+    outputs: Mapping[Key, Difference],
+    gradients: Mapping[str, Difference],
+) -> VerifyReport:
+    """Return the report on which all ranks agree.
+
+    Args:
+        runner: What ran the batch.
+        runs: The three runs.
+        outputs: Differences of what modules were given and returned, in the order of the split run.
+        gradients: Differences of gradients by the parameter's name.
+
+    Raises:
+        WrongResultError: Something differs by more than rounding.
+        ValueError: There is nothing to compare, or noise hides all differences.
+    """
+    logits = _worst([
+        x for (name, _, kind, _), x in outputs.items() if (name, kind) == ("", "returned")
+    ])  # fmt: skip
+    loss = _loss_difference(runs, logits, runner)
+    shown = (loss, logits, _worst([*gradients.values()]))
+    fault = _first_fault(runs.split.trace, outputs, gradients)
+    names = [name for name, _ in runner.model.named_modules()]
+    # Ranks exchange numbers alone: the fault's order and module, its difference, and three more.
+    numbers = [float(fault.order), float(names.index(fault.module)), *fault.difference.numbers]
+    for x in shown:
+        numbers += (0.0, 0.0, 0.0) if x is None else x.numbers
+    by_rank = runner.gather(numbers)
+    merged = [
+        None if x is None else _worst([Difference(*row[n : n + 3]) for row in by_rank])
+        for n, x in zip((5, 8, 11), shown, strict=True)
+    ]
+    report = VerifyReport(merged[0], merged[1], merged[2], len({key[0] for key in outputs}))
+    _check_comparable(runner, report)
+    if all(x is None or x.is_within for x in merged):
+        return report
+    order, index, *difference = min(by_rank)[:5]  # the first fault of any rank
+    raise WrongResultError(
+        _message(runner, _Fault(int(order), names[int(index)], Difference(*difference)), report)
+    )
+
+
+def gradient_differences(
+    errors: Tensor, noise: Tensor, sizes: Tensor, runner: Runner, floor: float
+) -> dict[str, Difference]:
+    """Return differences of the parameters' gradients, relative to the gradients' sizes.
+
+    A gradient far below a typical one counts as zero, which it is but for rounding: that of a bias
+    of keys, say.
+
+    Args:
+        errors: Norms of the split run's differences from the whole run, ``[P]``.
+        noise: Norms of the other whole run's differences from it, ``[P]``.
+        sizes: Norms of the whole run's gradients, ``[P]``.
+        runner: What ran the batch, which has the ``P`` parameters.
+        floor: Relative difference that rounding makes.
+    """
+    numels = sizes.new_tensor([x.numel() for x in runner.parameters.values()])
+    if not len(numels):
+        return {}
+    typical = (sizes.square().sum() / numels.sum()).sqrt() * numels.sqrt()
+    sizes = sizes.maximum(_SMALL_GRADIENT * typical).clamp(min=1e-300)
+    common = (noise.square().sum() / sizes.square().sum()).sqrt()
+    noise = (noise / sizes).maximum(common)
+    rows = torch.stack([errors / sizes, noise], dim=1).tolist()
+    return {
+        name: Difference.of(error, noise_of_it, floor)
+        for name, (error, noise_of_it) in zip(runner.parameters, rows, strict=True)
+    }
+
+
+def _loss_difference(runs: Runs, logits: Difference | None, runner: Runner) -> Difference | None:
+    """Return the difference of losses, relative to the whole run's loss.
+
+    Noise of a single number may be small by chance, so the noise of logits counts as well, divided
+    by the root of the number of tokens, as in a mean over them.
+    """
+    if runs.split.loss is None or runs.whole.loss is None or runs.other.loss is None:
+        return None
+    size = max(abs(runs.whole.loss), 1e-30)
+    mean = float(runner.sequences[-1].real.sum()) ** -0.5
+    noise = abs(runs.other.loss - runs.whole.loss) / size
+    if logits is not None:
+        noise = max(noise, logits.noise * mean)
+    floor = max(runs.whole.trace.floor * mean, LEAST_FLOOR)
+    return Difference.of(abs(runs.split.loss - runs.whole.loss) / size, noise, floor)
+
+
+def _first_fault(
+    split: Trace, outputs: Mapping[Key, Difference], gradients: Mapping[str, Difference]
+) -> _Fault:
+    """Find the module to blame, if anything is wrong.
+
+    It is the module of the first output that differs; else the one whose gradients are the first to
+    differ in the backward; else the model itself, as where all gradients differ.
+    """
+    for order, (key, difference) in enumerate(outputs.items()):
+        if not difference.is_within:
+            return _Fault(order, split.records[key].module, difference)
+    wrong = {name: x for name, x in gradients.items() if not x.is_within}
+    if wrong and len(wrong) < len(gradients):
+        returns = {name: n for n, name in enumerate(split.calls)}
+        last = max(wrong, key=lambda name: returns.get(name.rpartition(".")[0], -1))
+        return _Fault(_GRADIENT_ORDER, last.rpartition(".")[0], wrong[last])
+    return _Fault(_MODEL_ORDER, "", Difference(0.0, 0.0, 0.0))
+
+
+def _check_comparable(runner: Runner, report: VerifyReport) -> None:
+    """Raise ValueError if nothing was compared, or if noise is as large as the outputs."""
+    model = name_of(runner.inner)
+    if report.logits is None and report.loss is None:
+        raise ValueError(
+            f"verify: {model} returns neither a loss nor outputs of tokens that could be "
+            f"compared; give it labels"
+        )
+    if report.logits is not None and report.logits.limit >= 1:
+        raise ValueError(
+            f"verify: two whole runs of {model} differ so much that nothing can be told of a "
+            f"split one ({report}): give a batch without padding, of which it may read what has no "
+            f"meaning, or the model in float32"
+        )
+
+
+def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
+    """Describe what differs, and the module to blame."""
+    part = runner.model.get_submodule(fault.module)
+    name = f"{fault.module} ({name_of(part)})" if fault.module else name_of(part)
+    where = f"the first module whose output differs is {name}, by {fault.difference} of its size"
+    if fault.order >= _MODEL_ORDER:
+        where = (
+            f"the outputs of its modules agree, and {name} makes another loss or gradient of them"
+        )
+    elif fault.order >= _GRADIENT_ORDER:
+        where = (
+            f"the outputs of its modules agree; the first gradient that differs, in the order of the "
+            f"backward, is of {name}, by {fault.difference} of its size"
+        )
+    return (
+        f"verify: {name_of(runner.inner)}, split over {runner.ring.size} ranks, does not compute what "
+        f"it does whole: {where}. {report}. A module that mixes tokens by other means than attention "
+        f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns"
+    )
+
+
+def _worst(differences: list[Difference]) -> Difference | None:
+    """Return the difference closest to its limit, or furthest beyond it."""
+    return max(differences, key=lambda x: x.error / x.limit, default=None)

@@ -1,0 +1,264 @@
+"""Run a batch on a model split over a ring, and on the whole model on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ring_core import UnsupportedError, divisor_of
+from ring_torch.comm.ranks import Ranks, collective
+from ring_torch.hf.models.batch import tokens_of
+from ring_torch.hf.models.check import is_of_transformers, unwrapped
+from ring_torch.hf.models.classes import has_written_attention
+from ring_torch.hf.models.code import parameters_of
+from ring_torch.hf.models.hooks import ModelHooks
+from ring_torch.hf.verification.state import SavedFields
+from ring_torch.hf.verification.trace import Recorder, Tokens, Trace
+
+#: Names of a sequence's ids, embeddings and padding mask: of a decoder-only model or an encoder,
+#: and of a decoder beside an encoder.
+_SEQUENCES = (
+    ("input_ids", "inputs_embeds", "attention_mask"),
+    ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parallelized model.
+
+    Attributes:
+        model: The module whose ``__call__`` takes whole batches.
+        hooks: The hooks that split its batches.
+        undo: Functions that undo each change ``hf.parallelize`` has made; called from the last to
+            the first they leave the model as it was. Empty once the handle was removed.
+    """
+
+    model: nn.Module
+    hooks: ModelHooks
+    undo: list[Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Results of one forward and backward.
+
+    Attributes:
+        trace: Inputs and outputs of every module in the forward.
+        loss: The model's own loss; ``None`` where it returns none.
+        gradients: Gradients by the parameter's name; of a split run, summed over the ranks.
+    """
+
+    trace: Trace
+    loss: float | None
+    gradients: dict[str, Tensor]
+
+
+class Runner:
+    """Runs one batch on a model, split and whole.
+
+    Args:
+        target: The parallelized model.
+        batch: The whole batch, the same on all ranks.
+    """
+
+    def __init__(self, target: Target, batch: Mapping[str, Any]) -> None:
+        self.target, self.model, self.hooks = target, target.model, target.hooks
+        self.inner: Any = unwrapped(target.model)
+        self.ring = target.hooks.sharding.ring
+        self.rows = len(tokens_of(batch))
+        self.sequences = [*_sequences(target.hooks, batch)]
+        self.recorder = Recorder(target.model, self.sequences, self.rows)
+        takes_cache = "use_cache" in parameters_of(type(self.inner))
+        self.batch = ({"use_cache": False} if takes_cache else {}) | dict(batch)
+        self.parameters = {
+            name: x for name, x in target.model.named_parameters() if x.requires_grad
+        }
+        ranks = {*dist.get_process_group_ranks(self.ring.group)} if self.ring.group else {0}
+        self.fsdp_names = {  # FSDP has reduced the gradients of these over ranks of the ring
+            name
+            for name, x in self.parameters.items()
+            if isinstance(x, DTensor) and len(ranks & {*x.device_mesh.mesh.flatten().tolist()}) > 1
+        }
+
+    @property
+    def has_sdpa(self) -> bool:
+        """Return True if every part of the model can compute its attention with torch's SDPA."""
+        parts = [x for x in self.inner.modules() if is_of_transformers(x)]
+        return not has_written_attention(self.inner) and all(
+            getattr(x, "_supports_sdpa", False) for x in parts
+        )
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Undo for the block what ``hf.parallelize`` has done to the model."""
+        fields = SavedFields(self.model)
+        try:
+            for undo in reversed(self.target.undo):
+                undo()
+            yield
+        finally:
+            fields.restore()
+
+    def run(self, attention: str | None = None, *, perturbs: bool = False) -> Run:
+        """Run forward and backward, and leave no gradients behind.
+
+        Args:
+            attention: Attention of transformers, for a whole run inside :meth:`unhooked`; ``None``
+                for a split one.
+            perturbs: Change modules' outputs by a unit in the last place, at random.
+
+        Raises:
+            UnsupportedError: A rank has too little memory; raised on all ranks of the ring alike.
+        """
+        if attention is not None and not has_written_attention(self.inner):
+            self.inner.set_attn_implementation(attention)
+        kind = "split" if attention is None else "whole"
+        run: Run | None = None
+        try:
+            run = self._run(perturbs=perturbs, is_split=attention is None)
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        self.model.zero_grad(set_to_none=True)
+        is_full = torch.tensor(float(run is None), device=_device_of(self.ring))
+        if not self.fsdp_names:  # with FSDP the others wait in its collectives, not in this one
+            self._all_reduce(is_full, dist.ReduceOp.MAX)
+        if run is None or is_full:
+            length = "x".join(str(n) for n in tokens_of(self.batch).shape[:2])
+            raise UnsupportedError(
+                f"verify: a {kind} run of {length} tokens does not fit into the memory of "
+                f"{'this' if run is None else 'another'} rank, as every rank runs the whole batch: "
+                f"give a shorter batch, or one row of it"
+            ) from None
+        return run
+
+    def _run(self, *, perturbs: bool, is_split: bool) -> Run:
+        with self.recorder.recording(perturbs=perturbs) as trace:
+            output = self.model(**self.batch)
+        loss = output.get("loss")
+        total = loss if isinstance(loss, Tensor) else self._stand_in_loss(output)
+        if total.requires_grad:
+            total.backward()
+        gradients = {name: x.grad for name, x in self.parameters.items() if x.grad is not None}
+        if is_split:
+            gradients = self._summed(gradients)
+        return Run(trace, None if total is not loss else float(total.detach()), gradients)
+
+    def _stand_in_loss(self, output: Mapping[str, Any]) -> Tensor:
+        """Return a loss for a model that has none: a fixed random weighting of per-token outputs.
+
+        Outputs are ``[B, T, ...]`` or, on a ring, ``[B, T_local, ...]``; padding has weight 0.
+        """
+        tokens = self.sequences[-1]
+        total = torch.zeros((), device=tokens.positions.device)
+        for x in output.values():
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+                continue
+            is_whole = x.shape[1] == tokens.length
+            if len(x) != self.rows or not (is_whole or x.shape[1] == tokens.local_length):
+                continue
+            generator = torch.Generator().manual_seed(x.ndim)
+            weights = torch.randn(self.rows, tokens.length, *x.shape[2:], generator=generator)
+            weights = weights.to(x.device, x.dtype) * tokens.real.reshape(
+                *tokens.real.shape, *[1] * (x.ndim - 2)
+            )
+            if is_whole:
+                total = total + (x * weights).sum()
+            else:
+                local = x[:, tokens.local_positions] * weights[:, tokens.positions]
+                total = total + local.sum() * self.hooks.factor
+        return total
+
+    def _summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum the gradients of a split run over the ranks. FSDP has reduced its own already."""
+        summed = {}
+        for name, weight in self.parameters.items():
+            gradient = gradients.get(name)
+            if name in self.fsdp_names or self.ring.size == 1:
+                if gradient is not None:
+                    summed[name] = gradient
+                continue
+            # A rank without a gradient takes part with zeros: all ranks have to call alike.
+            local = _local(torch.zeros_like(weight) if gradient is None else gradient)
+            total = local.to(torch.promote_types(local.dtype, torch.float32))
+            self._all_reduce(total)
+            summed[name] = total.div_(self.hooks.factor).to(local.dtype)
+        return summed
+
+    def gradient_distances(self, run: Run | None, whole: Run) -> Tensor:
+        """Return the norm of ``run - whole`` of each parameter's gradient, float64 ``[P]``.
+
+        Args:
+            run: A run; ``None`` for zeros, which gives the norms of the whole run's gradients.
+            whole: A whole run.
+        """
+        squares = [torch.zeros((), dtype=torch.float64, device=_device_of(self.ring))]
+        for name, weight in self.parameters.items():
+            gradients = [x.gradients.get(name) for x in (run, whole) if x is not None]
+            a, b = (0 if x is None else _local(x).double() for x in ([None, *gradients])[-2:])
+            square = torch.as_tensor(a - b, device=weight.device).square().sum()
+            squares.append(square.to(squares[0]))
+        total = torch.stack(squares[1:] or squares)
+        self._all_reduce(total)  # each rank has other shards of what FSDP has split
+        return total.sqrt().nan_to_num(nan=torch.inf)
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Return the numbers of every rank of the ring, by rank."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ring))
+        if self.ring.size == 1:
+            return [mine.tolist()]
+        by_rank = [torch.empty_like(mine) for _ in range(self.ring.size)]
+        with collective(self.ring, "verify"):
+            dist.all_gather(by_rank, mine, group=self.ring.group)
+        return [x.tolist() for x in by_rank]
+
+    def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        if self.ring.size > 1:
+            with collective(self.ring, "verify"):
+                dist.all_reduce(x, op, group=self.ring.group)
+
+
+def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
+    """Yield the sequences of a batch: one, or an encoder's and a decoder's."""
+    sharding = hooks.sharding
+    for names in _SEQUENCES:
+        ids, embeds, mask = (batch.get(name) for name in names)
+        tokens = ids if ids is not None else embeds
+        if tokens is None and names is _SEQUENCES[-1] and hooks.is_pair:
+            tokens = batch.get("labels")  # of which the model makes the decoder's tokens
+        if tokens is None:
+            continue
+        length, device = tokens.shape[1], tokens.device
+        padded = length + -length % divisor_of(sharding.layout_name, sharding.ring.size)
+        positions = sharding.positions(padded, device=device)
+        local_positions = (positions < length).nonzero().flatten()
+        real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=device)
+        if mask is not None:
+            real &= mask != 0
+        yield Tokens(length, len(positions), positions[local_positions], local_positions, real)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return True if a device's or the host's memory was too small."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
+        error
+    )
+
+
+def _device_of(ring: Ranks) -> torch.device:
+    """Return the device on which the ring's backend communicates."""
+    is_nccl = ring.group is not None and dist.get_backend(ring.group) == "nccl"
+    return torch.device("cuda" if is_nccl else "cpu")
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that FSDP has split; of others the tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x

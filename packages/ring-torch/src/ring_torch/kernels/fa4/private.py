@@ -1,0 +1,523 @@
+"""Private parts of flash-attn-4: what it has compiled, what that takes at which place, its tiles.
+
+All here was read from the sources of :data:`VERSIONS` and holds for these alone. With any other
+version the kernel calls public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what
+they do not offer.
+
+A forward through ``_flash_attn_fwd`` takes the host 0.09 ms, in which the library finds out which
+of its compiled functions it needs, and with what. On Hopper that is noted, and later calls that are
+alike call the compiled functions directly. Calls are alike if their tensors have the same dtypes,
+devices, shapes and strides, begin at multiples of 16 bytes, and are given the same options: the
+library's own keys tell less apart. Streams are read at each launch. Notes hold functions, shapes
+and numbers, but no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from threading import RLock, get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_torch.kernels.api import Pass, Window
+from ring_torch.kernels.flash import capability
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Documents, Options
+
+#: Versions of flash-attn-4 whose private parts are as this module says.
+VERSIONS = ("4.0.0b36",)
+Function = Callable[..., None]
+Calls = list[tuple[Function, tuple[Any, ...]]]
+#: Queries of a block in lists, in both passes.
+BLOCK_Q = 128
+_MOST_LAUNCHES = 256
+# Calls are noted by one thread at a time: what looks compiled functions up is replaced meanwhile.
+_NOTING = RLock()
+
+
+@cache
+def is_known() -> bool:
+    """Return True if the installed flash-attn-4 is one of :data:`VERSIONS`."""
+    try:
+        return version("flash-attn-4") in VERSIONS
+    except PackageNotFoundError:
+        return False
+
+
+@cache
+def _interface() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+def tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
+    """Return the tile of the library's kernels on Hopper for blocks of 128 queries."""
+    module = _interface()
+    tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
+    return tiles(head_dim, v_head_dim, False, False, BLOCK_Q)
+
+
+class Modded(NamedTuple):
+    """Options of a launch beside its window and documents, as the library takes them.
+
+    Attributes:
+        score_mod, score_mod_bwd, mask_mod: Functions that it compiles into its kernels.
+        lists: Counts ``[B or 1, 1, outer]`` and blocks ``[B or 1, 1, outer, inner]`` of lists of
+            partial blocks, then of full ones.
+        block_size: Queries and keys of a block.
+        numbers: Integers that the functions read (``mods.Numbers``).
+        sinks: Float32 ``[H]``.
+        kept: Tensors whose addresses are in ``numbers``; they have to live until the launch.
+    """
+
+    score_mod: Any = None
+    score_mod_bwd: Any = None
+    mask_mod: Any = None
+    lists: tuple[Tensor, ...] | None = None
+    block_size: tuple[int, int] | None = None
+    numbers: Any = None
+    sinks: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
+
+    @property
+    def key(self) -> object:
+        """What a launch is compiled for."""
+        if self is PLAIN:
+            return None
+        sinks, lists = self.sinks, self.lists
+        return (
+            self.score_mod, self.score_mod_bwd, self.mask_mod, self.block_size,
+            None if lists is None else tuple((x.shape, x.stride()) for x in lists),
+            None if self.numbers is None else len(self.numbers),
+            None if sinks is None else (sinks.dtype, sinks.stride()),
+        )  # fmt: skip
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the library's functions, by name."""
+        found: dict[str, Any] = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        if self.lists is not None:
+            lists = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+            found["block_sparse_tensors"] = lists(*self.lists, block_size=self.block_size)
+        if self.numbers is not None:
+            found["aux_scalars"] = self.numbers.as_args()
+        return found
+
+    def expanded_lists(self, q: Tensor) -> tuple[Tensor | None, ...] | None:
+        """Return the lists as compiled functions take them: for each sequence and query head."""
+        if self.lists is None:
+            return None
+        each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists)
+        return *each, None, None, None, None
+
+
+PLAIN = Modded()
+
+
+class _Forward(NamedTuple):
+    """The compiled function of a forward."""
+
+    launch: Function
+    window: Window  # as it takes it
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        modded: Modded,
+    ) -> None:  # fmt: skip
+        """Write ``out``, and ``lse`` if there is one."""
+        aux = None, modded.numbers
+        self.launch(*self.arguments(q, k, v, out, lse, options, modded, aux))
+
+    def arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        modded: Modded, aux: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return what the function is called with; ``aux`` is what the mods read."""
+        cu_q, cu_k = _offsets(options.documents)
+        return (
+            _detached(q), _detached(k), _detached(v), out, lse, options.scale,
+            cu_q, cu_k, None, None, None, *self.window, modded.sinks, modded.expanded_lists(q), aux,
+            None, None,
+        )  # fmt: skip
+
+
+class _Backward(NamedTuple):
+    """The compiled functions of a backward, and shapes of what they leave each other."""
+
+    prepare: Function
+    main: Function
+    round_dq: Function
+    round_dkv: tuple[Function, Function] | None  # where query heads share keys: dK/dV are summed
+    window: Window  # as ``main`` takes it
+    rows: tuple[int, ...]  # of delta, and of lse to base 2
+    dq_sums: tuple[int, ...]
+    dkv_sums: tuple[tuple[int, ...], tuple[int, ...]] | None
+    semaphores: tuple[tuple[int, ...] | None, ...]  # of dQ, dK and dV, if deterministic
+
+    def __call__(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, modded: Modded, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``(dq, dk, dv)``."""
+        dq = torch.empty_like(q) if place is None else place
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        delta, lse_log2 = _empty(q, (2, *self.rows)).unbind()
+        dq_sums = _empty(q, self.dq_sums)
+        sums = (dk, dv) if self.dkv_sums is None else _zero_sums(q, *self.dkv_sums)
+        semaphores = [
+            None if shape is None else torch.zeros(shape, dtype=torch.int32, device=q.device)
+            for shape in self.semaphores
+        ]
+        # Writes delta, lse to base 2, and zeros into the sums of dQ.
+        self.prepare(
+            *_prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, options.documents)
+        )
+        self.main(
+            *self.arguments(
+                q, k, v, dout, (lse_log2, delta, dq_sums, *sums), options, modded, semaphores,
+                (None, modded.numbers),
+            )
+        )  # fmt: skip
+        self._round(options, (dq_sums, *sums), (dq, dk, dv))
+        return dq, dk, dv
+
+    def arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor],
+        options: Options, modded: Modded, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return what ``main`` is called with; ``aux`` is what the mods read."""
+        cu_q, cu_k = _offsets(options.documents)
+        return (
+            _detached(q), _detached(k), _detached(v), dout, *buffers, options.scale,
+            cu_q, cu_k, None, None, *self.window, *semaphores, aux, modded.expanded_lists(q), None,
+        )  # fmt: skip
+
+    def _round(self, options: Options, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Write the sums of dQ, and of dK/dV if there are any, into gradients."""
+        cu_q, cu_k = _offsets(options.documents)
+        self.round_dq(sums[0], grads[0], options.scale, cu_q, None, None, None)
+        if self.round_dkv is not None:
+            round_dk, round_dv = self.round_dkv
+            round_dk(sums[1], grads[1], options.scale, cu_k, None, None, None)
+            round_dv(sums[2], grads[2], 1.0, cu_k, None, None, None)
+
+
+class CompiledFlash4:
+    """``_flash_attn_fwd`` and ``_flash_attn_bwd``, and what they compiled for calls so far."""
+
+    def __init__(self) -> None:
+        self._forwards: dict[object, _Forward | None] = {}
+        self._backwards: dict[object, _Backward | None] = {}
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        modded: Modded,
+    ) -> None:  # fmt: skip
+        """Write ``out``, and ``lse`` if there is one."""
+        if not _can_note(q, k, v, out, modded.sinks):
+            _library_forward(q, k, v, out, lse, options, modded)
+            return
+        key = (
+            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
+            _documents_key(options.documents), modded.key,
+        )  # fmt: skip
+        launch = self._forwards.get(key)
+        if launch is not None:
+            launch(q, k, v, out, lse, options, modded)
+        elif key in self._forwards:
+            _library_forward(q, k, v, out, lse, options, modded)
+        else:
+            with calls_of(_interface()._flash_attn_fwd) as (calls,):
+                _library_forward(q, k, v, out, lse, options, modded)
+            found = _forward_of(calls, q, k, v, out, lse, options, modded)
+            _remember(self._forwards, key, found)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, modded: Modded, place: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return ``(dq, dk, dv)``; ``dq`` is in ``place`` if there is one."""
+        given = dout, q, k, v, out, lse, options, modded, place
+        if not _can_note(dout, q, k, v, out, lse, place):
+            return _library_backward(*given)
+        key = (
+            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+            dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
+            options.scale, options.window, options.deterministic,
+            _documents_key(options.documents), modded.key,
+        )  # fmt: skip
+        launch = self._backwards.get(key)
+        if launch is not None:
+            return launch(*given)
+        if key in self._backwards:
+            return _library_backward(*given)
+        module = _interface()
+        with calls_of(
+            module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
+        ) as calls:
+            grads = _library_backward(*given)
+        _remember(self._backwards, key, _backward_of(calls, grads, *given[:-1]))
+        return grads
+
+
+def _library_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
+) -> None:  # fmt: skip
+    """Call the library as one would by hand."""
+    _interface()._flash_attn_fwd(
+        q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
+        learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
+    )  # fmt: skip
+
+
+def _library_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+    modded: Modded, place: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Call the library as one would by hand."""
+    dq, dk, dv = _interface()._flash_attn_bwd(
+        q, k, v, out, dout, lse, dq=place, score_mod_bwd=modded.score_mod_bwd,
+        deterministic=options.deterministic, **modded.arguments, **_arguments(options),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _arguments(options: Options) -> dict[str, Any]:
+    left, right = options.window
+    return {
+        "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
+        **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
+    }  # fmt: skip
+
+
+def _can_note(*tensors: Tensor | None) -> bool:
+    """Return True on Hopper, if the library takes these tensors as they are."""
+    pointers = 0
+    for x in tensors:
+        if x is not None:
+            pointers |= x.data_ptr()
+    first = tensors[0]
+    return pointers % 16 == 0 and first is not None and capability(first.device.index)[0] == 9
+
+
+def _documents_key(documents: Documents | None) -> object:
+    if documents is None:
+        return None
+    return len(documents.cu_q), documents.max_q, documents.max_k
+
+
+def _forward_of(
+    calls: Calls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    options: Options, modded: Modded,
+) -> _Forward | None:  # fmt: skip
+    """Return what a forward called, or ``None`` if that took more than the arguments of a call."""
+    if len(calls) != 1:
+        return None
+    launch, given = calls[0]
+    found = _Forward(launch, given[11:13])
+    aux = given[15] if len(given) > 15 else ()
+    expected = found.arguments(q, k, v, out, lse, options, modded, aux)
+    return found if _alike(given, expected) else None
+
+
+def _backward_of(
+    calls: Sequence[Calls], grads: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, modded: Modded,
+) -> _Backward | None:  # fmt: skip
+    """Return what a backward called, or ``None`` if that took more than the arguments of a call."""
+    first, second, last = calls
+    if len(first) != 1 or len(second) != 1 or len(last) not in (1, 3) or len(second[0][1]) != 22:
+        return None
+    (prepare, before), (main, given) = first[0], second[0]
+    (round_dq, _), *others = last
+    lse_log2, delta, dq_sums, *sums = given[4:9]
+    semaphores = given[16:19]
+    round_dkv = (others[0][0], others[1][0]) if others else None
+    found = _Backward(
+        prepare, main, round_dq, round_dkv, given[14:16], tuple(delta.shape), tuple(dq_sums.shape),
+        (tuple(sums[0].shape), tuple(sums[1].shape)) if others else None,
+        tuple(None if x is None else tuple(x.shape) for x in semaphores),
+    )  # fmt: skip
+    documents = options.documents
+    cu_q, cu_k = _offsets(documents)
+    after = [(dq_sums, grads[0], options.scale, cu_q, None, None, None)]
+    if others:
+        after += [
+            (x, grad, scale, cu_k, None, None, None)
+            for x, grad, scale in zip(sums, grads[1:], (options.scale, 1.0), strict=True)
+        ]
+    buffers = lse_log2, delta, dq_sums, *(sums if others else grads[1:])
+    expected = found.arguments(q, k, v, dout, buffers, options, modded, semaphores, given[19])
+    as_expected = (
+        _alike(before, _prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents))
+        and _alike(given, expected)
+        and all(_alike(taken, one) for (_, taken), one in zip(last, after, strict=True))
+    )
+    return found if as_expected else None
+
+
+def _prepare_arguments(
+    out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
+    documents: Documents | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    cu_q, _ = _offsets(documents)
+    return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
+
+
+def _alike(taken: Any, expected: Any) -> bool:
+    """Return True if two arguments are the same memory, or the same numbers."""
+    if taken is expected:
+        return True
+    if isinstance(taken, Tensor) and isinstance(expected, Tensor):
+        return (
+            taken.data_ptr() == expected.data_ptr()
+            and taken.dtype == expected.dtype
+            and taken.shape == expected.shape
+            and taken.stride() == expected.stride()
+        )
+    if isinstance(taken, tuple) and isinstance(expected, tuple):
+        return len(taken) == len(expected) and all(map(_alike, taken, expected))
+    return type(taken) is type(expected) and bool(taken == expected)
+
+
+def _remember[T](notes: dict[object, T], key: object, found: T) -> None:
+    with _NOTING:
+        while len(notes) >= _MOST_LAUNCHES:
+            del notes[next(iter(notes))]
+        notes[key] = found
+
+
+def _offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
+
+
+def _detached(x: Tensor) -> Tensor:
+    return x.detach() if x.requires_grad else x
+
+
+def _empty(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Tensor]:
+    """Return the sums of dK and dV; of equal shapes they are one tensor, filled by one kernel."""
+    if k == v:
+        return torch.zeros((2, *k), dtype=torch.float32, device=q.device).unbind()
+    return [torch.zeros(x, dtype=torch.float32, device=q.device) for x in (k, v)]
+
+
+class SplitFunctions(NamedTuple):
+    """The compiled functions of a backward whose sums of dK/dV go over several launches."""
+
+    prepare: Function
+    main: Function
+    rest: tuple[Any, ...]  # what ``main`` is given after the windows
+    round_dq: Function
+    round_dkv: Function
+    tile: int  # queries
+    dim: int  # padded head dim of the sum of dQ
+
+    def accumulate(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: tuple[Tensor, Tensor], scale: float, window: Window,
+    ) -> None:  # fmt: skip
+        """Write ``dq`` and add to the sums of dK and dV, ``[B, K, m, D]``."""
+        batch, length, heads, _ = q.shape
+        padded = -(-length // self.tile) * self.tile
+        dq_sums = _empty(q, (batch, heads, padded * self.dim))
+        delta, lse_log2 = _empty(q, (2, batch, heads, padded)).unbind()
+        self.prepare(*_prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, None))
+        self.main(
+            q, k, v, dout, lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums), scale,
+            None, None, None, None, *window, *self.rest,
+        )  # fmt: skip
+        self.round_dq(dq_sums, dq, scale, None, None, None, None)
+
+    def round(self, x: Tensor, to: Tensor, scale: float) -> None:
+        """Write a sum ``[B, K, m, D]`` into a gradient ``[B, m, K, D]``."""
+        self.round_dkv(x.flatten(2), to, scale, None, None, None, None)
+
+
+@lru_cache(maxsize=32)
+def split_functions(
+    dtype: torch.dtype, dim: int, group: int, is_causal: bool, given: tuple[bool, ...]
+) -> SplitFunctions:
+    """Run the library once on small tensors, and note what it compiled.
+
+    Args:
+        dtype: Of all tensors.
+        dim: The head dim.
+        group: Query heads of a key head.
+        is_causal: The band is causal, which compiled functions take beside a window.
+        given: Whether the window has a left side, and a right side.
+    """
+    module = _interface()
+    left, right = (64 if side else None for side in given)
+    q, out, dout = (
+        torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
+    )
+    k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
+    lse = torch.zeros(2, 2 * group, 512, device="cuda")
+    with calls_of(
+        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
+    ) as (before, main, after):
+        module._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=1.0, causal=is_causal, window_size_left=left,
+            window_size_right=right,
+        )  # fmt: skip
+    ((prepare, _),), ((launch, arguments),) = before, main
+    (round_dq, _), (round_dkv, _), _ = after
+    rows = module._tile_size_bwd_sm90(
+        dim, dim, is_causal, not is_causal and any(given)
+    ).m_block_size
+    padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
+
+
+@contextmanager
+def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
+    """Note which compiled functions each of some functions of the library calls, and with what.
+
+    Calls that other threads make meanwhile are not noted.
+    """
+    calls: tuple[Calls, ...] = tuple([] for _ in functions)
+    with _NOTING:
+        kept = [function.compile_cache for function in functions]
+        for function, compiled, into in zip(functions, kept, calls, strict=True):
+            function.compile_cache = _NotingCache(compiled, into, get_ident())
+        try:
+            yield calls
+        finally:
+            for function, compiled in zip(functions, kept, strict=True):
+                function.compile_cache = compiled
+
+
+@dataclass(frozen=True)
+class _NotingCache:
+    """A cache of compiled functions that notes which of them a thread calls."""
+
+    cache: Any
+    calls: Calls
+    thread: int
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, function: Any) -> None:
+        self.cache[key] = function
+
+    def __getitem__(self, key: Any) -> Function:
+        function: Function = self.cache[key]
+
+        def call(*given: Any) -> None:
+            function(*given)
+            if get_ident() == self.thread:
+                self.calls.append((function, given))
+
+        return call

@@ -1,0 +1,66 @@
+"""Public functions of flash-attn-4, for versions whose private parts are not known.
+
+They write nowhere but into new tensors, and differentiate their own calls alone. So the backward of
+an item, which starts from the global ``out`` and ``lse``, makes the item's forward again: its part
+in the whole is ``exp(part_lse - lse)``, and how that changes is the gradient of its ``lse``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options
+
+
+def is_overwritten() -> bool:
+    """Return True if flash-attn 2.8 has put its older ``flash_attn/cute`` over flash-attn-4's."""
+    return "return_lse" not in signature(_module().flash_attn_func).parameters
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return ``(out, lse)``."""
+    sinks = None if options.mods is None else options.mods.sinks
+    with torch.no_grad():
+        out, lse = _function(options)(q, k, v, learnable_sink=sinks)[:2]
+    return out, lse
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv)`` from the global ``out`` and ``lse``."""
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        part, part_lse = _function(options)(*given)[:2]
+    # The whole is the sum of weight * part; rows that see nothing, here or at all, have weight 0.
+    weight = (part_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+    rows = weight.transpose(-1, -2).unsqueeze(-1)
+    apart = torch.where(rows > 0, part.detach().float() - out, 0.0)
+    dlse = weight * (dout * apart).sum(-1).transpose(-1, -2)
+    dq, dk, dv = torch.autograd.grad(
+        (part, part_lse), given, ((rows * dout).to(part.dtype), dlse.contiguous())
+    )
+    return dq, dk, dv
+
+
+def _function(options: Options) -> Callable[..., Any]:
+    """Return the library's function with the options of a launch."""
+    module, documents = _module(), options.documents
+    function = module.flash_attn_func if documents is None else module.flash_attn_varlen_func
+    return partial(
+        function, softmax_scale=options.scale, window_size=options.window,
+        softcap=options.softcap or 0.0, deterministic=options.deterministic, return_lse=True,
+        **dict(zip(DOCUMENT_ARGUMENTS, documents or (), strict=False)),
+    )  # fmt: skip
+
+
+@cache
+def _module() -> Any:
+    return import_module("flash_attn.cute")

@@ -1,0 +1,59 @@
+"""The options of a call: types for functions that hand them on, and the record of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypedDict
+
+from torch import Tensor
+
+from ring_core import KernelConfig, Mask, StrategyConfig
+
+Window = tuple[int | None, int | None]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
+
+    causal: bool
+    window: Window | None
+    chunk_size: int | None
+    cu_seqlens: Sequence[int] | None
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None
+    mask: Mask | Tensor | None
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    kernel: str | KernelConfig
+    strategy: str | StrategyConfig
+    transport: str
+
+
+class CallOptions(NamedTuple):
+    """All of a call but its ``q``, ``k`` and ``v``, as given; the public function's order."""
+
+    causal: bool = False
+    window: Window | None = None
+    chunk_size: int | None = None
+    cu_seqlens: Sequence[int] | None = None
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
+    mask: Mask | Tensor | None = None  # no tensor once the bias says it
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    kernel: str | KernelConfig = "auto"
+    strategy: str | StrategyConfig = "auto"
+    transport: str = "auto"
+    # Not given: whether the bias is added to the scores, says a mask by ``-inf``, or both.
+    bias_role: Literal["added", "mask", "both"] = "added"

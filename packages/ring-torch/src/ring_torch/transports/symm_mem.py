@@ -1,0 +1,71 @@
+"""Copies out of the peers' memory, or for short passes one kernel each way: when they can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+
+from ring_torch.comm.handshake import agree, has_agreed
+from ring_torch.comm.ranks import Ranks
+from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
+
+
+def _open(spec: SessionSpec) -> GatherSession:
+    """Open a session of copies with room for them in the memory of all ranks; few in a kernel.
+
+    The first time that a group makes such a call, its signature is compared in words and the host
+    waits for it; from then on each call's digest travels with its keys.
+
+    Raises:
+        RankMismatchError: A peer is making another call.
+    """
+    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, room_of
+    from ring_torch.transports.symm_buffer import symm_buffer_of
+
+    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
+    if not has_agreed(ranks, signature):
+        agree(ranks, spec.number, spec.seed, signature, spec.device)
+    room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
+    digest = signature.as_int64(spec.number, spec.seed)
+    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+        from ring_torch.transports.one_kernel import OneKernel
+
+        return OneKernel.of(spec, room, digest)
+    window = symm_buffer_of(ranks)
+    window.reserve(spec.groups * (keys.message.size + room))
+    return PeerCopies(spec, window, room, digest)
+
+
+def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
+    """Return why ranks cannot copy out of each other's memory; they talk about it once a group."""
+    if device.type != "cuda" or dist.get_backend(ranks.group) != "nccl":
+        return ("copies out of the peers' memory need CUDA tensors and a nccl group",)
+    from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
+
+    window = symm_buffer_of(ranks) if probe else known_buffer(ranks)
+    return None if window is None else window.refusals
+
+
+def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
+    if device != "cuda":
+        return "copies out of other GPUs' memory; torch finds no GPU here"
+    if not dist.is_nccl_available():
+        return "this torch is built without nccl"
+    if len(reaches) < 2:
+        return "there is no other GPU to copy from"
+    apart = [
+        f"{a} and {b}"
+        for a, b in combinations(range(len(reaches)), 2)
+        if b not in reaches[a] or a not in reaches[b]
+    ]
+    return f"GPUs do not reach each other's memory: {', '.join(apart)}" if apart else ""
+
+
+SYMM_MEM = Transport(
+    "symm_mem", _open, _refusals, sends_messages=False,
+    asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
+    missing=_missing,
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Triton kernels whose repeated launches call what was compiled, without asking Triton again.
+
+``kernel[grid](...)`` binds arguments by name and finds out what each is specialised for, which
+takes the host longer than the launch. A launch whose tensors are of the same dtypes and as aligned
+as those of one before, and whose integers are of the same kinds, has the same compiled kernel: it
+is launched directly. So it is with :data:`VERSIONS` of Triton; else, and interpreted, nothing
+changes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+#: Versions of Triton whose compiled kernels are launched as :class:`DirectKernel` does.
+VERSIONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+_MOST_LAUNCHES = 1024
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel, and the constants behind the arguments that a launch gives."""
+
+    kernel: Any  # unloaded when it is dropped
+    run: Any
+    constants: tuple[object, ...]
+
+
+def _kind_of(x: int) -> int:
+    """Return what Triton specialises a kernel for, of an integer: its width, 1, multiples of 16."""
+    is_int32 = -(1 << 31) <= x < 1 << 31
+    return (x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63)
+
+
+class DirectKernel:
+    """A Triton kernel, launched as ``kernel[grid](*arguments, **constants_and_options)``.
+
+    Arguments that are no constants are positional: tensors, integers and ``None``.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._is_direct = triton.__version__ in VERSIONS and isinstance(kernel, JITFunction)
+        self._compiled: dict[object, _Compiled] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return partial(self._launch, grid) if self._is_direct else self._kernel[grid]
+
+    def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
+        device = torch.cuda.current_device()
+        values: list[int | None] = []
+        facts: list[object] = [device, *named.items()]
+        for x in given:
+            if isinstance(x, Tensor):
+                pointer = x.data_ptr()
+                facts += (x.dtype, x.get_device(), pointer % 16 == 0)
+                values.append(pointer)
+            else:
+                facts.append(x if x is None or isinstance(x, bool) else _kind_of(x))
+                values.append(x)
+        key = tuple(facts)
+        compiled = self._compiled.get(key)
+        runtime = triton.knobs.runtime
+        if compiled is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            self._remember(key, self._kernel[grid](*given, **named), len(given), named)
+            return
+        x_size, y_size, z_size = (*grid, 1, 1)[:3]
+        kernel = compiled.kernel
+        stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
+        compiled.run(
+            x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *values, *compiled.constants,
+        )  # fmt: skip
+
+    def _remember(self, key: object, kernel: Any, count: int, named: dict[str, Any]) -> None:
+        if len(self._compiled) >= _MOST_LAUNCHES:
+            self._compiled = {}
+        constants = tuple(named[name] for name in self._kernel.arg_names[count:])
+        self._compiled[key] = _Compiled(kernel, kernel.run, constants)

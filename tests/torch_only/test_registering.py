@@ -1,0 +1,306 @@
+"""A new strategy, transport or kernel is one class and one entry of a table.
+
+Each dummy here is registered for a call that runs on one rank and on two, is checked by the
+tripwire, and compared with dense attention.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from internals.torch import (
+    GATHER,
+    STRATEGIES,
+    TRANSPORTS,
+    AttentionState,
+    BackwardInputs,
+    BufferSpec,
+    Call,
+    Grads,
+    Inputs,
+    Kernel,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    Ranks,
+    Resolution,
+    Strategy,
+    StrategySpec,
+    Traffic,
+    Transport,
+    _prepare,
+    agree,
+    choose_strategy,
+    empty_state,
+    exchange,
+    kernels,
+    p2p,
+    strategies,
+    transports,
+    zero_row_grads,
+)
+from torch import Tensor
+
+import ring_torch
+from ring_core import Capabilities, Mask, Request, StrategyName, WorkItem, make_plan, ring_program
+
+LENGTH, HEADS, DIM = 16, (4, 2, 2), 8  # tokens of the sequence, heads of q, k and v
+
+
+@dataclass(frozen=True)
+class Everywhere(Strategy):
+    """Every rank gets all keys and values in one exchange, and computes its items pair by pair."""
+
+    items: tuple[WorkItem, ...]
+    name: str = "everywhere"
+
+    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, tuple[Tensor, ...]]:
+        """Attend to each rank's keys in turn, and merge."""
+        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+        keys, rows = self._keys(call, inputs), call.rows(inputs)
+        into = empty_state(rows.q, inputs.v.shape[3])
+        for item in self.items:
+            part, place = rows.take(item.q_slice), into.take(item.q_slice)
+            columns = keys[item.kv_rank].take(item.k_slice)
+            call.kernel.attend_into(part, columns, item, call.params, place)
+        return into, ()
+
+    def backward(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: tuple[Tensor, ...], /
+    ) -> Grads:
+        """Compute the gradients of all keys, and send each rank its own."""
+        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        keys, rows = self._keys(call, inputs), call.rows(inputs)
+        row_grads = zero_row_grads(call, rows)
+        sums = [
+            KeyGrads(*(torch.zeros_like(x, dtype=call.acc_dtype) for x in (inputs.k, inputs.v)))
+            for _ in keys
+        ]
+        for item in self.items:
+            call.kernel.grads_into(
+                rows.take(item.q_slice), keys[item.kv_rank].take(item.k_slice),
+                upstream.take(item.q_slice), item, call.params, row_grads.take(item.q_slice),
+                sums[item.kv_rank].take(item.k_slice),
+            )  # fmt: skip
+        came = exchange(call.ranks, [[x.dk for x in sums], [x.dv for x in sums]], call.device)
+        dk, dv = (torch.stack(parts).sum(dim=0) for parts in came)
+        return Grads(row_grads.dq, dk, dv, None)
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Keys to all others in both passes, and gradients back."""
+        del saved
+        shapes = [x.shape for x in (inputs.k, inputs.v)]
+        size = BufferSpec.of(*((x, call.dtype) for x in shapes)).size
+        if not forward:
+            size += BufferSpec.of(*((x, call.acc_dtype) for x in shapes)).size
+        return Traffic((call.ranks.size - 1) * size, (call.ranks.size - 1) * size)
+
+    def _keys(self, call: Call, inputs: Inputs) -> list[KeyBlock]:
+        ranks = call.ranks.size
+        came = exchange(call.ranks, [[inputs.k] * ranks, [inputs.v] * ranks], call.device)
+        return [call.columns(n, pair) for n, pair in enumerate(zip(*came, strict=True))]
+
+
+def _resolve(given: Resolution) -> Strategy:
+    plan = given.program.plan
+    return Everywhere(
+        tuple(x for kv_rank in range(plan.cp_size) for x in plan.items(given.rank, kv_rank))
+    )
+
+
+def _refuse(_plan: object, request: Request) -> tuple[str, ...]:
+    return ("it has no bias",) if request.bias else ()
+
+
+EVERYWHERE = StrategySpec("everywhere", _resolve, _refuse)
+
+
+class Dense(Kernel):
+    """Full and banded items, in torch's own operations."""
+
+    capabilities = Capabilities("dense", dtypes=("float32",), bands="any")
+
+    def attend(
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
+        out: AttentionState | None = None,
+    ) -> AttentionState:  # fmt: skip
+        """Return softmax over the item's keys."""
+        del out
+        _, _, v, scores = self._scores(rows, columns, item, params)
+        lse = scores.logsumexp(dim=-1)
+        probs = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        return AttentionState(torch.einsum("bhij,bjhd->bihd", probs, v), lse)
+
+    def grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem,
+        params: KernelParams, out: Tensor | None = None,
+    ) -> Grads:  # fmt: skip
+        """Return the gradients from the final ``lse``, and from ``delta``."""
+        del out
+        q, k, v, scores = self._scores(rows, columns, item, params)
+        assert upstream.delta is not None
+        probs = (scores - upstream.lse[..., None]).exp()
+        dv = torch.einsum("bhij,bihd->bjhd", probs, upstream.dout)
+        dp = torch.einsum("bihd,bjhd->bhij", upstream.dout, v) - upstream.delta[..., None]
+        ds = probs * dp * params.scale
+        dq, dk = torch.einsum("bhij,bjhd->bihd", ds, k), torch.einsum("bhij,bihd->bjhd", ds, q)
+        heads = columns.k.shape[2]
+        dk, dv = (x.unflatten(2, (heads, -1)).sum(dim=3) for x in (dk, dv))
+        return Grads(dq, dk, dv, None)
+
+    def _scores(
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
+    ) -> tuple[Tensor, ...]:
+        q, repeats = rows.q, rows.q.shape[2] // columns.k.shape[2]
+        k, v = (x.repeat_interleave(repeats, dim=2) for x in (columns.k, columns.v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * params.scale
+        apart = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        lo, hi = (apart.min() if item.lo is None else item.lo), item.hi
+        seen = (apart >= lo) & (apart <= (apart.max() if hi is None else hi))
+        return q, k, v, scores.masked_fill(~seen, -torch.inf)
+
+
+def a_strategy(patch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Register the strategy, and return the options that name it."""
+    patch.setattr(strategies, "STRATEGIES", (*STRATEGIES, EVERYWHERE))
+    return {"strategy": "everywhere"}
+
+
+def a_transport(patch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Register the transport, and name it together with a strategy that opens sessions."""
+    noted = Transport("noted", p2p.Messages.open, lambda *_: (), sends_messages=True)
+    patch.setattr(transports, "TRANSPORTS", (*TRANSPORTS, noted))
+    return {"transport": "noted", "strategy": "gather"}
+
+
+def a_kernel(patch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Register the kernel, and name it."""
+    patch.setattr(kernels, "KERNELS", (*kernels.KERNELS, Dense()))
+    return {"kernel": "dense"}
+
+
+KINDS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, str]]] = {
+    "strategy": a_strategy, "transport": a_transport, "kernel": a_kernel,
+}  # fmt: skip
+
+
+def errors_of_a_call(_: int, kind: str) -> list[float]:
+    """Return the largest errors of a checked call and its gradients, and of the names known."""
+    with pytest.MonkeyPatch.context() as patch:
+        _prepare.cache_clear()
+        options: Any = KINDS[kind](patch)
+        cp = ring_torch.ContextParallel()
+        torch.manual_seed(0)
+        whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
+        dout = torch.randn(1, LENGTH, HEADS[0], DIM)
+        local = [cp.shard(x.detach(), dim=1).requires_grad_() for x in whole]
+        with ring_torch.check():  # the bytes that it says are those that it moves
+            out = cp.attention(*local, causal=True, **options)
+            grads = torch.autograd.grad(out, local, cp.shard(dout, dim=1))
+        assert options[kind] in cp.explain(*local, causal=True, **options) or cp.cp_size == 1
+        with pytest.raises(ValueError, match=f"known: auto, .*{options[kind]}$"):
+            ring_torch.ring_attention(*local, **{**options, kind: "rdma"})
+    _prepare.cache_clear()
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    wanted = [dense, *torch.autograd.grad(dense, whole, dout)]
+    pairs = zip((out, *grads), wanted, strict=True)
+    return [float((x - cp.shard(y, dim=1)).detach().abs().max()) for x, y in pairs]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_entry_of_a_table_is_enough(kind: str, size: int, backend: Any) -> None:
+    for errors in backend.pool(size).run(errors_of_a_call, kind):
+        assert max(errors) < 1e-5, errors
+
+
+def test_a_strategys_refusals_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_strategy(monkeypatch)
+    program = ring_program(make_plan(Mask(), seq_len=LENGTH, cp_size=2))
+    request = Request("cpu", "float32", DIM, DIM, bias=True)
+    with pytest.raises(
+        ring_torch.UnsupportedError, match="'everywhere' over transport 'p2p': it has no bias"
+    ):
+        choose_strategy(
+            "everywhere", "auto", Ranks(None, 0, 2), program, torch.device("cpu"),
+            request=request, probe=False,
+        )  # fmt: skip
+
+
+def test_auto_takes_a_transport_that_is_registered_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = replace(TRANSPORTS[-1], name="first", sends_messages=False)
+    monkeypatch.setattr(transports, "TRANSPORTS", (first, *TRANSPORTS))
+    program = ring_program(make_plan(Mask(), seq_len=LENGTH, cp_size=2))
+    found = choose_strategy(
+        "auto", "auto", Ranks(None, 0, 2), program, torch.device("cpu"),
+        request=Request("cpu", "float32", DIM, DIM), probe=False,
+    )  # fmt: skip
+    assert found == (GATHER, first)
+
+
+def test_names_for_static_typing_are_those_of_the_table() -> None:
+    assert set(get_args(StrategyName)) == {spec.name for spec in STRATEGIES}
+
+
+SOURCE = Path(ring_torch.__file__).parent
+#: A name stands in its own file; ``logits="gather"`` is an option of models.
+OWN_FILES = {"gather": ("gather.py", "two_stage.py")}
+OTHERS = {"logits"}
+NAMES = {*(x.name for x in STRATEGIES), *(x.name for x in TRANSPORTS)}
+
+
+def _branches(path: Path) -> Iterator[tuple[int, set[str]]]:
+    """Yield lines that decide by constants or classes: comparisons, keys, cases, ``isinstance``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if not OTHERS & {getattr(x, "attr", getattr(x, "id", None)) for x in sides}:
+                parts += sides
+        elif isinstance(node, ast.Dict):
+            parts += node.keys
+        elif isinstance(node, ast.Set):
+            parts += node.elts
+        elif isinstance(node, ast.MatchValue):
+            parts.append(node.value)
+        elif isinstance(node, ast.Subscript):
+            parts.append(None if getattr(node.value, "id", None) == "Literal" else node.slice)
+        constants = {
+            x.value for part in parts if part is not None for x in ast.walk(part)
+            if isinstance(x, ast.Constant) and isinstance(x.value, str)
+        }  # fmt: skip
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
+            constants |= {x.id.lower() for x in ast.walk(node.args[1]) if isinstance(x, ast.Name)}
+        if constants:
+            yield getattr(node, "lineno", 0), constants
+
+
+def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}: {name}"
+        for path in SOURCE.rglob("*.py")
+        for line, constants in _branches(path)
+        for name in NAMES & constants
+        if path.name not in OWN_FILES.get(name, (f"{name}.py",))
+    ]
+    assert found == []
+    for text in (
+        'call.transport.name == "p2p"', 'name in ("ring", "gather")', '{"ulysses": 1}[name]',
+        "isinstance(call.strategy, Ulysses)", 'match name:\n    case "balanced":\n        pass',
+        'frozenset({"ulysses"})', 'lambda: "symm_mem" != name',
+    ):  # fmt: skip
+        wrong = tmp_path / "wrong.py"
+        wrong.write_text(text)
+        assert any(NAMES & constants for _, constants in _branches(wrong)), text
+    (tmp_path / "right.py").write_text('StrategyConfig("ring")\nself.logits == "gather"')
+    assert not any(NAMES & constants for _, constants in _branches(tmp_path / "right.py"))
