@@ -86,7 +86,7 @@ def _last_step_dropped() -> Patches:
             found = right(program, step)
             if step < program.num_steps - 1 or step == 0:
                 return found
-            return found._replace(own=found.own[:, :0], helped=found.helped[:, :0], helpers=())
+            return found._replace(own=found.own[:, :0], peer=found.peer[:, :0], helpers=())
 
         users = (_jax("ring_strategy"), _jax("steps"))
         patches += [(user, "step_table", tables) for user in users]

@@ -17,8 +17,8 @@ from internals.jax import (
     Grads,
     ItemTable,
     KeyBlock,
+    LaunchSpec,
     QueryBlock,
-    Static,
     match_varying,
     varying_axes,
 )
@@ -68,27 +68,27 @@ class InterpretedKernel:
 
     def attend_into(
         self,
-        static: Static,
+        spec: LaunchSpec,
         rows: QueryBlock,
         columns: KeyBlock,
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
         """As :meth:`PallasKernel.attend_into`."""
-        result: AttentionState = self._run(self._forward, static, rows, columns, work, into)
+        result: AttentionState = self._run(self._forward, spec, rows, columns, work, into)
         return result
 
     def grads_into(
-        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """As :meth:`PallasKernel.grads_into`."""
-        grads: Grads = self._run(self._backward, static, rows, columns, upstream, work, into)
+        grads: Grads = self._run(self._backward, spec, rows, columns, upstream, work, into)
         return grads
 
-    def _run(self, function: Any, static: Static, *args: Any) -> Any:
+    def _run(self, function: Any, spec: LaunchSpec, *args: Any) -> Any:
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        program, results = self._outside.submit(self._program, function, static, types).result()
+        program, results = self._outside.submit(self._program, function, spec, types).result()
 
         def call(*arrays: Any) -> Any:
             with self._turn:
@@ -96,10 +96,10 @@ class InterpretedKernel:
 
         return match_varying(jax.pure_callback(call, results, *args), varying_axes(args))
 
-    def _program(self, function: Any, static: Static, types: Any) -> tuple[Any, Any]:
+    def _program(self, function: Any, spec: LaunchSpec, types: Any) -> tuple[Any, Any]:
         """What is compiled, and the types of its results."""
         with _interpreting():
-            traced = function.trace(static, *types)
+            traced = function.trace(spec, *types)
             assert not traced.jaxpr.consts
             words = "\n".join([str(traced.jaxpr), *_index_maps(traced.jaxpr)])
             if words not in self._programs:

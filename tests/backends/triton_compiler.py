@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,15 @@ STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
 
 def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
     """Have calls on one device compute as a step of a ring does."""
-    from internals.jax import steps
+    from internals.jax import LaunchSpec, steps
     from internals.jax_gpu import kernel as _triton
 
-    fresh, last = STEPS[step]
-    patched.setattr(_triton, "_is_one", lambda _: False)
+    overwrite, is_final = STEPS[step]
+    patched.setattr(_triton, "_is_single_step", lambda _: False)
     patched.setattr(
         steps,
-        "replace",
-        lambda static, **x: replace(static, **(x | {"fresh": fresh, "last": last})),
+        "LaunchSpec",
+        lambda call, **x: LaunchSpec(call, **(x | {"overwrite": overwrite, "is_final": is_final})),
     )
 
 

@@ -17,7 +17,7 @@ from ring_jax_gpu.hopper.stream_k import (
     split_tiles_backward as split_tiles_backward,
 )
 from ring_jax_gpu.launch import (
-    Kernel as Kernel,
+    KernelName as KernelName,
     Launch as Launch,
     arguments_of as arguments_of,
     arrays_of as arrays_of,

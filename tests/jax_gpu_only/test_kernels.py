@@ -17,7 +17,14 @@ from backends.triton_compiler import STEPS, pretend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
 from internals.core import FLAGS_TOGETHER
-from internals.jax_gpu import InArray, Kernel, Launch, arguments_of, hopper_run as run, stages_of
+from internals.jax_gpu import (
+    InArray,
+    KernelName,
+    Launch,
+    arguments_of,
+    hopper_run as run,
+    stages_of,
+)
 from tolerances import assert_close
 
 import ring_jax
@@ -256,7 +263,7 @@ def test_refusals_say_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "more than 64 MiB. Instead: use kernel='xla'" in many_tiles
 
 
-def _launch(kernel: Kernel, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
+def _launch(kernel: KernelName, block_q: int, block_k: int, dim: int, stages: int) -> Launch:
     consts = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "D": dim, "DV": dim, "FUSED": False}
     consts |= {"PADDED": dim, "PADDED_V": dim}
     return Launch(kernel, (), tuple(consts.items()), (1, 1, 1), 8, stages)

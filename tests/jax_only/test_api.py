@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RINGS
-from internals.jax import AttentionOptions, Options
+from internals.jax import AttentionOptions, CallOptions
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, ring_program, viz
@@ -317,7 +317,7 @@ def test_options_that_are_handed_on_are_those_of_the_function() -> None:
     ]
     options = {x.name: x.default for x in keywords if x.name not in {"axis_name", "layout"}}
     assert list(AttentionOptions.__annotations__) == [x for x in options if x != "return_lse"]
-    assert options == Options._field_defaults
+    assert options == CallOptions._field_defaults
     for method in (ContextParallel.attention, ContextParallel.explain):
         shown = inspect.signature(method).parameters
         assert {x: shown[x].default for x in options} == options

@@ -36,32 +36,34 @@ def in_kernels(change: Callable[[Any, Any], Any]) -> Patches:
     """Kernels that are given something else than was asked for."""
     attend, grads = XlaKernel.attend_into, XlaKernel.grads_into
 
-    def wrong_attend(self: Any, static: Any, rows: Any, columns: Any, work: Any, into: Any) -> Any:
-        static, work = change(static, work)
-        return attend(self, static, rows, columns, work, into)
+    def wrong_attend(self: Any, spec: Any, rows: Any, columns: Any, work: Any, into: Any) -> Any:
+        spec, work = change(spec, work)
+        return attend(self, spec, rows, columns, work, into)
 
     def wrong_grads(
-        self: Any, static: Any, rows: Any, columns: Any, upstream: Any, work: Any, into: Any
+        self: Any, spec: Any, rows: Any, columns: Any, upstream: Any, work: Any, into: Any
     ) -> Any:
-        static, work = change(static, work)
-        return grads(self, static, rows, columns, upstream, work, into)
+        spec, work = change(spec, work)
+        return grads(self, spec, rows, columns, upstream, work, into)
 
     return [(XlaKernel, "attend_into", wrong_attend), (XlaKernel, "grads_into", wrong_grads)]
 
 
 def scale_dropped() -> Patches:
     """The scale that was asked for does not reach the kernel."""
-    return in_kernels(lambda static, work: (replace(static, scale=16**-0.5), work))
+    return in_kernels(
+        lambda spec, work: (replace(spec, call=replace(spec.call, scale=16**-0.5)), work)
+    )
 
 
 def window_inverted() -> Patches:
     """Left is taken for right."""
     lo, hi = 6, 7  # columns of a table of items
 
-    def swap(static: Any, work: Any) -> Any:
+    def swap(spec: Any, work: Any) -> Any:
         items = work.items
         turned = items.at[:, lo].set(-items[:, hi]).at[:, hi].set(-items[:, lo])
-        return static, work._replace(items=turned)
+        return spec, work._replace(items=turned)
 
     return in_kernels(swap)
 
@@ -102,11 +104,11 @@ def stale_keys_in_the_backward() -> Patches:
     """What is saved are other keys than arrived last."""
     right = autodiff._forward
 
-    def wrong(static: Any, inputs: Any) -> Any:
-        results, saved = right(static, inputs)
+    def wrong(call: Any, inputs: Any) -> Any:
+        results, saved = right(call, inputs)
         return results, saved._replace(last=jax.tree.map(lambda x: x[:, :, ::-1], saved.last))
 
-    attend = jax.custom_vjp(lambda static, inputs: wrong(static, inputs)[0], nondiff_argnums=(0,))
+    attend = jax.custom_vjp(lambda call, inputs: wrong(call, inputs)[0], nondiff_argnums=(0,))
     attend.defvjp(wrong, autodiff._backward)
     return [(autodiff, "_attend", attend)]
 
@@ -120,9 +122,9 @@ def gradients_to_the_wrong_owner() -> Patches:
     """Those of keys end one device too far."""
     right = ring_strategy.RING.backward
 
-    def wrong(static: Any, *args: Any) -> Any:
-        found = right(static, *args)
-        ring = collectives.Ranks(static.axis_name, static.plan.cp_size)
+    def wrong(call: Any, *args: Any) -> Any:
+        found = right(call, *args)
+        ring = collectives.Ranks(call.axis_name, call.plan.cp_size)
         return found._replace(dkv=ring.move(found.dkv, 1))
 
     strategies = {**JAX_STRATEGIES, "ring": ring_strategy.RING._replace(backward=wrong)}
@@ -134,7 +136,7 @@ def last_step_dropped() -> Patches:
     right = StepRunner.attend
 
     def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
-        last = self.static.program.steps[-1].shift
+        last = self.call.program.steps[-1].shift
         return into if part.shift == last else right(self, part, q, held, into, **named)
 
     return [(StepRunner, "attend", wrong)]
@@ -148,7 +150,7 @@ def counted_twice() -> Patches:
         found = right(self, part, q, held, into, **named)
         if part.shift:
             return found
-        return right(self, part, q, held, found, fresh=False, last=named["last"])
+        return right(self, part, q, held, found, overwrite=False, is_final=named["is_final"])
 
     return [(StepRunner, "attend", wrong)]
 
@@ -360,9 +362,9 @@ def test_a_rate_that_no_device_has(every: int) -> None:
 def test_the_rate_of_a_pass_in_a_ring(which: str) -> None:
     right = tripwire_traffic.check_rate
 
-    def of_one(turn: Any, static: Any, x: Any, now: Any, *rest: Any) -> None:
+    def of_one(checked: Any, call: Any, x: Any, now: Any, *rest: Any) -> None:
         if now == which:
-            right(turn, static, x, now, *rest)
+            right(checked, call, x, now, *rest)
 
     with (
         patched([*device_of(1e-9), (tripwire, "check_rate", of_one)]),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import Pass
+from internals.jax import Direction
 from internals.jax_tpu import (
     GENERATIONS,
     UNKNOWN,
@@ -28,7 +28,7 @@ from ring_jax_tpu import ring_attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 ROWS = {row.name: row for row in (UNKNOWN, *GENERATIONS.values())}
-PASSES: tuple[Pass, Pass] = ("forward", "backward")
+PASSES: tuple[Direction, Direction] = ("forward", "backward")
 NARROW = Shape(128, 128, 2, has_bias=False, has_dropout=False)
 
 

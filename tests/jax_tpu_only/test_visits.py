@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases import RINGS, Case, masks
-from internals.jax import Inputs, KVPayload, Queries, RankView, Static, XlaKernel, step_table
+from internals.jax import CallSpec, Inputs, KVPayload, QueryPayload, RankView, XlaKernel, step_table
 from internals.jax_tpu import Blocks, block_kinds
 
 from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, RingProgram
@@ -42,16 +42,16 @@ def shown(program: RingProgram, rank: int, step: int, *, helped: bool) -> npt.ND
 
 def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, helped: bool) -> Any:
     """The kinds of the blocks that a rank's kernel is told."""
-    static = Static(program, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
-    side = RankView(static, NOTHING, jnp.int32(rank))
+    call = CallSpec(program, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]
+    side = RankView(call, NOTHING, jnp.int32(rank))
     part = step_table(program, step)
-    work = side.helped_work(part) if helped else side.own_work(part)
+    work = side.peer_work(part) if helped else side.own_work(part)
     if work is None:
         return None
     empty: Any = jnp.zeros((1, 1, 1, 1))
     shift = part.shift
     q_shift, k_shift = (shift, 0) if helped else (0, shift)
-    rows = side.rows(part, q_shift, Queries(empty, None, None, None))
+    rows = side.rows(part, q_shift, QueryPayload(empty, None, None, None))
     columns = side.columns(part, side.key_positions(k_shift), KVPayload(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 

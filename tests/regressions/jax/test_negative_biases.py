@@ -143,7 +143,7 @@ def test_rows_are_looked_at_in_groups() -> None:
     attend: Any = partial(
         ring_attention, axis_name=None, causal=True, return_lse=True, kernel=kernel
     )
-    with mock.patch.object(bias_shift, "_MOST", 5 * H * T):
+    with mock.patch.object(bias_shift, "_MAX_ELEMENTS", 5 * H * T):
         _compared(lambda q, k, v, bias: attend(q, k, v, bias=bias))
 
 

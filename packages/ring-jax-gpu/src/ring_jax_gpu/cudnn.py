@@ -1,4 +1,4 @@
-"""``cudnn``: cuDNN's attention, for what it does faster than the kernels in Triton."""
+"""``cudnn``: cuDNN's attention, for calls that it computes faster than the Triton kernels."""
 
 from __future__ import annotations
 
@@ -19,69 +19,72 @@ from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
+    CallSpec,
+    Direction,
     Grads,
     Item,
     ItemTable,
     KeyBlock,
+    LaunchSpec,
     LocalShape,
-    Pass,
     QueryBlock,
-    Static,
 )
 from ring_jax.strategies.steps import merge
 from ring_jax_gpu import fmha
-from ring_jax_gpu.head_dims import HeadDims, wide
+from ring_jax_gpu.head_dims import HeadDims, pad_dim
 
 _HOPPER, _AMPERE = 90, 80
-_MULTIPLE = 8  # of head dims
-_MIXED = HeadDims(192, 128)  # the only ones that its backward takes unequal
-_MIXED_FROM = 91000  # of cuDNN
-_FAR = 256.0  # of a shift
-_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # -inf in a bias; it may subtract two
+_DIM_MULTIPLE = 8  # head dims must be a multiple of it
+_MIXED_DIMS = HeadDims(192, 128)  # the only unequal head dims of its backward
+_MIXED_DIMS_VERSION = 91000  # first cuDNN with these
+_LARGE_SHIFT = 256.0  # from here on the shift of a bias is subtracted from the bias
+# Values for -inf in a bias; cuDNN may subtract two of them.
+_MIN_BIAS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 class Tile(NamedTuple):
-    """What cuDNN does at once: all queries see all keys, or it is a causal square."""
+    """The scores of one cuDNN call: a full rectangle, or a causal square."""
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
     causal: bool
-    window: int | None  # the last keys that a query sees, its own included
+    window: int | None  # number of keys that a query sees, its own included
 
     @classmethod
     def of(cls, item: Item) -> Tile | None:
-        """``None`` if it cannot do an item."""
+        """Return the tile of a work item; ``None`` if it has another shape."""
         _, _, q_start, q_stop, k_start, k_stop = item.rectangle
-        lo, hi, (many, keys) = item.lo, item.hi, (q_stop - q_start, k_stop - k_start)
-        if lo <= 1 - keys and hi >= many - 1:
+        lo, hi, (queries, keys) = item.lo, item.hi, (q_stop - q_start, k_stop - k_start)
+        if lo <= 1 - keys and hi >= queries - 1:
             return cls(q_start, q_stop, k_start, k_stop, causal=False, window=None)
-        if lo != 0 or hi < 0 or many > keys:
+        if lo != 0 or hi < 0 or queries > keys:
             return None
+        # Keys after the last query are not seen.
         return cls(
-            q_start, q_stop, k_start, k_start + many, causal=True,
-            window=None if hi >= many - 1 else hi + 1,
+            q_start, q_stop, k_start, k_start + queries, causal=True,
+            window=None if hi >= queries - 1 else hi + 1,
         )  # fmt: skip
 
     def queries(self, x: Array) -> Array:
-        """The rows of these queries, of ``[B, H, T, ...]``."""
+        """Slice the rows of the tile's queries out of ``[B, H, T, ...]``."""
         return x[:, :, self.q_start : self.q_stop]
 
     def bias(self, x: Array | None) -> Array | None:
-        """What is added to its scores."""
+        """Slice the tile's bias out of ``[B or 1, H or 1, T, S]``."""
         return None if x is None else self.queries(x)[..., self.k_start : self.k_stop]
 
 
 @dataclass(frozen=True)
 class CudnnKernel:
-    """Takes calls whose ranks each have at most one rectangle a step, whole or a causal square.
+    """cuDNN's attention, for calls in which each rank has at most one item a step.
 
-    With a window to the left such a square may have one, without a bias. Head dims get zeros up to
-    a multiple of 8, and where V's is another than that of Q and K up to the larger of the two, but
-    for 192 and 128. A bias has to have the dtype of Q, K and V, and what is below -2**41 in it
-    (float16: -2**15), less a row's shift, counts as this; rows of which it hides all are left out.
-    The backward adds to dQ in an order that differs from run to run.
+    The item must be a full rectangle, or a causal square, which may have a window to the left if
+    there is no bias. Head dims are padded with zeros to a multiple of 8, and unequal ones to the
+    larger of the two, except 192 and 128. A bias must have the dtype of Q, K and V. Less a row's
+    shift, values below -2**41 in it (float16: -2**15) are raised to that; rows that it hides
+    entirely get zeros. The backward adds to dQ in an order that differs from run to run.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -90,38 +93,42 @@ class CudnnKernel:
     )  # fmt: skip
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
+        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """What it has no kernel for, here."""
-        del direction, config  # what it cannot do backward it is not asked to do forward
+        """Return why cuDNN, jax or the GPU cannot do a call, forward or backward."""
+        del direction, config  # a call whose backward it cannot do is refused as a whole
         return (*_refused_here(compute_capability(), local), *_refused_steps(local, program))
 
     def attend_into(
         self,
-        static: Static,
+        spec: LaunchSpec,
         rows: QueryBlock,
         columns: KeyBlock,
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """Attend and merge into ``into``."""
-        del work  # known when the call is traced
-        return _for_own_tile(static, partial(_attend, static, rows, columns), into)
+        """Return ``into`` merged with the attention of the work item."""
+        del work  # the spec has the items
+        return _for_own_tile(spec, partial(_attend, spec, rows, columns), into)
 
     def grads_into(
-        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """Add the items' gradients to ``into``."""
+        """Return ``into`` plus the gradients of the work item."""
         del work
-        return _for_own_tile(static, partial(_differentiate, static, rows, columns, upstream), into)
+        return _for_own_tile(spec, partial(_differentiate, spec, rows, columns, upstream), into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
-    """What jax, cuDNN or the GPU do not do; without a GPU at hand programs are for Hopper."""
-    found = fmha.found_binding()
-    if isinstance(found, str):
-        yield found
+    """Yield what jax, cuDNN or the GPU cannot do.
+
+    ``capability`` is the GPU's compute capability; ``None`` without a GPU: then programs are
+    compiled for Hopper.
+    """
+    binding = fmha.found_binding()
+    if isinstance(binding, str):
+        yield binding
     if capability is None:
         return
     if fmha.cudnn_version() is None:
@@ -133,6 +140,7 @@ def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
 
 
 def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
+    """Yield why a program's work items, array mask or bias do not fit cuDNN."""
     gathers = len(local.k_lengths) > 1
     parts = [
         step_table(program, n) for n, x in enumerate(program.steps) if not (gathers and x.shift)
@@ -142,7 +150,7 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
         yield "has no ranks that help each other (strategy 'balanced')"
         return
     items = [part.items for part in parts]
-    tiles = [Tile.of(item) for some in items for item in some or ()]
+    tiles = [Tile.of(item) for part_items in items for item in part_items or ()]
     if None in items:
         yield "takes one rectangle a rank and step, and this plan has more"
     elif None in tiles:
@@ -150,125 +158,132 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
     if local.has_mask:
         yield "has no masks that are arrays"
     elif local.has_bias:
-        known = [tile for tile in tiles if tile is not None]
+        fitting = [tile for tile in tiles if tile is not None]
         if local.bias_dtype != local.dtype:
             yield f"takes a bias in {local.dtype}, not {local.bias_dtype}"
-        if any((x.q_stop - x.q_start) % 2 or (x.k_stop - x.k_start) % 2 for x in known):
+        if any((x.q_stop - x.q_start) % 2 or (x.k_stop - x.k_start) % 2 for x in fitting):
             yield "takes a bias for even numbers of queries and keys only"
-        if any(x.window for x in known):
+        if any(x.window for x in fitting):
             yield "has no window beside a bias"
 
 
 def _for_own_tile[State: (AttentionState, Grads)](
-    static: Static, run: Callable[[Tile, State], State], into: State
+    spec: LaunchSpec, run: Callable[[Tile, State], State], into: State
 ) -> State:
-    """Run what this rank has to do; ranks that have the same share a program."""
-    tiles = {item.rectangle.q_rank: Tile.of(item) for item in not_none(static.items)}
-    of_ranks = [tiles.get(rank) for rank in range(static.plan.cp_size)]
-    several = list(dict.fromkeys(of_ranks))
-    runs = [(lambda x: x) if tile is None else partial(run, tile) for tile in several]
-    if len(runs) == 1:
-        return runs[0](into)
-    which = jnp.asarray([several.index(tile) for tile in of_ranks], jnp.int32)
-    rank = Ranks(static.axis_name, static.plan.cp_size).rank()
-    return cast("State", lax.switch(which[rank], runs, into))
+    """Run a function on this rank's tile; a rank without one returns ``into``.
+
+    The rank is traced, so there is a branch for each distinct tile of all ranks.
+    """
+    tiles = {item.rectangle.q_rank: Tile.of(item) for item in not_none(spec.items)}
+    by_rank = [tiles.get(rank) for rank in range(spec.call.plan.cp_size)]
+    distinct = list(dict.fromkeys(by_rank))
+    branches = [(lambda x: x) if tile is None else partial(run, tile) for tile in distinct]
+    if len(branches) == 1:
+        return branches[0](into)
+    branch_of_rank = jnp.asarray([distinct.index(tile) for tile in by_rank], jnp.int32)
+    rank = Ranks(spec.call.axis_name, spec.call.plan.cp_size).rank()
+    return cast("State", lax.switch(branch_of_rank[rank], branches, into))
 
 
 def _attend(
-    static: Static, rows: QueryBlock, columns: KeyBlock, tile: Tile, into: AttentionState
+    spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, tile: Tile, into: AttentionState
 ) -> AttentionState:
-    dims = HeadDims.of(static, columns)
-    given, pattern = _given(static, rows, columns, tile)
-    out, lse = fmha.attend(pattern, *given)
-    lse = lse - _not_taken_off(rows, tile)
-    hidden = _hidden(tile, rows.bias)
+    """Merge the attention of one tile into ``into``, or return it alone if that may be replaced."""
+    dims, wide = HeadDims.of(spec.call, columns), spec.call.wide
+    operands, pattern = _fmha_operands(spec.call, rows, columns, tile)
+    out, lse = fmha.attend(pattern, *operands)
+    lse = lse - _shift_in_lse(rows, tile)
+    hidden = _hidden_rows(tile, rows.bias)
     if hidden is not None:
         lse, out = jnp.where(hidden, -jnp.inf, lse), jnp.where(hidden[..., None], 0, out)
-    found = AttentionState(out[..., : dims.v].astype(static.wide), lse.astype(static.wide))
-    if lse.shape == into.lse.shape and static.fresh:
-        return found
-    found = merge(AttentionState(tile.queries(into.out), tile.queries(into.lse)), found)
+    state = AttentionState(out[..., : dims.v].astype(wide), lse.astype(wide))
+    if lse.shape == into.lse.shape and spec.overwrite:
+        return state
+    state = merge(AttentionState(tile.queries(into.out), tile.queries(into.lse)), state)
     return AttentionState(*(
         lax.dynamic_update_slice_in_dim(x, y, tile.q_start, axis=2)
-        for x, y in zip(into, found, strict=True)
+        for x, y in zip(into, state, strict=True)
     ))  # fmt: skip
 
 
 def _differentiate(
-    static: Static,
+    spec: LaunchSpec,
     rows: QueryBlock,
     columns: KeyBlock,
     upstream: BackwardInputs,
     tile: Tile,
     into: Grads,
 ) -> Grads:
-    dims = HeadDims.of(static, columns)
-    given, pattern = _given(static, rows, columns, tile)
+    """Add the gradients of one tile to ``into``; dK/dV replace it if they may."""
+    dims = HeadDims.of(spec.call, columns)
+    operands, pattern = _fmha_operands(spec.call, rows, columns, tile)
     lse, out, dout = map(tile.queries, (upstream.lse, not_none(upstream.out), upstream.dout))
-    lse = lse + _not_taken_off(rows, tile)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # nothing seen: probabilities are 0
-    v_dim = given[2].shape[3]
+    lse = lse + _shift_in_lse(rows, tile)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # rows that see nothing get probabilities of 0
+    v_dim = operands[2].shape[3]
     dq, dk, dv, dbias = fmha.differentiate(
-        pattern, *given, lse.astype(jnp.float32), wide(out, v_dim), wide(dout, v_dim)
+        pattern, *operands, lse.astype(jnp.float32), pad_dim(out, v_dim), pad_dim(dout, v_dim)
     )
-    dkv = jnp.concatenate([dk[..., : dims.qk], dv[..., : dims.v]], axis=-1).astype(static.wide)
-    if not (static.fresh and dkv.shape == into.dkv.shape):
+    dkv = jnp.concatenate([dk[..., : dims.qk], dv[..., : dims.v]], axis=-1).astype(spec.call.wide)
+    if not (spec.overwrite and dkv.shape == into.dkv.shape):
         dkv = _add(into.dkv, dkv, (tile.k_start, 0))
     if into.dbias is not None and dbias is not None:
         into = into._replace(dbias=_add(into.dbias, dbias, (tile.q_start, tile.k_start)))
     return Grads(_add(into.dq, dq[..., : dims.qk], (tile.q_start, 0)), dkv, into.dbias)
 
 
-def _given(
-    static: Static, rows: QueryBlock, columns: KeyBlock, tile: Tile
+def _fmha_operands(
+    call: CallSpec, rows: QueryBlock, columns: KeyBlock, tile: Tile
 ) -> tuple[tuple[Array, Array, Array, Array | None], fmha.Pattern]:
-    """What cuDNN takes of a tile: ``(q, k, v, bias)``, and what it is told of them."""
-    dims = HeadDims.of(static, columns)
-    k, v = dims.apart(columns.kv[:, :, tile.k_start : tile.k_stop])
-    qk_dim, v_dim = _call_dims(dims)
+    """Return the arrays ``(q, k, v, bias)`` of a cuDNN call, padded, and its static parameters."""
+    dims = HeadDims.of(call, columns)
+    k, v = dims.split(columns.kv[:, :, tile.k_start : tile.k_stop])
+    qk_dim, v_dim = _padded_dims(dims)
     bias = tile.bias(rows.bias)
     if bias is not None:
-        if (taken := _taken_off(rows, tile)) is not None:
-            bias = (bias.astype(static.wide) - taken[..., None]).astype(bias.dtype)
-        bias = jnp.maximum(bias, jnp.asarray(_LEAST[static.dtype], bias.dtype))
+        if (shift := _shift_in_bias(rows, tile)) is not None:
+            bias = (bias.astype(call.wide) - shift[..., None]).astype(bias.dtype)
+        bias = jnp.maximum(bias, jnp.asarray(_MIN_BIAS[call.dtype], bias.dtype))
     pattern = fmha.Pattern(
-        static.scale, tile.causal, tile.window, bias is not None and static.bias_grad
+        call.scale, tile.causal, tile.window, bias is not None and call.bias_grad
     )
-    return (wide(tile.queries(rows.q), qk_dim), wide(k, qk_dim), wide(v, v_dim), bias), pattern
+    q = pad_dim(tile.queries(rows.q), qk_dim)
+    return (q, pad_dim(k, qk_dim), pad_dim(v, v_dim), bias), pattern
 
 
-def _taken_off(rows: QueryBlock, tile: Tile) -> Array | None:
-    """Return what is taken off the bias of a tile's rows, ``[B or 1, H or 1, n]``.
+def _shift_in_bias(rows: QueryBlock, tile: Tile) -> Array | None:
+    """Return the shift to subtract from the bias of a tile's rows, ``[B or 1, H or 1, n]``.
 
-    That is the rows' shift where it is far from 0. What is left then keeps its digits in half
+    That is the rows' shift where it is large, else 0. The difference then keeps its digits in half
     precision: a number within twice the shift differs from it by one that the dtype holds, and
-    others weigh nothing. Beside a smaller shift float32 holds ``lse``, and half precision would
-    round what is left.
+    others have no weight. A smaller shift stays in ``lse``, which float32 holds, as half precision
+    would round the difference.
     """
     if rows.bias_shift is None:
         return None
     shift = tile.queries(rows.bias_shift)
-    return jnp.where(jnp.abs(shift) < _FAR, 0, shift)
+    return jnp.where(jnp.abs(shift) < _LARGE_SHIFT, 0, shift)
 
 
-def _not_taken_off(rows: QueryBlock, tile: Tile) -> Array | float:
-    """Return the rest of the rows' shift, by which ``lse`` here is larger than that of the call."""
+def _shift_in_lse(rows: QueryBlock, tile: Tile) -> Array | float:
+    """Return the rest of the rows' shift, by which cuDNN's ``lse`` is larger than the call's."""
     if rows.bias_shift is None:
         return 0.0
     shift = tile.queries(rows.bias_shift)
-    return jnp.where(jnp.abs(shift) < _FAR, shift, 0)
+    return jnp.where(jnp.abs(shift) < _LARGE_SHIFT, shift, 0)
 
 
-def _call_dims(dims: HeadDims) -> HeadDims:
+def _padded_dims(dims: HeadDims) -> HeadDims:
+    """Return the head dims to call cuDNN with."""
     version = fmha.cudnn_version()
-    is_able = version is None or version >= _MIXED_FROM
-    dims = HeadDims(*(-(-dim // _MULTIPLE) * _MULTIPLE for dim in dims))
-    fits = dims.qk == dims.v or (dims == _MIXED and is_able)
+    takes_mixed = version is None or version >= _MIXED_DIMS_VERSION
+    dims = HeadDims(*(-(-dim // _DIM_MULTIPLE) * _DIM_MULTIPLE for dim in dims))
+    fits = dims.qk == dims.v or (dims == _MIXED_DIMS and takes_mixed)
     return dims if fits else HeadDims(max(dims), max(dims))
 
 
-def _hidden(tile: Tile, bias: Array | None) -> Array | None:
-    """The queries of which a bias hides all keys, ``[B or 1, H or 1, T]``."""
+def _hidden_rows(tile: Tile, bias: Array | None) -> Array | None:
+    """Return which queries of a tile see no key because of the bias, ``[B or 1, H or 1, T]``."""
     bias = tile.bias(bias)
     if bias is None:
         return None
@@ -280,10 +295,10 @@ def _hidden(tile: Tile, bias: Array | None) -> Array | None:
 
 
 def _add(into: Array, x: Array, start: tuple[int, int]) -> Array:
-    """A part of the last two dimensions, added; all of them without reading and writing others."""
+    """Add ``x`` to the part of ``into`` that begins at ``start`` in the last two dimensions."""
     x = x.astype(into.dtype)
     if x.shape == into.shape:
         return into + x
-    at = (0, 0, *start)
-    old = lax.slice(into, at, tuple(a + n for a, n in zip(at, x.shape, strict=True)))
-    return lax.dynamic_update_slice(into, old + x, at)
+    start4 = (0, 0, *start)
+    old = lax.slice(into, start4, tuple(a + n for a, n in zip(start4, x.shape, strict=True)))
+    return lax.dynamic_update_slice(into, old + x, start4)

@@ -1,8 +1,8 @@
-"""cuDNN's attention as ``jax.nn.dot_product_attention(implementation="cudnn")`` calls it.
+"""Call cuDNN's attention through the primitives of ``jax.nn.dot_product_attention``.
 
-A ring has to give the backward the ``lse`` and the output of all steps, so the two operations are
-called apart. JAX has no public name for them, and their parameters differ among its releases: what
-is not known here is refused.
+A ring must pass the ``lse`` and the output of all steps to the backward, so forward and backward
+are called separately. JAX has no public names for these primitives, and their parameters differ
+between its releases: signatures that are not known here are refused.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ _SCORE_MOD = ("score_mod_args", "score_mod_name", "score_mod_jaxpr")  # from jax
 
 
 class Binding(NamedTuple):
-    """The operations, and what they take beside arrays."""
+    """JAX's primitives of cuDNN's attention, and the constants that they take."""
 
-    forward: Any  # primitives
-    backward: Any
-    no_mask: Any
-    causal: Any
-    layout: int  # of arrays as callers have them, heads behind tokens
-    unused: tuple[str, ...]  # parameters that are ``None``
+    forward: Any  # primitive
+    backward: Any  # primitive
+    no_mask: Any  # mask type
+    causal: Any  # mask type
+    layout: int  # [B, T, H, D]
+    unused: tuple[str, ...]  # names of parameters to be set to ``None``
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is known of a call when it is traced; hashable."""
+    """The static parameters of a cuDNN call; hashable."""
 
     scale: float
     causal: bool
-    window: int | None  # keys that a query sees, its own included
+    window: int | None  # number of keys that a query sees, its own included
     bias_grad: bool = False
 
 
 def attend(
     pattern: Pattern, q: Array, k: Array, v: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    """``(out [B, H, T, Dv], lse [B, H, T])`` of arrays that are heads first."""
+    """Return ``(out [B, H, T, Dv], lse [B, H, T])`` for arrays ``[B, heads, T, D]``."""
     arrays = [x.swapaxes(1, 2) for x in (q, k, v)]
-    out, lse = sequential_vmap(partial(call_forward, pattern))(*arrays, *_given(bias))
+    out, lse = sequential_vmap(partial(call_forward, pattern))(*arrays, *_as_tuple(bias))
     return out.swapaxes(1, 2), lse
 
 
@@ -64,22 +64,27 @@ def differentiate(
     pattern: Pattern, q: Array, k: Array, v: Array, bias: Array | None, lse: Array, out: Array,
     dout: Array,
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-    """``(dq, dk, dv, dbias)``, heads first; ``lse`` and ``out`` are those of all steps."""
+    """Return ``(dq, dk, dv, dbias)`` for arrays ``[B, heads, T, D]``.
+
+    ``lse`` and ``out`` are those over all keys, not only over ``k``. ``dbias`` is ``None`` unless
+    ``pattern.bias_grad``.
+    """
     q, k, v, out, dout = (x.swapaxes(1, 2) for x in (q, k, v, out, dout))
     run = sequential_vmap(partial(call_backward, pattern))
-    found = run(q, k, v, lse, out, dout, *_given(bias))
-    dq, dk, dv = (x.swapaxes(1, 2) for x in found[:3])
-    return dq, dk, dv, found[3] if len(found) > 3 else None
+    grads = run(q, k, v, lse, out, dout, *_as_tuple(bias))
+    dq, dk, dv = (x.swapaxes(1, 2) for x in grads[:3])
+    return dq, dk, dv, grads[3] if len(grads) > 3 else None
 
 
 def call_forward(
     pattern: Pattern, q: Array, k: Array, v: Array, *bias: Array
 ) -> tuple[Array, Array]:
-    """``(out [B, T, H, Dv], lse [B, H, T])`` of arrays as callers have them."""
-    found, none = _binding(), jnp.zeros(0, q.dtype)
-    out, lse = found.forward.bind(
-        q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, found, bias), is_training=True
-    )
+    """Return ``(out [B, T, H, Dv], lse [B, H, T])`` for arrays ``[B, T, heads, D]``."""
+    binding, none = _binding(), jnp.zeros(0, q.dtype)
+    out, lse = binding.forward.bind(
+        q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, binding, bias),
+        is_training=True,
+    )  # fmt: skip
     return out, lse
 
 
@@ -93,19 +98,19 @@ def call_backward(
     dout: Array,
     *bias: Array,
 ) -> tuple[Array, ...]:
-    """``(dq, dk, dv)``, and ``dbias`` if it is asked for."""
-    found, none = _binding(), jnp.zeros(0, q.dtype)
+    """Return ``(dq, dk, dv)``, and ``dbias`` with ``pattern.bias_grad``; ``[B, T, heads, D]``."""
+    binding, none = _binding(), jnp.zeros(0, q.dtype)
     return tuple(
-        found.backward.bind(
+        binding.backward.bind(
             q, k, v, *(bias or (none,)), *[none] * 6, lse, out, dout,
-            **_params(pattern, found, bias),
+            **_params(pattern, binding, bias),
         )
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def found_binding() -> Binding | str:
-    """The operations, or why they cannot be called."""
+    """Find the primitives in this jax; return them, or the reason why they cannot be called."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as module
 
@@ -130,7 +135,7 @@ def found_binding() -> Binding | str:
 
 
 def cudnn_version() -> int | None:
-    """As cuDNN counts it, 91002 for 9.10.2; ``None`` where there is none."""
+    """Return cuDNN's version, 91002 for 9.10.2; ``None`` if it is not installed."""
     try:
         from jax._src.lib import cuda_versions
 
@@ -140,19 +145,21 @@ def cudnn_version() -> int | None:
 
 
 def _binding() -> Binding:
-    found = found_binding()
-    assert isinstance(found, Binding), found
-    return found
+    binding = found_binding()
+    assert isinstance(binding, Binding), binding
+    return binding
 
 
-def _given(bias: Array | None) -> tuple[Array, ...]:
+def _as_tuple(bias: Array | None) -> tuple[Array, ...]:
     return () if bias is None else (bias,)
 
 
-def _params(pattern: Pattern, found: Binding, bias: tuple[Array, ...]) -> dict[str, Any]:
+def _params(pattern: Pattern, binding: Binding, bias: tuple[Array, ...]) -> dict[str, Any]:
+    """Return the keyword parameters of either primitive."""
     return {
         "scale": pattern.scale, "seed": 0, "dropout_rate": 0.0,
         "variadic_args": (bool(bias), bool(bias) and pattern.bias_grad),
-        "mask_type": found.causal if pattern.causal else found.no_mask, "layout": found.layout,
-        "sliding_window_length": pattern.window, **dict.fromkeys(found.unused),
+        "mask_type": binding.causal if pattern.causal else binding.no_mask,
+        "layout": binding.layout, "sliding_window_length": pattern.window,
+        **dict.fromkeys(binding.unused),
     }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Head dims that the kernels are slow at: zeros are added up to the next that they are fast at.
+"""Pad head dims with zeros to the next size that the kernels are fast at.
 
-The copy engine fetches rows of a power of two, as matrix units multiply them; the kernels for
-Hopper have 64 and 128. Zeros change no score, and no column of a result but those that are dropped.
+The copy engine fetches rows of a power of two, and matrix units multiply such; the kernels for
+Hopper support 64 and 128. Zeros change no score, and results have further columns only, which are
+cropped.
 """
 
 from __future__ import annotations
@@ -15,70 +16,72 @@ from ring_core.triton.tile_configs import padded
 from ring_jax.records import (
     Array,
     BackwardInputs,
+    CallSpec,
     Grads,
     KeyBlock,
+    LaunchSpec,
     QueryBlock,
-    Static,
 )
 
-_LEAST = 32  # below there is little to gain
+_MIN_PADDED = 32  # smaller head dims gain little from padding
 
 
 class HeadDims(NamedTuple):
-    """Head dims of Q and K, and of V."""
+    """Head dim of Q and K, and head dim of V."""
 
     qk: int
     v: int
 
     @classmethod
-    def of(cls, static: Static, columns: KeyBlock) -> HeadDims:
-        """A call's."""
-        return cls(static.head_dim, columns.kv.shape[3] - static.head_dim)
+    def of(cls, call: CallSpec, columns: KeyBlock) -> HeadDims:
+        """Return the head dims of a call's keys and values."""
+        return cls(call.head_dim, columns.kv.shape[3] - call.head_dim)
 
     @property
     def fast(self) -> HeadDims:
-        """Those to compute at."""
-        return HeadDims(*(padded(dim) if dim > _LEAST else dim for dim in self))
+        """Head dims after zero padding."""
+        return HeadDims(*(padded(dim) if dim > _MIN_PADDED else dim for dim in self))
 
-    def apart(self, both: Array) -> tuple[Array, Array]:
-        """Keys and values, or gradients of theirs, that lie side by side."""
-        return both[..., : self.qk], both[..., self.qk :]
+    def split(self, kv: Array) -> tuple[Array, Array]:
+        """Split ``[..., D + Dv]`` into keys and values, or into their gradients."""
+        return kv[..., : self.qk], kv[..., self.qk :]
 
 
-def wide_step(
-    now: HeadDims, then: HeadDims, static: Static, rows: QueryBlock, columns: KeyBlock
-) -> tuple[Static, QueryBlock, KeyBlock]:
-    """A step of a call at other head dims."""
+def pad_operands(
+    dims: HeadDims, to: HeadDims, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock
+) -> tuple[LaunchSpec, QueryBlock, KeyBlock]:
+    """Pad the operands of a launch from head dims ``dims`` to head dims ``to``."""
     return (
-        replace(static, head_dim=then.qk),
-        rows._replace(q=wide(rows.q, then.qk)),
-        columns._replace(kv=_side_by_side(now, then, columns.kv)),
+        replace(spec, call=replace(spec.call, head_dim=to.qk)),
+        rows._replace(q=pad_dim(rows.q, to.qk)),
+        columns._replace(kv=_pad_kv(dims, to, columns.kv)),
     )
 
 
-def wide_grads(
-    now: HeadDims, then: HeadDims, upstream: BackwardInputs, into: Grads
+def pad_grads(
+    dims: HeadDims, to: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
-    """What a backward starts from, and where it adds its part, at other head dims."""
+    """Pad the inputs and the accumulators of a backward from head dims ``dims`` to ``to``."""
     return (
-        upstream._replace(dout=wide(upstream.dout, then.v)),
-        into._replace(dq=wide(into.dq, then.qk), dkv=_side_by_side(now, then, into.dkv)),
+        upstream._replace(dout=pad_dim(upstream.dout, to.v)),
+        into._replace(dq=pad_dim(into.dq, to.qk), dkv=_pad_kv(dims, to, into.dkv)),
     )
 
 
-def narrow_grads(now: HeadDims, then: HeadDims, found: Grads) -> Grads:
-    """Gradients without what was added."""
-    dk, dv = then.apart(found.dkv)
-    dkv = jnp.concatenate([dk[..., : now.qk], dv[..., : now.v]], axis=-1)
-    return found._replace(dq=found.dq[..., : now.qk], dkv=dkv)
+def crop_grads(dims: HeadDims, to: HeadDims, grads: Grads) -> Grads:
+    """Crop gradients at head dims ``to`` back to ``dims``, the reverse of :func:`pad_grads`."""
+    dk, dv = to.split(grads.dkv)
+    dkv = jnp.concatenate([dk[..., : dims.qk], dv[..., : dims.v]], axis=-1)
+    return grads._replace(dq=grads.dq[..., : dims.qk], dkv=dkv)
 
 
-def _side_by_side(now: HeadDims, then: HeadDims, both: Array) -> Array:
-    k, v = now.apart(both)
-    return jnp.concatenate([wide(k, then.qk), wide(v, then.v)], axis=-1)
+def _pad_kv(dims: HeadDims, to: HeadDims, kv: Array) -> Array:
+    """Pad keys and values that lie side by side, each to its own head dim."""
+    k, v = dims.split(kv)
+    return jnp.concatenate([pad_dim(k, to.qk), pad_dim(v, to.v)], axis=-1)
 
 
-def wide(x: Array, dim: int) -> Array:
-    """Zeros behind the last dimension, up to so many."""
-    more = dim - x.shape[-1]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+def pad_dim(x: Array, dim: int) -> Array:
+    """Pad the last dimension with zeros to length ``dim``."""
+    missing = dim - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x

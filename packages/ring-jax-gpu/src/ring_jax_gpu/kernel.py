@@ -8,46 +8,44 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ring_core import Capabilities, Stage
+from ring_core import Capabilities, KernelConfig, RingProgram, Stage
 from ring_core.base.config import EVERYTHING
 from ring_core.triton.tile_configs import Table
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,
+    Direction,
     Grads,
     ItemTable,
     Kernel,
     KeyBlock,
+    LaunchSpec,
+    LocalShape,
     QueryBlock,
-    Static,
 )
 from ring_jax_gpu.head_dims import (
     HeadDims,
-    narrow_grads,
-    wide,
-    wide_grads,
-    wide_step,
+    crop_grads,
+    pad_dim,
+    pad_grads,
+    pad_operands,
 )
-from ring_jax_gpu.operands import Call
+from ring_jax_gpu.operands import StepWork
 
 
 @dataclass(frozen=True)
 class TritonKernel(Kernel):
-    """Visits the blocks that are not empty, whatever the mask.
+    """Flash attention in Triton, which computes only the blocks that a mask does not hide.
 
-    A backward in one kernel (``fused_backward=True``; on Hopper also by default, where the mask is
-    of bands and there is no option) adds to dQ in an order that differs from run to run.
+    A backward in one kernel (``fused_backward=True``; by default on Hopper, for masks that are
+    bands and calls without further options) adds to dQ in an order that differs from run to run.
 
     Attributes:
-        repeats: The backward is to repeat bit for bit.
-        rounds: What the last step of a call yields may have the inputs' dtype.
-        blocks: How large blocks are, a table as ``python -m ring_jax_gpu tune`` writes it; ``None``
-            for the package's, or that of ``RING_TRITON_BLOCKS``.
-        roles: On Hopper, warp-specialised kernels do what they can do.
+        blocks: A table of block sizes, as ``python -m ring_jax_gpu tune`` writes it; ``None`` is
+            the package's table, or that of ``RING_TRITON_BLOCKS``.
+        roles: On Hopper, use the warp-specialised kernels for calls that they can do.
     """
 
-    repeats: bool = False
-    rounds: bool = False
     blocks: Table | None = None
     roles: bool = True
 
@@ -56,55 +54,74 @@ class TritonKernel(Kernel):
         max_head_dim=256,
     )  # fmt: skip
 
+    def refusals(
+        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /
+    ) -> tuple[str, ...]:
+        """Refuse a fused backward that must repeat bit for bit."""
+        del direction, program
+        if local.deterministic and config.fused_backward:
+            reason = (
+                "fused_backward=True adds to dQ in an order that differs from run to run, which "
+                "deterministic=True rules out. Instead: leave out fused_backward"
+            )
+            return (reason,)
+        return ()
+
     def attend_into(
         self,
-        static: Static,
+        spec: LaunchSpec,
         rows: QueryBlock,
         columns: KeyBlock,
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """Attend and merge into ``into``."""
-        dims = HeadDims.of(static, columns)
+        """Return ``into`` merged with the attention of the work items."""
+        dims = HeadDims.of(spec.call, columns)
         if (fast := dims.fast) != dims:
-            into = into._replace(out=wide(into.out, fast.v))
-            found = self.attend_into(*wide_step(dims, fast, static, rows, columns), work, into)
-            return found._replace(out=found.out[..., : dims.v])
+            into = into._replace(out=pad_dim(into.out, fast.v))
+            padded = pad_operands(dims, fast, spec, rows, columns)
+            state = self.attend_into(*padded, work, into)
+            return state._replace(out=state.out[..., : dims.v])
         dtype, before = into.out.dtype, None
-        if self.rounds and static.last and rows.q.dtype != dtype:
-            before = None if static.fresh else into.out
+        # The last launch of a call may write the inputs' dtype. It then reads the accumulator from
+        # `before`. Sinks rescale the result later, so with them it is rounded only after that.
+        if spec.is_final and not spec.call.has_sinks and rows.q.dtype != dtype:
+            before = None if spec.overwrite else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
-        out, lse = self._call(static, rows, columns, work).fwd(into, before)
+        out, lse = self._step_work(spec, rows, columns, work).fwd(into, before)
         return AttentionState(out.astype(dtype), lse)
 
     def grads_into(
-        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """Add the items' gradients to ``into``."""
-        dims = HeadDims.of(static, columns)
+        """Return ``into`` plus the gradients of the work items."""
+        call = spec.call
+        dims = HeadDims.of(call, columns)
         if (fast := dims.fast) != dims:
-            upstream, into = wide_grads(dims, fast, upstream, into)
-            given = wide_step(dims, fast, static, rows, columns)
-            return narrow_grads(dims, fast, self.grads_into(*given, upstream, work, into))
-        call = self._call(static, rows, columns, work)
-        (dq, dkv, dbias), fused = into, static.config.fused_backward
-        dtype = rows.q.dtype if _is_one(static.program.backward) else dkv.dtype
-        keys = call.parts_of(dkv.astype(dtype), "dk", "dv")
-        on_hopper = fused is None and not self.repeats and call.on_hopper
+            upstream, into = pad_grads(dims, fast, upstream, into)
+            padded = pad_operands(dims, fast, spec, rows, columns)
+            return crop_grads(dims, fast, self.grads_into(*padded, upstream, work, into))
+        step = self._step_work(spec, rows, columns, work)
+        (dq, dkv, dbias), fused = into, call.config.fused_backward
+        # Nothing is added to dK/dV of a single step later, so they may have the inputs' dtype.
+        dtype = rows.q.dtype if _is_single_step(call.program.backward) else dkv.dtype
+        key_grads = step.split_kv(dkv.astype(dtype), "dk", "dv")
+        on_hopper = fused is None and not call.deterministic and step.on_hopper
         if fused or on_hopper:
-            dq, keys = call.bwd_fused(upstream, dq, keys, only_on_hopper=on_hopper)
+            dq, key_grads = step.bwd_fused(upstream, dq, key_grads, only_on_hopper=on_hopper)
         else:
-            dq, keys = call.bwd_dq(upstream, dq), call.bwd_dkv(upstream, keys)
-        dkv = jnp.concatenate([x.astype(dkv.dtype) for x in keys.values()], axis=-1)
-        return Grads(dq, dkv, None if dbias is None else call.bwd_dbias(upstream, dbias))
+            dq, key_grads = step.bwd_dq(upstream, dq), step.bwd_dkv(upstream, key_grads)
+        dkv = jnp.concatenate([x.astype(dkv.dtype) for x in key_grads.values()], axis=-1)
+        return Grads(dq, dkv, None if dbias is None else step.bwd_dbias(upstream, dbias))
 
-    def _call(self, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable) -> Call:
-        return Call(
-            static, rows, columns, work, _is_one(static.program.forward), self.blocks, self.roles
-        )
+    def _step_work(
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, work: ItemTable
+    ) -> StepWork:
+        separate_kv = _is_single_step(spec.call.program.forward)
+        return StepWork(spec, rows, columns, work, separate_kv, self.blocks, self.roles)
 
 
-def _is_one(stages: Sequence[Stage]) -> bool:
-    """Whether there is one step, and none of it is another rank's."""
+def _is_single_step(stages: Sequence[Stage]) -> bool:
+    """Return True if there is one step, in which no rank computes for another one."""
     return len(stages) == 1 and not stages[0].helps

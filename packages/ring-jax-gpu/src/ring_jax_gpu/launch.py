@@ -1,4 +1,4 @@
-"""A launch of a Triton kernel: what is known of it when it is traced, and its arguments."""
+"""The static description of a Triton kernel launch, and the kernel's arguments by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ring_core.triton.tile_configs import Blocks, stages_that_fit
 from ring_jax.records import Array, Rectangle
 
 Arrays = dict[str, Array]
-Kernel = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
-RANK_OPERAND = "rank"  # whose queries these are, int32[]; for Hopper alone
+KernelName = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
+RANK_OPERAND = "rank"  # rank of the queries, int32[]; only kernels for Hopper take it
 
-# Parameters of kernels that are other views of an array: of what comes by the copy engine, for
-# blocks that are done NaN-safe; of keys and values side by side, for each by itself.
+# Parameters of kernels that are further views of an array. Arrays that the copy engine fetches are
+# also passed as pointers, for blocks that are computed NaN-safe; keys and values that lie side by
+# side are passed as one array each.
 _VIEWS = {
     "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
     "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"),
@@ -24,42 +25,45 @@ _VIEWS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What is known of a launch when it is traced; hashable."""
+    """The static description of a launch, known when it is traced; hashable."""
 
-    kernel: Kernel
-    numbers: tuple[tuple[str, int], ...]
-    consts: tuple[tuple[str, Any], ...]  # of ``Constexprs``, but for ``TMA``
+    kernel: KernelName
+    numbers: tuple[tuple[str, int], ...]  # integer arguments by name
+    consts: tuple[tuple[str, Any], ...]  # fields of ``Constexprs`` by name, except ``TMA``
     grid: tuple[int, int, int]
     warps: int
     stages: int
-    hopper: bool = False  # kernels for Hopper can do it
-    rectangles: tuple[Rectangle, ...] = ()  # of Static
-    fallback: tuple[Launch, ...] = ()  # what to launch instead where they cannot
+    hopper: bool = False  # a kernel for Hopper can do it
+    rectangles: tuple[Rectangle, ...] = ()  # those of the ``LaunchSpec``
+    fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 
 def launches_of(launch: Launch) -> tuple[Launch, ...]:
-    """The launches of plain Triton that one stands for, or itself."""
+    """Return the launches in plain Triton that a launch stands for."""
     return launch.fallback or (launch,)
 
 
 def kernel_of(launch: Launch) -> Any:
-    """The kernel of plain Triton."""
+    """Return the launch's kernel in plain Triton."""
     from ring_core.triton import backward, forward
 
     return getattr(forward if launch.kernel == "fwd" else backward, launch.kernel)
 
 
 def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Arrays:
-    """All but what another launch changes, and what kernels for Hopper alone take."""
-    known, others = kernel_of(launch).arg_names, {*changed, RANK_OPERAND}
-    return {name: x for name, x in arrays.items() if name not in others or name in known}
+    """Return the arrays of a launch: without those of other launches and of Hopper's kernels.
+
+    ``changed`` are the arrays that some launch changes; each launch has parameters for its own.
+    """
+    parameters, optional = kernel_of(launch).arg_names, {*changed, RANK_OPERAND}
+    return {name: x for name, x in arrays.items() if name not in optional or name in parameters}
 
 
 def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
-    """How many blocks may be on their way at once.
+    """Return the number of pipeline stages of a launch, lowered until they fit in shared memory.
 
     Raises:
-        UnsupportedError: A GPU has no room for a block.
+        UnsupportedError: The shared memory of this GPU is too small for even one.
     """
     consts: dict[str, Any] = dict(launch.consts)
     blocks = Blocks(consts["BLOCK_Q"], consts["BLOCK_K"], launch.warps, launch.stages)
@@ -70,34 +74,35 @@ def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
 
 
 def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) -> dict[str, Any]:
-    """All arguments of a kernel by name, ``None`` for arrays that the call does not have.
+    """Return all arguments of a kernel by name, ``None`` for arrays that the call does not have.
 
-    jax-triton takes a name that it does not know for a constant; here that is an error.
+    ``has_tma`` says that the GPU has a copy engine for tiles. jax-triton would take a name that it
+    does not know for a constant; here that is an assertion error.
     """
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
-    copied = has_tma and launch.kernel != "bwd_dbias" and _can_use_tma(launch, arrays)
-    consts = Constexprs(**dict(launch.consts), TMA=copied)
-    known: dict[str, Any] = {
+    uses_tma = has_tma and launch.kernel != "bwd_dbias" and _can_use_tma(launch, arrays)
+    consts = Constexprs(**dict(launch.consts), TMA=uses_tma)
+    arguments: dict[str, Any] = {
         **arrays, **dict(launch.numbers), "consts": as_constants(consts),
         "nan_safe": as_constants(nan_safe_constexprs(consts)),
-        **{name: arrays[x] for name, of in _VIEWS.items() for x in of if x in arrays},
-        **(_descriptors(consts, arrays) if copied else {}),
+        **{name: arrays[x] for name, views in _VIEWS.items() for x in views if x in arrays},
+        **(_descriptors(consts, arrays) if uses_tma else {}),
     }  # fmt: skip
     unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, "kv", "k", "v"}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
-    return {name: known.get(name) for name in kernel.arg_names}
+    return {name: arguments.get(name) for name in kernel.arg_names}
 
 
 def _can_use_tma(launch: Launch, arrays: Arrays) -> bool:
-    """Whether tiles can come by the copy engine, which knows no padding inside a row."""
+    """Return True if the copy engine can fetch tiles: it cannot pad inside a row."""
     consts = dict(launch.consts)
-    whole = consts["D"] == consts["PADDED"] and consts["DV"] == consts["PADDED_V"]
-    return bool(whole and arrays["q"].dtype.itemsize * consts["DV"] % 16 == 0)
+    unpadded = consts["D"] == consts["PADDED"] and consts["DV"] == consts["PADDED_V"]
+    return bool(unpadded and arrays["q"].dtype.itemsize * consts["DV"] % 16 == 0)
 
 
 def _descriptors(consts: Any, arrays: Arrays) -> dict[str, Any]:
-    """Tensors as ``[heads, length, dims]`` for the copy engine, with the tiles that it fetches."""
+    """Return the copy engine's descriptors of tensors ``[heads, length, dims]`` and their tiles."""
     from jax_triton import TensorDescriptor
 
     keys, values = ("kv", "kv") if consts.KV_PACKED else ("k", "v")
@@ -105,9 +110,9 @@ def _descriptors(consts: Any, arrays: Arrays) -> dict[str, Any]:
         "q": ("q", consts.BLOCK_Q, consts.D), "dout": ("dout", consts.BLOCK_Q, consts.DV),
         "k": (keys, consts.BLOCK_K, consts.D), "v": (values, consts.BLOCK_K, consts.DV),
     }  # fmt: skip
-    found = {}
+    descriptors = {}
     for name, (array, length, dims) in shapes.items():
         if array in arrays:
             flat = lax.collapse(arrays[array], 0, 2)
-            found[name] = TensorDescriptor.from_array(flat, (1, length, dims))
-    return found
+            descriptors[name] = TensorDescriptor.from_array(flat, (1, length, dims))
+    return descriptors

@@ -1,6 +1,6 @@
-"""The launch of a Triton kernel as an operation of JAX that changes some of its arrays.
+"""The launch of a Triton kernel as a JAX primitive, which updates some of its arrays.
 
-What it becomes is decided when a program is compiled for a GPU: only then are Triton and jax-triton
+The kernel is chosen when a program is lowered for a GPU: only then are Triton and jax-triton
 imported, and only then is it known whether the GPU has a copy engine for tiles.
 """
 
@@ -27,20 +27,22 @@ from ring_jax_gpu.launch import (
     stages_of,
 )
 
-_GLUON = (3, 9)  # of Triton
+_GLUON = (3, 9)  # first version of Triton whose Gluon the kernels for Hopper can be written in
 triton_launch_p = Primitive("ring_triton_launch")
 triton_launch_p.multiple_results = True
 
 
-def run(launch: Launch, given: Arrays, changed: Arrays) -> Arrays:
-    """Launch a kernel that reads ``given`` and updates ``changed``; returns the latter."""
-    given, changed = match_varying((given, changed), varying_axes((given, changed)))
-    bind = partial(
-        triton_launch_p.bind, launch=launch, names=(*given, *changed), num_changed=len(changed)
-    )
+def launch_kernel(launch: Launch, read: Arrays, changed: Arrays) -> Arrays:
+    """Launch a kernel that reads the arrays ``read`` and updates those of ``changed``.
 
-    # A vmapped axis is run through one by one.
-    results = sequential_vmap(bind)(*given.values(), *changed.values())
+    Returns:
+        The updated arrays by name. Under ``vmap`` there is one launch an element, in sequence.
+    """
+    read, changed = match_varying((read, changed), varying_axes((read, changed)))
+    bind = partial(
+        triton_launch_p.bind, launch=launch, names=(*read, *changed), num_changed=len(changed)
+    )
+    results = sequential_vmap(bind)(*read.values(), *changed.values())
     return dict(zip(changed, results, strict=True))
 
 
@@ -55,24 +57,31 @@ triton_launch_p.def_abstract_eval(
 def _call_triton(
     *arrays: Array, launch: Launch, names: tuple[str, ...], num_changed: int
 ) -> list[Array]:
+    """Lower the primitive: to a kernel for Hopper if it can be one, else to plain Triton.
+
+    Returns:
+        The last ``num_changed`` arrays, updated.
+    """
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
     capability = compute_capability()
     if launch.hopper and capability == HOPPER and has_gluon():
-        from ring_jax_gpu.hopper.run import run as run_for_hopper
+        from ring_jax_gpu.hopper.run import run as run_on_hopper
 
-        found = run_for_hopper(launch, by_name)
-        return [found[name] for name in changed]
-    for part in launches_of(launch):
-        by_name |= _call_one(part, arrays_of(part, by_name, changed), changed, capability)
+        updated = run_on_hopper(launch, by_name)
+        return [updated[name] for name in changed]
+    # Launches in plain Triton run one after another, each on the arrays that it has parameters for.
+    for plain in launches_of(launch):
+        by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
     return [by_name[name] for name in changed]
 
 
 mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="cuda")
 
 
-def _call_one(
+def _call_plain(
     launch: Launch, by_name: Arrays, all_changed: tuple[str, ...], capability: int
 ) -> Arrays:
+    """Call one kernel in plain Triton; return the arrays that it updated, by name."""
     import jax_triton
 
     kernel = kernel_of(launch)
@@ -85,7 +94,7 @@ def _call_one(
     with warnings.catch_warnings():
         # References, which are to replace these aliases, cannot be lowered here.
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
-        found = jax_triton.triton_call(
+        updated = jax_triton.triton_call(
             kernel=kernel,
             out_type=results,
             grid=launch.grid,
@@ -97,17 +106,17 @@ def _call_one(
             input_output_aliases={operands.index(name): n for n, name in enumerate(changed)},
             **arguments,
         )
-    return dict(zip(changed, found, strict=True))
+    return dict(zip(changed, updated, strict=True))
 
 
 def has_gluon() -> bool:
-    """Whether this Triton has the Gluon that the kernels for Hopper are written in."""
+    """Return True if this Triton has the Gluon that the kernels for Hopper are written in."""
     import triton
 
     return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
 
 
 def compute_capability() -> int:
-    """Of the first GPU, as in ``sm_90``."""
+    """Return the compute capability of the first GPU, 90 for 9.0."""
     major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
     return 10 * int(major) + int(minor)

@@ -1,8 +1,8 @@
-"""``python -m ring_jax_gpu``: tune the kernels in plain Triton for the GPU at hand.
+"""``python -m ring_jax_gpu``: tune the block sizes of the plain Triton kernels for this GPU.
 
-``tune FILE`` times blocks of other sizes, warps and stages for the chosen rows of the table, each
-checked against the table's own results first, and writes the table with the fastest ones to FILE,
-where all else that was tuned before stays, and so does a row that is not beaten twice.
+``tune FILE`` times other block sizes, warps and stages for the chosen rows of the table, each
+checked against the table's own results first, and writes the table with the fastest ones to FILE.
+Rows of FILE that are not chosen stay, and so does a row that is not beaten twice.
 Set ``RING_TRITON_BLOCKS=FILE`` to use it. The kernels for Hopper have no such sizes.
 """
 
@@ -30,27 +30,28 @@ from ring_jax.attention import RingAttention
 from ring_jax.records import Array
 from ring_jax_gpu.kernel import TritonKernel
 
-Seconds = Callable[[Row], float]  # of a call; infinite where a row cannot be had
+Seconds = Callable[[Row], float]  # times a call with a row; infinite if the row cannot be used
 Say = Callable[[str], None]
 
 SIZES, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 HEADS, KV_HEADS = 16, 4
-_LIMIT = 0.02  # of the norm of a result
+_LIMIT = 0.02  # largest error of a result, as a fraction of its norm
 _DEFAULT_KERNELS = ("fwd", "bwd_dq", "bwd_dkv")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
+    """Run the command line; return 0, or 2 for mistakes of the user."""
     try:
-        return _tuned(_parser().parse_args(argv))
+        return _tune_table(_parser().parse_args(argv))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _tuned(options: argparse.Namespace) -> int:
-    where, path = device(), Path(options.file)
-    table = read(str(path)) if path.exists() else default()  # what was tuned before stays
+def _tune_table(options: argparse.Namespace) -> int:
+    """Tune the chosen rows of a table one after another, and write it after each."""
+    gpu, path = device(), Path(options.file)
+    table = read(str(path)) if path.exists() else default()
     chosen = [
         row
         for row in table
@@ -59,16 +60,16 @@ def _tuned(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     if not chosen:
         raise ValueError("the table has no such rows; see --help for what can be chosen")
-    path.write_text(written(table))  # that it can be is seen now, not after minutes
+    path.write_text(written(table))  # fails now, not after minutes, if the file cannot be written
     with progress(len(chosen), "row") as bar:
         for row in chosen:
-            print(f"{name_of(row)}, on {where}", flush=True)
+            print(f"{name_of(row)}, on {gpu}", flush=True)
             say = print if options.verbose else lambda _: None
             seconds = timer(table, row, options.tokens, options.rounds, say)
             best, ratio = tuned(row, seconds)
             print(f"  {row.blocks} -> {best.blocks}: {ratio:.2f} times as fast", flush=True)
             table = tuple(best if x == row else x for x in table)
-            path.write_text(written(table))  # a run cut short leaves what it found
+            path.write_text(written(table))  # an interrupted run keeps the rows tuned so far
             bar.update()
     print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
     return 0
@@ -81,11 +82,11 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m ring_jax_gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    commands = found.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser(
         "tune", help="find the fastest blocks", description=__doc__
     ).add_argument
@@ -97,14 +98,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=_positive, default=4096)
     add("--rounds", type=_positive, default=5)
     add("--verbose", action="store_true", help="a line for each that was tried")
-    return found
+    return parser
 
 
 def tuned(row: Row, seconds: Seconds) -> tuple[Row, float]:
-    """The fastest of rows for the same calls, and how many times as fast as ``row`` it is.
+    """Find the fastest block sizes, warps and stages in the place of ``row``.
 
     First sizes and warps are tried, then stages. The least of many times is partly luck, so the
     winner and ``row`` are timed once more, and ``row`` stays unless it is slower again.
+
+    Returns:
+        The fastest row, and how many times as fast as ``row`` it is.
     """
     others = [replace(row, q=q, k=k, warps=warps) for q, k, warps in product(SIZES, SIZES, WARPS)]
     best = _fastest([row, *others], seconds)
@@ -119,31 +123,31 @@ def _fastest(rows: Iterable[Row], seconds: Seconds) -> Row:
 
 
 def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds:
-    """What a call takes with another row in the place of ``row``.
+    """Return a function that times a causal call with another row in the place of ``row``.
 
-    A causal call of ``tokens`` tokens; with per-score inputs, that is dropout. Its results are
-    compared with those of the table as it is: what is off by more than a fiftieth of their norm
-    counts as refused.
+    Results are compared with those of the unchanged table; a row whose results are off by more than
+    a fiftieth of their norm, or that fails, gets an infinite time. Rows for per-score inputs are
+    timed with dropout.
 
     Args:
         table: The table.
         row: The row of it that is tuned.
-        tokens: How long sequences are.
-        rounds: Of which the median counts.
-        say: Told about each row that was tried.
+        tokens: Length of the sequence.
+        rounds: Number of timings, of which the median counts.
+        say: Called with a line about each row that was tried.
     """
-    known = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]
+    expected = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]
 
     def seconds(new: Row) -> float:
         try:
             run = _call(tuple(new if x == row else x for x in table), row, tokens)
-            found = [np.asarray(x, np.float32) for x in run()]
-        except Exception as error:  # noqa: BLE001  # whatever it is, this one cannot be had
+            results = [np.asarray(x, np.float32) for x in run()]
+        except Exception as error:  # noqa: BLE001  # any error means that the row cannot be used
             say(f"{_described(new)}: {str(error).strip().splitlines()[0][:90]}")
             return math.inf
         distance = max(
             float(np.linalg.norm(x - y)) / max(float(np.linalg.norm(y)), 1e-30)
-            for x, y in zip(found, known, strict=True)
+            for x, y in zip(results, expected, strict=True)
         )
         if not distance <= _LIMIT:
             say(f"{_described(new)}: wrong by {distance:.3g} of the norm")
@@ -156,6 +160,7 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
 
 def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]]:
+    """Return a function that runs the kernel of a row on random inputs, with a table."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, heads, row.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (
@@ -167,7 +172,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
     options: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 0} if row.per_score_inputs else {}
     kernel = KernelConfig("triton", fused_backward=row.kernel == "bwd_fused" or None)
     attention = partial(
-        RingAttention((TritonKernel(rounds=True, blocks=table, roles=False),)), axis_name=None,
+        RingAttention((TritonKernel(blocks=table, roles=False),)), axis_name=None,
         causal=True, kernel=kernel, **options,
     )  # fmt: skip
 
@@ -183,6 +188,7 @@ def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]
 
 
 def _seconds(run: Callable[[], Any], rounds: int) -> float:
+    """Return the median time of a call over ``rounds`` rounds of four calls."""
     took = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -196,16 +202,16 @@ def _described(row: Row) -> str:
 
 
 def name_of(row: Row) -> str:
-    """What a row is for."""
+    """Describe the calls that a row of the table is for."""
     per_score_inputs = ", per-score inputs" if row.per_score_inputs else ""
     return f"{row.kernel}, {row.itemsize} bytes, head dims up to {row.head_dim}{per_score_inputs}"
 
 
 def device() -> str:
-    """The GPU that is tuned for.
+    """Return the name of the GPU to tune for.
 
     Raises:
-        ValueError: There is none.
+        ValueError: JAX does not run on a GPU.
     """
     if jax.default_backend() != "gpu":
         raise ValueError(

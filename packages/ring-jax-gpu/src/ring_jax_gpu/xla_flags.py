@@ -1,16 +1,16 @@
-"""Flags of XLA that a ring over GPUs may gain from; nothing here runs unless it is called."""
+"""Flags of XLA that may speed up a ring over GPUs; they are set only by :func:`set_xla_flags`."""
 
 from __future__ import annotations
 
 import os
 
-#: Flags that jaxlib 0.11 and 0.12 know, and why a ring may want them.
+#: Flags that jaxlib 0.11 and 0.12 know.
 XLA_FLAGS = {
-    # Moves K/V and gradients by the copy engines. NCCL's kernels need processors, and the forward
-    # for Hopper holds all of them until it ends. Among GPUs of one process; else no change.
+    # Copy engines move K/V and gradients. NCCL's kernels need SMs, and the forward for Hopper
+    # occupies all of them until it ends. Only among GPUs of one process; else no change.
     "xla_gpu_collective_permute_mode": "peer",
-    # In the backward K/V and gradients are on their way at once. With the default of one transfer,
-    # XLA makes the second one wait: over P ranks, P - 3 hops of K/V then run beside no kernel.
+    # In the backward K/V and gradients are in flight at once. With the default of one transfer,
+    # XLA makes the second one wait: over P ranks, P - 3 hops of K/V then overlap no kernel.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
 }
 
@@ -21,11 +21,11 @@ def set_xla_flags() -> dict[str, str]:
     They are added to the environment variable ``XLA_FLAGS``, which JAX reads once, when it first
     needs a device: call this before. A flag that is in there already stays as it is.
 
-    - ``xla_gpu_collective_permute_mode=peer``: copy engines move what NCCL's kernels would, which
-      wait for processors that attention kernels hold. Among GPUs of one process; elsewhere it
-      changes nothing.
+    - ``xla_gpu_collective_permute_mode=peer``: copy engines move K/V and gradients in place of
+      NCCL's kernels, which wait for SMs that attention kernels occupy. It has an effect only among
+      GPUs of one process.
     - ``xla_gpu_experimental_parallel_collective_overlap_limit=2``: in the backward K/V and
-      gradients travel at once, where XLA would let one of them wait.
+      gradients travel at once; by default XLA makes one of them wait.
 
     What they gain depends on the program and the machine: measure with and without.
 
@@ -43,16 +43,16 @@ def set_xla_flags() -> dict[str, str]:
             "it before the first array, jax.devices() or jit runs, or set in the environment: "
             f"XLA_FLAGS='{_written(XLA_FLAGS)}'"
         )
-    given = os.environ.get("XLA_FLAGS", "").strip()
-    if given and not given.startswith("-"):
+    present = os.environ.get("XLA_FLAGS", "").strip()
+    if present and not present.startswith("-"):
         raise ValueError(
-            f"XLA_FLAGS={given!r} names a file of flags, to which none can be added here. Write "
+            f"XLA_FLAGS={present!r} names a file of flags, to which none can be added here. Write "
             f"these into it: {_written(XLA_FLAGS)}"
         )
-    known = {flag.removeprefix("--").partition("=")[0] for flag in given.split()}
-    added = {name: value for name, value in XLA_FLAGS.items() if name not in known}
+    names = {flag.removeprefix("--").partition("=")[0] for flag in present.split()}
+    added = {name: value for name, value in XLA_FLAGS.items() if name not in names}
     if added:
-        os.environ["XLA_FLAGS"] = f"{given} {_written(added)}".lstrip()
+        os.environ["XLA_FLAGS"] = f"{present} {_written(added)}".lstrip()
     return added
 
 

@@ -1,7 +1,7 @@
-"""Ring attention for JAX with Pallas (Mosaic) kernels for TPUs first in line.
+"""Ring attention for JAX with Pallas (Mosaic) kernels for TPUs.
 
-:func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax``. On other platforms,
-and for what the kernels refuse, ``kernel="auto"`` takes ``xla``.
+:func:`ring_attention` and :class:`ContextParallel` are those of ``ring_jax`` with these kernels. On
+other platforms, and for calls that the kernels refuse, ``kernel="auto"`` takes ``xla``.
 """
 
 from typing import ClassVar
@@ -25,6 +25,6 @@ ring_attention = RingAttention(KERNELS)
 
 
 class ContextParallel(ring_jax.ContextParallel):
-    """:class:`ring_jax.ContextParallel` with these kernels."""
+    """:class:`ring_jax.ContextParallel` with kernels for TPUs."""
 
     kernels: ClassVar[tuple[Kernel, ...]] = KERNELS

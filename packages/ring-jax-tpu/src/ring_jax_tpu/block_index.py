@@ -1,12 +1,12 @@
-"""Which blocks of scores are computed, and in which order.
+"""Lists of the blocks of scores that a kernel visits, in order.
 
-A block is empty, full, partial (needs its mask), or nonfinite: partial and holding numbers
-that are not finite, which weights of 0 do not keep out of products. The blocks that are not empty
-are written down one after another, and the grid of a kernel walks along that list, whose length is
-known on the device only: empty blocks are neither fetched nor computed, and cost no step.
+A block is empty, full, partial (needs its mask), or nonfinite: partial, with numbers that are not
+finite, which weights of 0 do not keep out of products. The blocks that are not empty are listed one
+after another, and the grid of a kernel walks along that list, whose length is known on the device
+only: empty blocks are neither fetched nor computed, and cost no step.
 
-A list lies in scalar memory, which holds so many words. Where there are more blocks, a kernel is
-launched for some rows (or columns) of blocks after others, each time with a list of their own.
+A list lies in scalar memory, which is small. If there are more blocks, the kernel is launched
+several times, each for some rows (or columns) of blocks, with a list of their own.
 """
 
 from __future__ import annotations
@@ -22,35 +22,32 @@ from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks
 
-NONFINITE = 3  # beside ``EMPTY``, ``PARTIAL`` and ``FULL``
+NONFINITE = 3  # a kind of block beside ``EMPTY``, ``PARTIAL`` and ``FULL``
 
 # A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
 _KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
-_MOST = 1 << 17  # words of a list in scalar memory; as many are compiled, for every generation
+_MAX_WORDS = 1 << 17  # of a list in scalar memory; compiles for every generation
 
 
 class BlockIndex(NamedTuple):
-    """Lists of blocks to visit, int32 ``[1 or B, length]``, and the steps along the longest.
+    """The lists of blocks to visit: one for all batch rows, or one each."""
 
-    The number is traced, except where there is one block in all.
-    """
-
-    words: Array
-    steps: Array | int
+    words: Array  # int32 [1 or B, length], see `unpack`
+    steps: Array | int  # length of the longest list, traced unless there is a single block
 
 
 class Visit(NamedTuple):
-    """A word, taken apart."""
+    """A step of a kernel's walk: the block it visits."""
 
-    q_block: Any
-    k_block: Any
+    q_block: Any  # number of the block of queries
+    k_block: Any  # number of the block of keys
     kind: Any
-    is_first: Any
-    is_last: Any
+    is_first: Any  # the first visit of its row (or column): load the accumulator
+    is_last: Any  # the last visit of its row (or column): write the accumulator back
 
 
 def unpack(word: Any) -> Visit:
-    """Take a word apart."""
+    """Unpack the visit that a word of a list encodes."""
     mask = (1 << _BITS) - 1
     return Visit(
         (word >> _Q_AT) & mask,
@@ -62,7 +59,7 @@ def unpack(word: Any) -> Visit:
 
 
 def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Blocks) -> Array:
-    """The kind of each block, int32 ``[1 or B, I, J]``."""
+    """Return the kind of each block, int32 ``[1 or B, I, J]``."""
     in_tiles = None if work.kinds is None else _in_tiles(work.kinds, blocks)
     return kinds_of(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
 
@@ -70,26 +67,31 @@ def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Bl
 def with_nonfinite(
     kinds: Array, rows: Array, columns: Array, blocks: Blocks, *, has_bias: bool = False
 ) -> Array:
-    """Kinds where partial blocks that meet a nonfinite row or column, bool ``[B, T]``, are too.
+    """Mark blocks as nonfinite that hide scores of tokens with NaN or infinite numbers.
 
-    And full ones, some of which a bias may hide.
+    Args:
+        kinds: int32 ``[1 or B, I, J]``.
+        rows: Queries with such numbers, bool ``[B, T]``.
+        columns: Keys with such numbers, bool ``[B, S]``.
+        blocks: Sizes of blocks.
+        has_bias: A bias may hide scores of full blocks, so that these are marked, too.
     """
     padded = (
         jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
         for x, length in ((rows, blocks.q_len), (columns, blocks.k_len))
     )
-    in_rows, in_columns = (
+    by_row_block, by_column_block = (
         x.reshape(x.shape[0], -1, size).any(axis=2)
         for x, size in zip(padded, (blocks.q, blocks.k), strict=True)
     )
-    nonfinite = in_rows[:, :, None] | in_columns[:, None, :]
+    nonfinite = by_row_block[:, :, None] | by_column_block[:, None, :]
     nonfinite = nonfinite if kinds.shape[0] > 1 else nonfinite.any(axis=0, keepdims=True)
     hides = (kinds > EMPTY) if has_bias else (kinds == PARTIAL)
     return jnp.where(hides & nonfinite, NONFINITE, kinds)
 
 
 def for_every_batch(kinds: Array) -> Array:
-    """Kinds that hold for all batch rows together, ``[1, I, J]``."""
+    """Merge the kinds of all batch rows into kinds that hold for each of them, ``[1, I, J]``."""
     full = (kinds == FULL).all(axis=0, keepdims=True)
     live = (kinds > EMPTY).any(axis=0, keepdims=True)
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY)
@@ -97,11 +99,14 @@ def for_every_batch(kinds: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """All blocks that are not empty, in order, in pieces of whole rows or columns.
+    """The order in which a kernel visits all blocks that are not empty.
+
+    It walks along one row (or column) of blocks after another. If there are too many blocks for one
+    list, the walk is cut into pieces of whole rows or columns.
 
     Attributes:
-        kinds: int32 ``[1 or B, outer, inner]``: rows of columns, or columns of rows.
-        outer_at, inner_at: Where a word holds the numbers of each.
+        kinds: int32 ``[1 or B, outer, inner]``; the outer side are rows or columns of blocks.
+        outer_at, inner_at: First bit of the block's number on each side within a word.
     """
 
     kinds: Array
@@ -110,28 +115,28 @@ class Walk:
 
     @property
     def pieces(self) -> int:
-        """How many lists it takes."""
-        many, outer, inner = self.kinds.shape
-        return -(-outer // max(1, _MOST // (many * inner)))
+        """Number of pieces."""
+        num_lists, outer, inner = self.kinds.shape
+        return -(-outer // max(1, _MAX_WORDS // (num_lists * inner)))
 
     @property
     def height(self) -> int:
-        """Rows or columns of blocks in a piece; the last may have fewer."""
+        """Number of rows (or columns) of blocks in a piece; the last piece may have fewer."""
         return -(-self.kinds.shape[1] // self.pieces)
 
     @property
     def stride(self) -> int:
-        """Words between the lists of two batch rows; 0 if they share one."""
-        many, _, inner = self.kinds.shape
-        return self.height * inner if many > 1 else 0
+        """Words from one batch row's list to the next one's; 0 if they share one."""
+        num_lists, _, inner = self.kinds.shape
+        return self.height * inner if num_lists > 1 else 0
 
     def whole(self) -> BlockIndex:
-        """The list, where there is one."""
+        """Return the lists of a walk that has one piece."""
         assert self.pieces == 1
         return _indexed(self.kinds, self.outer_at, self.inner_at)
 
     def piece(self, n: Array) -> BlockIndex:
-        """The list of a piece."""
+        """Return the lists of piece ``n``, a traced number."""
         kinds = jnp.pad(
             self.kinds,
             ((0, 0), (0, self.pieces * self.height - self.kinds.shape[1]), (0, 0)),
@@ -143,25 +148,26 @@ class Walk:
 
 
 def q_major(kinds: Array) -> Walk:
-    """Visit the blocks row by row."""
+    """Return the walk that visits blocks row by row."""
     return Walk(kinds, _Q_AT, _K_AT)
 
 
 def k_major(kinds: Array) -> Walk:
-    """Visit the blocks column by column."""
+    """Return the walk that visits blocks column by column."""
     return Walk(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
 
 
 def check_number(lists: int, blocks: Blocks) -> None:
-    """Check that words can name the blocks, and a list holds a row or column of them at least.
+    """Refuse grids whose blocks are too many for the bits of a word, or for one list.
 
-    ``lists`` is 1, or where batch rows see differently how many there are.
+    ``lists`` is the number of lists: that of batch rows whose visible keys differ, else 1. They
+    share scalar memory, which must hold a row or column of blocks of each.
 
     Raises:
-        UnsupportedError: Not so.
+        UnsupportedError: There are too many blocks.
     """
     rows, columns = blocks.grid
-    most = min(1 << _BITS, _MOST // lists)
+    most = min(1 << _BITS, _MAX_WORDS // lists)
     if max(rows, columns) > most:
         raise UnsupportedError(
             f"kernel 'pallas': blocks of {blocks.q} queries and {blocks.k} keys are {rows} x "
@@ -172,33 +178,33 @@ def check_number(lists: int, blocks: Blocks) -> None:
 
 
 def _indexed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
-    """Write down the live blocks of ``[N, outer, inner]`` kinds.
+    """List the blocks of kinds ``[N, outer, inner]`` that are not empty.
 
-    A list that is shorter than the longest repeats its last block as an empty one, so that nothing
-    is fetched; a list of nothing holds one empty block, first and last, so that what the kernel
-    writes back is what it read.
+    A list that is shorter than the longest one repeats its last block as an empty one, so that
+    nothing is fetched. A list without blocks holds one empty block, first and last, so that the
+    kernel writes back what it read.
     """
-    many, outer, inner = kinds.shape
-    flat = kinds.reshape(many, outer * inner)
+    num_lists, outer, inner = kinds.shape
+    flat = kinds.reshape(num_lists, outer * inner)
     order = jnp.argsort(flat == EMPTY, axis=1, stable=True).astype(jnp.int32)
     count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
     step = jnp.arange(outer * inner, dtype=jnp.int32)[None]
-    at = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
-    is_live, row = step < count, at // inner
-    kind = jnp.where(is_live, jnp.take_along_axis(flat, at, axis=1), EMPTY)
+    block = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
+    is_live, row = step < count, block // inner
+    kind = jnp.where(is_live, jnp.take_along_axis(flat, block, axis=1), EMPTY)
     before, after = (jnp.roll(row, by, axis=1) != row for by in (1, -1))
-    alone = (count == 0) & (step == 0)
-    first = (is_live & (before | (step == 0))) | alone
-    last = (is_live & (after | (step == count - 1))) | alone
-    words = (row << outer_at) | ((at % inner) << inner_at) | kind
+    only_empty = (count == 0) & (step == 0)
+    first = (is_live & (before | (step == 0))) | only_empty
+    last = (is_live & (after | (step == count - 1))) | only_empty
+    words = (row << outer_at) | ((block % inner) << inner_at) | kind
     words |= jnp.where(first, _FIRST, 0) | jnp.where(last, _LAST, 0)
     return BlockIndex(words, 1 if outer * inner == 1 else jnp.maximum(count.max(), 1))
 
 
 def _in_tiles(kinds: Array, blocks: Blocks) -> Flags:
-    """What the tiles of a block show; ``[1, I, J]``."""
+    """Return the flags of blocks from the kinds of a predicate's tiles, ``[1, I, J]``."""
     rows, cols = blocks.q // TILE, blocks.k // TILE
     shape = (blocks.grid[0] * rows, blocks.grid[1] * cols)
-    edges = [(0, wanted - length) for wanted, length in zip(shape, kinds.shape, strict=True)]
+    edges = [(0, padded - length) for padded, length in zip(shape, kinds.shape, strict=True)]
     tiles = jnp.pad(kinds, edges).reshape(blocks.grid[0], rows, blocks.grid[1], cols)
     return (tiles > EMPTY).any(axis=(1, 3))[None], (tiles == FULL).all(axis=(1, 3))[None]

@@ -1,8 +1,8 @@
-"""How large blocks are, and whether they fit on chip.
+"""Choose the sizes of blocks, and check that they fit on chip.
 
-The sizes are those of the generation's table; :class:`ring_core.KernelConfig` overrides them. What
-differs between generations is told from machine code, see ``nox -s tpu_static`` and docs/tried.md;
-nothing was timed.
+The sizes are those of a table by TPU generation; :class:`ring_core.KernelConfig` overrides them.
+The table was made from compiled machine code, see ``nox -s tpu_static`` and docs/tried.md; nothing
+was timed.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from types import MappingProxyType
 
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_jax.prepare import device_kind
-from ring_jax.records import Array, Pass
+from ring_jax.records import Array, Direction
 
 Pair = tuple[int, int]  # (queries, keys)
 
-LANES = 128  # of a vector register: sizes of blocks are multiples
-_VMEM_FRACTION = 0.75  # of the limit; v4 (16 MiB) cannot compile some kernels modelled at 13 and 14
+LANES = 128  # lanes of a vector register: sizes of blocks are multiples
+# Fraction of the limit that default blocks may take: v4 (16 MiB) cannot compile some kernels that
+# the model puts at 13 and 14 MiB.
+_VMEM_FRACTION = 0.75
 _MIB = 2.0**20
-_SPAN = 8192  # below this span narrow blocks cost less: see docs/tried.md
+_WINDOWED_SPAN = 8192  # for fewer visible keys smaller blocks are faster: see docs/tried.md
 
-#: ``(queries, keys)`` a block by pass where numbers are wide; see :func:`default_sizes`.
-_WIDE: dict[Pass, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
+#: ``(queries, keys)`` of a block by pass, for float32 and for head dims beyond 128.
+_WIDE: dict[Direction, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A table's row.
+    """The block sizes and switches of a TPU generation.
 
     Attributes:
-        name: As in the names of topologies.
-        vmem_mib: On-chip memory that a kernel asks for, MiB; the compiler's default is 16.
-        forward, backward: A block where a query sees many keys.
-        narrow: A block where it sees few: windows, chunks.
-        part, windowed_part: What of a forward block is multiplied at once.
-        prefetches_scores: A part's scores are computed before the softmax of the part before it.
-        separate_kv_fetch: K and V are fetched one by one. Their rows lie side by side in main
-            memory, and v4 turns half-filled registers into full ones at some cost.
+        name: The generation, as in the names of topologies.
+        vmem_mib: On-chip memory that a kernel may use, MiB; the compiler's default is 16.
+        forward, backward: Queries and keys of a block if a query sees many keys.
+        windowed: Upper limits of these if a query sees few keys: windows, chunks.
+        part, windowed_part: Queries and keys of a forward block that are multiplied at once.
+        prefetches_scores: The scores of a part are computed before the softmax of the part before.
+        separate_kv_fetch: K and V are fetched separately. Their rows lie side by side in main
+            memory, and v4 needs time to make full registers of half-filled ones.
     """
 
     name: str
@@ -52,7 +54,7 @@ class Generation:
     separate_kv_fetch: bool = False
 
 
-#: Fits on every generation.
+#: Sizes that fit on every generation.
 UNKNOWN = Generation("unknown")
 
 _LARGER = Generation("", vmem_mib=32.0, backward=(1024, 1024))
@@ -68,18 +70,23 @@ _KINDS: dict[Generation, tuple[str, ...]] = {
     replace(_LARGER, name="tpu7x", windowed_part=(256, 512)): ("TPU7x",),
 }
 
-#: By what jax calls a device's kind.
-GENERATIONS = MappingProxyType({kind: one for one, kinds in _KINDS.items() for kind in kinds})
+#: Generations by JAX's name of the kind of device.
+GENERATIONS = MappingProxyType(
+    {kind: generation for generation, kinds in _KINDS.items() for kind in kinds}
+)
 
 
 def generation_of(x: Array) -> Generation:
-    """What an array's program is compiled for, as far as that is known while it is traced."""
+    """Return the generation that an array's program is compiled for, ``UNKNOWN`` if it is not.
+
+    It is what is known while the program is traced.
+    """
     return GENERATIONS.get(device_kind(x), UNKNOWN)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the need of memory depends on: head dims, bytes an element, options."""
+    """The properties of a call that its need of on-chip memory depends on."""
 
     head_dim: int
     v_dim: int
@@ -90,7 +97,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of blocks, and the lengths of queries and keys rounded up to whole blocks."""
+    """Sizes of blocks of queries and keys, and the lengths of both padded to whole blocks."""
 
     q: int
     k: int
@@ -99,18 +106,20 @@ class Blocks:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Blocks of queries and of keys."""
+        """Numbers of blocks of queries and of keys."""
         return self.q_len // self.q, self.k_len // self.k
 
 
 def choose_blocks(
-    config: KernelConfig, direction: Pass, shape: Shape, q_len: int, k_len: int, span: float,
+    config: KernelConfig, direction: Direction, shape: Shape, q_len: int, k_len: int, span: float,
     generation: Generation,
 ) -> Blocks:  # fmt: skip
-    """The sizes a call asked for, else the table's.
+    """Return the block sizes that a call asks for, else those of the table.
+
+    ``span`` is the largest number of keys that a query sees.
 
     Raises:
-        UnsupportedError: A size is no multiple of 128, or the blocks do not fit on chip.
+        UnsupportedError: A size is not a multiple of 128, or the blocks do not fit on chip.
     """
     q_default, k_default = default_sizes(direction, shape, span, generation)
     q = _size("block_q", config.block_q, q_default, q_len)
@@ -127,22 +136,22 @@ def choose_blocks(
 
 
 def span_of(mask: Mask) -> float:
-    """The most keys that a query sees."""
+    """Return the largest number of keys that a query sees by a mask's band."""
     left, right = mask.band
     return math.inf if left is None or right is None else left + right + 1
 
 
 def default_sizes(
-    direction: Pass, shape: Shape, span: float = math.inf, generation: Generation = UNKNOWN
+    direction: Direction, shape: Shape, span: float = math.inf, generation: Generation = UNKNOWN
 ) -> Pair:
-    """Sizes by head dim, dtype and ``span``, the most keys that a query sees.
+    """Return block sizes by head dim, dtype and ``span``, the most keys that a query sees.
 
-    float32 and head dims beyond 128 take twice the room. A window is surrounded by masked halves of
-    blocks, as many as a block is large.
+    float32 and head dims beyond 128 take twice the memory. Along both sides of a window half of
+    each block is masked, so large blocks waste more on small windows.
     """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2
     q, k = _WIDE[direction] if wide else getattr(generation, direction)
-    if span < _SPAN:
+    if span < _WINDOWED_SPAN:
         q, k = min(q, generation.windowed[0]), min(k, generation.windowed[1])
     most = _VMEM_FRACTION * generation.vmem_mib
     while vmem_mib(direction, shape, q, k) > most and max(q, k) > LANES:
@@ -151,25 +160,25 @@ def default_sizes(
 
 
 def part_sizes(span: float, generation: Generation) -> Pair:
-    """What of a forward block is multiplied at once."""
-    return generation.windowed_part if span < _SPAN else generation.part
+    """Return the queries and keys of a forward block that are multiplied at once."""
+    return generation.windowed_part if span < _WINDOWED_SPAN else generation.part
 
 
 def use_fused(shape: Shape, blocks: Blocks) -> bool:
-    """Whether one backward kernel is modelled to be faster than two; not measured.
+    """Return True if a model says that one backward kernel is faster than two; not measured.
 
-    It spares two products and the exponentials of every block, which take about as long as products
-    over 256 more dims, and pays with dQ read and written in float32. A chip does some 300 products
-    and sums in the time it moves a byte (229 on v4, 240 on v5e, 166 on v5p, 560 on v6e); float32
-    takes six passes.
+    One kernel saves two products and the exponentials of every block, which take about as long as
+    products over 256 more dims; it reads and writes dQ in float32 more often. A chip does some 300
+    multiply-adds in the time it moves a byte (229 on v4, 240 on v5e, 166 on v5p, 560 on v6e);
+    float32 takes six passes.
     """
     passes = 6 if shape.itemsize > 2 else 1
     saved = 2 * blocks.k * (shape.head_dim + shape.v_dim + 256) * passes
     return saved >= 300 * 2 * 4 * shape.head_dim
 
 
-def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:
-    """What is needed on chip: what is fetched is there twice, scores live in float32.
+def vmem_mib(direction: Direction, shape: Shape, q: int, k: int) -> float:
+    """Model the on-chip memory of a kernel in MiB: fetched blocks twice, scores in float32.
 
     The compiler's own figures for v5e, bfloat16 and head dim 128: 33.5 MiB in the forward with
     blocks of 1024 queries and 4096 keys (this says 31.5), 17.0 with 1024 and 2048 (17.5). In the
@@ -193,19 +202,20 @@ def vmem_mib(direction: Pass, shape: Shape, q: int, k: int) -> float:
     return (2 * fetched + kept + live) / _MIB
 
 
-def _size(name: str, wanted: int | None, default: int, length: int) -> int:
-    if wanted is None:
+def _size(name: str, requested: int | None, default: int, length: int) -> int:
+    """Return the requested size of blocks, or the default, not larger than the padded length."""
+    if requested is None:
         return _fitting(default, length)
-    if wanted % LANES:
+    if requested % LANES:
         raise UnsupportedError(
-            f"kernel 'pallas': {name} must be a multiple of {LANES}, got {wanted}. Instead: "
-            f"{name}={_rounded(wanted, LANES)}"
+            f"kernel 'pallas': {name} must be a multiple of {LANES}, got {requested}. Instead: "
+            f"{name}={_rounded(requested, LANES)}"
         )
-    return min(wanted, _rounded(length, LANES))
+    return min(requested, _rounded(length, LANES))
 
 
 def _fitting(default: int, length: int) -> int:
-    """The default; less, down to its half, where that divides the length and spares padding."""
+    """Return the largest size from the default down to its half that needs no padding, if any."""
     default = min(default, _rounded(length, LANES))
     sizes = range(default, default // 2 - 1, -LANES)
     return next((size for size in sizes if size > 0 and length % size == 0), default)

@@ -1,8 +1,8 @@
-"""Blocks of dQ on their way from main memory and back, beside the products of three visits.
+"""Move blocks of dQ from main memory and back while matrix products run, over three slots.
 
 A kernel that walks over the blocks column by column meets a block of dQ once per column: each time
-it is read, added to and written back. One block is added to while the next is read and the one
-before is written.
+it is read, added to and written back. At each visit one slot is added to, the next one receives the
+next visit's block, and the one before is being written.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _SLOTS = 3
 _NONE = -1
 
 
-class Block(NamedTuple):
-    """A block of dQ: a number of its own, not negative, and its rows in main memory."""
+class DqBlock(NamedTuple):
+    """A block of dQ in main memory."""
 
-    name: Any
+    name: Any  # a number that no other block has, not negative
     rows: Ref  # [q, D]
 
 
 class DqPipeline(NamedTuple):
-    """Scratch memory of a kernel."""
+    """The scratch memory of a kernel that holds blocks of dQ in flight."""
 
-    blocks: Ref  # [slots, q, D]
+    blocks: Ref  # float32 [slots, q, D]
     reads: Ref  # semaphores, one a slot
-    writes: Ref
+    writes: Ref  # semaphores, one a slot
     is_writing: Ref  # int32, one a slot
-    slot: Ref  # int32 [1]: what is added to
-    ahead: Ref  # int32 [1]: the block that is read ahead
-    last: Ref  # int32 [1]: the block of the last visit
+    slot: Ref  # int32 [1]: the slot of this visit
+    prefetched: Ref  # int32 [1]: name of the block that is being read ahead, or -1
+    last: Ref  # int32 [1]: name of the last visit's block, or -1
 
     @classmethod
     def scratch(cls, q: int, head_dim: int) -> DqPipeline:
-        """What a kernel has to ask for."""
+        """Return the scratch shapes that a kernel must ask for, for blocks ``[q, head_dim]``."""
         semaphores, word = pltpu.SemaphoreType.DMA((_SLOTS,)), pltpu.SMEM((1,), jnp.int32)
         return cls(
             pltpu.VMEM((_SLOTS, q, head_dim), jnp.float32), semaphores, semaphores,
@@ -48,55 +48,61 @@ class DqPipeline(NamedTuple):
         )  # fmt: skip
 
     def begin(self) -> None:
-        """Nothing is on its way."""
+        """Initialise the scratch memory before the first visit: nothing is in flight."""
         for slot in range(_SLOTS):
             self.is_writing[slot] = 0
-        self.slot[0], self.ahead[0], self.last[0] = 0, _NONE, _NONE
+        self.slot[0], self.prefetched[0], self.last[0] = 0, _NONE, _NONE
 
-    def take(self, block: Block, after: Block, *, is_last: Any) -> Ref:
-        """What a block holds; what the one after it holds will be read meanwhile.
+    def take(self, block: DqBlock, next_block: DqBlock, *, is_last: Any) -> Ref:
+        """Return this visit's block on chip, and start to read the next visit's.
 
-        What this visit or the last one writes is not there yet: such a block is read when its turn
-        comes, after all writes.
+        A block that this visit or the last one writes is not in main memory yet: it is not read
+        ahead, but at its own visit, after all writes. ``is_last`` says that there is no next visit.
         """
         slot = self.slot[0]
-        free = lax.rem(slot + 1, _SLOTS)
+        next_slot = lax.rem(slot + 1, _SLOTS)
 
-        @pl.when(self.ahead[0] != block.name)
+        # Not read ahead: a write of this very block may be in flight, so wait for all of them.
+        @pl.when(self.prefetched[0] != block.name)
         def _read_now() -> None:
-            self.end(block)
+            self.finish_writes(block)
             self._read(block, slot).start()
 
         self._read(block, slot).wait()
-        self._finish_write(block, free)
-        is_there = (after.name != block.name) & (after.name != self.last[0])
-        early = is_there & jnp.logical_not(is_last)
-        pl.when(early)(lambda: self._read(after, free).start())
-        self.ahead[0], self.last[0] = jnp.where(early, after.name, _NONE), block.name
+        # The next slot was written from two visits ago. Once that is done it may be overwritten.
+        self._finish_write(block, next_slot)
+        is_readable = (next_block.name != block.name) & (next_block.name != self.last[0])
+        prefetches = is_readable & jnp.logical_not(is_last)
+        pl.when(prefetches)(lambda: self._read(next_block, next_slot).start())
+        self.prefetched[0] = jnp.where(prefetches, next_block.name, _NONE)
+        self.last[0] = block.name
         return self.blocks.at[slot]
 
-    def write_back(self, block: Block) -> None:
-        """Write what was taken."""
+    def write_back(self, block: DqBlock) -> None:
+        """Start to write this visit's block to main memory, and move on to the next slot."""
         slot = self.slot[0]
         self._write(block, slot).start()
         self.is_writing[slot] = 1
         self.slot[0] = lax.rem(slot + 1, _SLOTS)
 
-    def end(self, block: Block) -> None:
-        """Wait for all writes; each is as long as the block given.
+    def finish_writes(self, block: DqBlock) -> None:
+        """Wait for all writes in flight; each is as long as ``block``.
 
-        A loop stays a branch, which costs nothing where it is not taken; a few waits would not.
+        A loop is compiled to a branch, which costs nothing if it is not taken; three waits in a row
+        are not.
         """
         lax.fori_loop(0, _SLOTS, lambda slot, _: self._finish_write(block, slot), None)
 
-    def _finish_write(self, block: Block, slot: Any) -> None:
+    def _finish_write(self, block: DqBlock, slot: Any) -> None:
+        """Wait for the write from a slot, if one is in flight."""
+
         @pl.when(self.is_writing[slot] == 1)
         def _wait() -> None:
             self._write(block, slot).wait()
             self.is_writing[slot] = 0
 
-    def _read(self, block: Block, slot: Any) -> Any:
+    def _read(self, block: DqBlock, slot: Any) -> Any:
         return pltpu.make_async_copy(block.rows, self.blocks.at[slot], self.reads.at[slot])
 
-    def _write(self, block: Block, slot: Any) -> Any:
+    def _write(self, block: DqBlock, slot: Any) -> Any:
         return pltpu.make_async_copy(self.blocks.at[slot], block.rows, self.writes.at[slot])

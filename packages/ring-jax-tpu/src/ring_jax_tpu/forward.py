@@ -1,7 +1,7 @@
-"""The forward kernel: merge what queries see into what they had seen before.
+"""The forward kernel, which merges attention over some keys into an accumulated result.
 
-A running softmax (Milakov and Gimelshein, arXiv 1805.02867) that starts from the accumulated
-``(out, lse)``: merging the steps of a ring costs nothing.
+It is a running softmax (Milakov and Gimelshein, arXiv 1805.02867) that starts from the accumulated
+``(out, lse)``, so that merging the steps of a ring costs nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ring_core import FULL, PARTIAL
 from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import NONFINITE, q_major
 from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad, query_head_grid
-from ring_jax_tpu.scores import EVERY, LOG2E, SUBLANES, Ref, Scores, Tile, add_seen, dot
+from ring_jax_tpu.scores import ALL, LOG2E, SUBLANES, Ref, Scores, Tile, add_visible, dot
 
 
 def forward(launch: Launch, into: AttentionState) -> AttentionState:
-    """Merge the launch's items into a result, ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
+    """Merge the launch's items into ``out [B, H, T, Dv]`` and ``lse [B, H, T]``."""
     blocks, consts = launch.blocks, launch.consts
     q_len = into.lse.shape[2]
-    _, v = split(launch.operands.kv, consts.static.head_dim)
+    _, v = split(launch.operands.kv, consts.call.head_dim)
     launch = launch.nan_safe_for(jnp.zeros_like(into.lse[:, 0], dtype=bool), has_nonfinite(v))
     grid = query_head_grid(q_major(launch.kinds), into.lse.shape)
     padded = AttentionState(*(pad(x, 2, blocks.q_len) for x in into))
@@ -50,19 +50,24 @@ def _fwd(
     _: tuple[()],
     old: AttentionState,
     new: AttentionState,
-    top: Ref,
+    row_max: Ref,
     total: Ref,
     acc: Ref,
 ) -> None:
-    """One visit; ``top [1, q]`` and ``total [8, q]`` are of the softmax, ``acc [Dv, q]`` of out.
+    """Visit a block: one step of the running softmax of its queries.
 
-    The sublanes of ``total`` are summed at the end: shuffling them costs as much as a sum.
+    Its state is ``row_max [1, q]``, the sum ``total [8, q]`` and the unnormalised output
+    ``acc [Dv, q]``. The sublanes of ``total`` are summed at the end: shuffling them costs as much
+    as a sum. While a visit runs, the pipeline fetches the next visit's blocks. ``old`` and ``new``
+    are the same main memory: it is read at the first visit of a row of blocks and written after
+    the last.
     """
 
     @pl.when(tile.visit.is_first)
     def _start() -> None:
+        # The accumulated (out, lse) count as one more key, whose weight is spread over sublanes.
         lse = old.lse[...]
-        top[...] = lse * LOG2E
+        row_max[...] = lse * LOG2E
         share = jnp.where(lse != -jnp.inf, 1 / SUBLANES, 0.0)
         total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
@@ -71,72 +76,75 @@ def _fwd(
 
         @pl.when(tile.visit.kind == kind)
         def _merge(kind: int = kind) -> None:
-            _online_softmax_step(tile, x, top, total, acc, kind)
+            _online_softmax_step(tile, x, row_max, total, acc, kind)
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
         row_sum = total[...].sum(axis=0, keepdims=True)
         new.out[...] = (acc[...] * (1 / jnp.where(row_sum == 0, 1.0, row_sum))).T
-        new.lse[...] = top[...] * (1 / LOG2E) + jnp.log(row_sum)
+        new.lse[...] = row_max[...] * (1 / LOG2E) + jnp.log(row_sum)
 
 
 def _online_softmax_step(
-    tile: Tile, x: Operands, top: Ref, total: Ref, acc: Ref, kind: int
+    tile: Tile, x: Operands, row_max: Ref, total: Ref, acc: Ref, kind: int
 ) -> None:
-    """The step of the running softmax.
+    """Add a block of some kind to the running softmax, part by part.
 
-    Where the generation gains from it the scores of a part are asked for before the softmax of the
-    part before it, so that the matrix unit has work while that runs.
+    On generations that gain from it, the scores of a part are computed before the softmax of the
+    part before it, so that the matrix unit has work while the vector unit does the softmax.
     """
     masked, finite = kind != FULL, kind != NONFINITE
-    parts = list(tile.parts()) if finite else [(tile, EVERY, EVERY)]
+    parts = list(tile.parts()) if finite else [(tile, ALL, ALL)]
 
-    def scores(n: int) -> Scores:
-        part, q_at, k_at = parts[n]
-        k, _ = split(some(x.kv, k_at), tile.consts.static.head_dim)
-        return part.scores(x.q[q_at, :], k, masked=masked)
+    def scores_of_part(n: int) -> Scores:
+        part, q_slice, k_slice = parts[n]
+        k, _ = split(key_views(x.kv, k_slice), tile.consts.call.head_dim)
+        return part.scores(x.q[q_slice, :], k, masked=masked)
 
     ahead = int(tile.consts.prefetches_scores)
-    found = [scores(n) for n in range(ahead)]
-    for n, (part, q_at, k_at) in enumerate(parts):
+    scores = [scores_of_part(n) for n in range(ahead)]
+    for n, (part, q_slice, k_slice) in enumerate(parts):
+        # The scores of the next part are computed beside the softmax of this one.
         if n + ahead < len(parts):
-            found.append(scores(n + ahead))
-        _, v = split(some(x.kv, k_at), tile.consts.static.head_dim)
-        _merge_part(part, v, found[n], q_at, top, total, acc, finite=finite)
+            scores.append(scores_of_part(n + ahead))
+        _, v = split(key_views(x.kv, k_slice), tile.consts.call.head_dim)
+        _merge_part(part, v, scores[n], q_slice, row_max, total, acc, finite=finite)
 
 
 def _merge_part(
-    tile: Tile, v: Any, found: Scores, q_at: slice, top: Ref, total: Ref, acc: Ref, *, finite: bool
-) -> None:
-    """The step for some of a block's queries and keys, ``v [k, Dv]``."""
-    scores, _, visible = found
-    old_top = top[:, q_at]
-    new_top = jnp.maximum(old_top, scores.max(axis=0, keepdims=True))
-    safe = new_top if visible is None else jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    shrink, weights = jnp.exp2(old_top - safe), jnp.exp2(scores - safe)
-    top[:, q_at] = new_top
+    tile: Tile, v: Any, part_scores: Scores, q_slice: slice, row_max: Ref, total: Ref, acc: Ref, *,
+    finite: bool,
+) -> None:  # fmt: skip
+    """Add a part of a block to the running softmax of its queries, with values ``v [k, Dv]``."""
+    scores, _, visible = part_scores
+    old_max = row_max[:, q_slice]
+    new_max = jnp.maximum(old_max, scores.max(axis=0, keepdims=True))
+    safe = new_max if visible is None else jnp.where(new_max == -jnp.inf, 0.0, new_max)
+    # What was accumulated is rescaled to the new maximum, then this part is added.
+    shrink, weights = jnp.exp2(old_max - safe), jnp.exp2(scores - safe)
+    row_max[:, q_slice] = new_max
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
-    total[:, q_at] = total[:, q_at] * shrink + sums
-    keep = tile.dropout_keep()
-    weights = weights if keep is None else weights * keep
+    total[:, q_slice] = total[:, q_slice] * shrink + sums
+    factor = tile.dropout_factor()
+    weights = weights if factor is None else weights * factor
     if finite:
-        acc[:, q_at] = acc[:, q_at] * shrink + dot("tn", v, weights.astype(v.dtype))
+        acc[:, q_slice] = acc[:, q_slice] * shrink + dot("tn", v, weights.astype(v.dtype))
     else:
         acc[...] *= shrink
-        add_seen(
+        add_visible(
             acc, lambda weights, v: dot("tn", v, weights), weights, visible, v,
-            tell_infinities=True,
+            keep_infinities=True,
         )  # fmt: skip
 
 
 def split(kv: Any, head_dim: int) -> tuple[Any, Any]:
-    """Keys ``[..., D]`` and values ``[..., Dv]``."""
+    """Split ``[..., D + Dv]``, or references to K and V, into ``[..., D]`` and ``[..., Dv]``."""
     if isinstance(kv, tuple):
         k, v = kv
         return k[...], v[...]
     return kv[..., :head_dim], kv[..., head_dim:]
 
 
-def some(kv: Any, at: slice) -> Any:
-    """References to some of a block's keys."""
-    return tuple(x.at[at, :] for x in kv) if isinstance(kv, tuple) else kv.at[at, :]
+def key_views(kv: Any, k_slice: slice) -> Any:
+    """Return references to some of a block's keys and values."""
+    return tuple(x.at[k_slice, :] for x in kv) if isinstance(kv, tuple) else kv.at[k_slice, :]

@@ -9,13 +9,13 @@ from ring_core.base.config import EVERYTHING
 from ring_jax.records import (
     AttentionState,
     BackwardInputs,
+    Direction,
     Grads,
     ItemTable,
     KeyBlock,
+    LaunchSpec,
     LocalShape,
-    Pass,
     QueryBlock,
-    Static,
 )
 from ring_jax_tpu.backward import backward
 from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, use_fused
@@ -25,9 +25,9 @@ from ring_jax_tpu.operands import Launch, fitting_blocks
 
 @dataclass(frozen=True)
 class PallasKernel:
-    """Visits the blocks that are not empty, whatever the mask; see ``block_index``.
+    """Flash attention in Pallas, which computes only the blocks that a mask does not hide.
 
-    Whether blocks fit on chip depends on the generation: those that do not are refused before
+    Blocks that do not fit on chip, which depends on the TPU's generation, are refused before
     anything is traced.
     """
 
@@ -36,9 +36,9 @@ class PallasKernel:
     )
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /
+        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """What a launch would refuse."""
+        """Return why a launch would be refused: blocks too large or too many for this TPU."""
         shape = Shape(
             local.head_dim, local.v_head_dim, local.itemsize, local.has_bias, local.has_dropout
         )
@@ -54,21 +54,21 @@ class PallasKernel:
 
     def attend_into(
         self,
-        static: Static,
+        spec: LaunchSpec,
         rows: QueryBlock,
         columns: KeyBlock,
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """Attend and merge into ``into``."""
-        return forward(Launch.of("forward", static, rows, columns, work), into)
+        """Return ``into`` merged with the attention of the work items."""
+        return forward(Launch.of("forward", spec.call, rows, columns, work), into)
 
     def grads_into(
-        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """Add the items' gradients to ``into``."""
-        launch = Launch.of("backward", static, rows, columns, work)
-        fused = static.config.fused_backward
+        """Return ``into`` plus the gradients of the work items."""
+        launch = Launch.of("backward", spec.call, rows, columns, work)
+        fused = spec.call.config.fused_backward
         is_fused = use_fused(launch.shape, launch.blocks) if fused is None else fused
         return backward(launch, upstream, into, fused=is_fused)

@@ -1,4 +1,4 @@
-"""From what the loop hands over to what a Pallas call takes: whole blocks, and where each lies."""
+"""Translate a step's operands into a Pallas call: padded arrays, block specs and grids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ring_core import EMPTY, KernelConfig, Mask
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
-from ring_jax.records import Array, ItemTable, KeyBlock, Pass, QueryBlock, Static
+from ring_jax.records import Array, CallSpec, Direction, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_index import (
     BlockIndex,
     Visit,
@@ -42,10 +42,10 @@ _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other si
 
 
 class Operands(NamedTuple):
-    """What every kernel reads; inside a kernel, references to the blocks of one visit."""
+    """The operands that every kernel reads; inside a kernel, references to one visit's blocks."""
 
     q: Any  # [B, H, T, D]
-    kv: Any  # [B, K, S, D + Dv]; inside a kernel also a pair, K and V
+    kv: Any  # [B, K, S, D + Dv]; inside a kernel a pair of K and V if they are fetched separately
     rows: TokenOperands
     columns: TokenOperands
     bias: Any  # [B or 1, H or 1, T, S], or None
@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
 
 class GridPoint(NamedTuple):
-    """Where a step of a grid is: batch row, query head, block."""
+    """The batch row, query head and block that a step of a grid computes."""
 
     batch: Any
     head: Any
@@ -61,13 +61,22 @@ class GridPoint(NamedTuple):
 
 
 def fitting_blocks(
-    direction: Pass, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
+    direction: Direction, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
     lists: int, generation: Generation,
 ) -> Blocks:  # fmt: skip
-    """The blocks of a launch over so many queries and keys, with so many lists of blocks.
+    """Choose the blocks of a launch.
+
+    Args:
+        direction: Forward or backward.
+        config: Sizes that the call asks for.
+        mask: The mask, for the number of keys that a query sees.
+        shape: Properties of the call that the need of memory depends on.
+        lengths: Numbers of queries and keys.
+        lists: Number of lists of blocks, see :func:`check_number`.
+        generation: The TPU generation.
 
     Raises:
-        UnsupportedError: They do not fit on chip, or are too many.
+        UnsupportedError: The blocks do not fit on chip, or are too many.
     """
     blocks = choose_blocks(config, direction, shape, *lengths, span_of(mask), generation)
     check_number(lists, blocks)
@@ -76,9 +85,9 @@ def fitting_blocks(
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of one of the kernels, its lengths padded to whole blocks.
+    """The operands and static parameters of a kernel launch, padded to whole blocks.
 
-    Padding is only ever needed for lengths that are no multiple of a block; no item shows it.
+    Only lengths that are not a multiple of the block size are padded; no item shows padding.
     """
 
     generation: Generation
@@ -91,37 +100,42 @@ class Launch:
 
     @classmethod
     def of(
-        cls, direction: Pass, static: Static, rows: QueryBlock, columns: KeyBlock, work: ItemTable
+        cls,
+        direction: Direction,
+        call: CallSpec,
+        rows: QueryBlock,
+        columns: KeyBlock,
+        work: ItemTable,
     ) -> Launch:
-        """Choose blocks and pad to them.
+        """Choose the blocks of a launch, classify them, and pad the operands to whole blocks.
 
         Raises:
-            UnsupportedError: They do not fit on chip, or are too many.
+            UnsupportedError: The blocks do not fit on chip, or are too many.
         """
         (batch, heads, q_len, head_dim), (_, kv_heads, k_len, dims) = rows.q.shape, columns.kv.shape
         shape = Shape(
             head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
             rows.seed is not None,
         )  # fmt: skip
-        mask, generation = static.plan.mask, generation_of(rows.q)
-        masks = static.bias_masks and rows.bias is not None and rows.bias.shape[0] > 1
-        lists = batch if rows.ids is not None or masks else 1
+        mask, generation = call.plan.mask, generation_of(rows.q)
+        mask_by_row = call.bias_masks and rows.bias is not None and rows.bias.shape[0] > 1
+        lists = batch if rows.ids is not None or mask_by_row else 1
         blocks = fitting_blocks(
-            direction, static.config, mask, shape, (q_len, k_len), lists, generation
+            direction, call.config, mask, shape, (q_len, k_len), lists, generation
         )
         kinds = block_kinds(rows, columns, work, blocks)
-        if static.bias_masks and rows.bias is not None:
+        if call.bias_masks and rows.bias is not None:
             kinds = jnp.where(shown_in_blocks(rows.bias, blocks.q, blocks.k), kinds, EMPTY)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
-            static, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
+            call, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
             bounds.shape[0], heads if by_batch else 0, part_sizes(span_of(mask), generation),
             generation.prefetches_scores,
         )  # fmt: skip
         slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)
         scalars = ScalarOperands(None, bounds.reshape(-1), slopes, _dropout_words(rows))
-        needs_positions = slopes is not None or static.plan.mask.predicate is not None
+        needs_positions = slopes is not None or call.plan.mask.predicate is not None
         operands = Operands(
             pad(rows.q, 2, blocks.q_len),
             pad(columns.kv, 2, blocks.k_len),
@@ -140,7 +154,10 @@ class Launch:
         return cls(generation, consts, shape, blocks, kinds, scalars, operands)
 
     def nan_safe_for(self, rows: Array, columns: Array) -> Launch:
-        """The same, told which tokens hold numbers that are not finite, bool ``[B, T]``."""
+        """Return the launch with blocks marked whose NaN and infinities must not leak.
+
+        ``rows`` and ``columns`` are the queries and keys with such numbers, bool ``[B, T]``.
+        """
         kinds = with_nonfinite(
             self.kinds, rows, columns, self.blocks, has_bias=self.operands.bias is not None
         )
@@ -159,15 +176,26 @@ class Launch:
     ) -> T:
         """Run ``kernel(tile, operands, extra, old, new, *scratch)`` at every step of a grid.
 
-        ``old`` and ``new`` are references to ``into`` and to the results, in the same memory:
-        blocks that are not visited keep their values. ``cost`` is for XLA's schedule.
+        Args:
+            kernel: The kernel.
+            grid: The steps, and the block that each visits.
+            extra: Further arrays that the kernel reads.
+            extra_specs: Their block specs.
+            into: Arrays that it updates. ``old`` and ``new`` are references to them and to the
+                results, in the same memory: blocks that are not visited keep their values.
+            into_specs: Their block specs.
+            scratch: Shapes of scratch memory.
+            cost: An estimate for XLA's scheduler.
+
+        Returns:
+            The updated arrays.
         """
-        for_dropout = pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32)
-        room: tuple[Any, ...] = () if self.scalars.dropout is None else (for_dropout,)
+        flags = pltpu.VMEM((self.blocks.k, self.blocks.q), jnp.int32)
+        dropout_shapes: tuple[Any, ...] = () if self.scalars.dropout is None else (flags,)
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
-            dropout_scratch, refs = (refs[-1], refs[:-1]) if room else (None, refs)
+            dropout_scratch, refs = (refs[-1], refs[:-1]) if dropout_shapes else (None, refs)
             tile = Tile(
                 self.consts,
                 scalars,
@@ -175,7 +203,7 @@ class Launch:
                 operands.columns,
                 operands.bias,
                 operands.bias_shift,
-                *grid.place(scalars, *ids),
+                *grid.point(scalars, *ids),
                 dropout_scratch,
             )
             kernel(tile, operands, *refs)
@@ -186,25 +214,25 @@ class Launch:
         steps = None if isinstance(index.steps, int) else index.steps
         arrays = (index.words, self.scalars, operands, extra, into)
         lists, scalars, operands, extra, into = match_varying(arrays, varying_axes(arrays))
-        before = 1 + len(jax.tree.leaves((scalars, operands, extra)))
+        num_read = 1 + len(jax.tree.leaves((scalars, operands, extra)))
 
         def launch(
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
             extra: Any, into: Any,
         ) -> Any:  # fmt: skip
             scalars = scalars._replace(block_index=words.reshape(-1))
-            number = 1 if steps is None else steps
+            num_steps = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
                 body,
                 out_shape=(jax.tree.map(_result_type, into, into_specs),),
                 grid_spec=pltpu.PrefetchScalarGridSpec(
                     num_scalar_prefetch=1,
-                    grid=tuple(number if size is None else size for size in grid.sizes),
+                    grid=tuple(num_steps if size is None else size for size in grid.sizes),
                     in_specs=(self._specs(grid), extra_specs, into_specs),
                     out_specs=(into_specs,),
-                    scratch_shapes=(*scratch, *room),
+                    scratch_shapes=(*scratch, *dropout_shapes),
                 ),
-                input_output_aliases={before + n: n for n in range(len(jax.tree.leaves(into)))},
+                input_output_aliases={num_read + n: n for n in range(len(jax.tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
                     dimension_semantics=[
                         pltpu.PARALLEL if n < 2 else pltpu.ARBITRARY for n in range(len(grid.sizes))
@@ -216,84 +244,101 @@ class Launch:
             )(scalars, operands, extra, into)
             return results[0]
 
-        # Pallas's own vmap knows neither memory that a kernel copies from itself nor, where lists
-        # differ, a traced number of steps; a vmapped axis is run through one by one instead.
-        def call(lists: Array, steps: Array | None, *arrays: Any) -> Any:
+        def launch_pieces(lists: Array, steps: Array | None, *arrays: Any) -> Any:
             if walk.pieces == 1:
                 return launch(lists, steps, *arrays)
             scalars, operands, extra, into = arrays
 
-            def piece(n: Array, into: Any) -> Any:
+            # Pieces update disjoint rows (or columns) of the same arrays, one after another; a
+            # fused kernel's pieces all add to dQ.
+            def launch_piece(n: Array, into: Any) -> Any:
                 words, steps = replace(walk, kinds=lists).piece(n)
                 return launch(words, steps, scalars, operands, extra, into)
 
-            return lax.fori_loop(0, walk.pieces, piece, into)
+            return lax.fori_loop(0, walk.pieces, launch_piece, into)
 
-        return cast("T", sequential_vmap(call)(lists, steps, scalars, operands, extra, into))
+        # Pallas's own vmap supports neither memory that a kernel copies from itself nor, if lists
+        # differ, a traced number of steps; so under vmap the launches run in sequence.
+        run = sequential_vmap(launch_pieces)
+        return cast("T", run(lists, steps, scalars, operands, extra, into))
 
     def query_rows(self, grid: Grid, width: int) -> pl.BlockSpec:
-        """The block of ``[B, H, T, width]``."""
+        """Return the spec of a visit's block of ``[B, H, T, width]``."""
         return grid.spec(
-            (None, None, self.blocks.q, width), lambda at: (at.batch, at.head, at.visit.q_block, 0)
+            (None, None, self.blocks.q, width),
+            lambda point: (point.batch, point.head, point.visit.q_block, 0),
         )
 
     def query_numbers(self, grid: Grid, shape: tuple[int, ...] | None = None) -> pl.BlockSpec:
-        """The block of ``[B, H, 1, T]``, or of an array whose ``shape`` may have 1 for B or H."""
-        many_batch, many_heads = (True, True) if shape is None else (n > 1 for n in shape[:2])
+        """Return the spec of a visit's block of ``[B, H, 1, T]``; B or H may be 1 in ``shape``."""
+        has_batch, has_heads = (True, True) if shape is None else (n > 1 for n in shape[:2])
         return grid.spec(
             (None, None, 1, self.blocks.q),
-            lambda at: (
-                at.batch if many_batch else 0, at.head if many_heads else 0, 0, at.visit.q_block
+            lambda point: (
+                point.batch if has_batch else 0,
+                point.head if has_heads else 0,
+                0,
+                point.visit.q_block,
             ),
-        )  # fmt: skip
+        )
 
     def key_rows(self, grid: Grid) -> pl.BlockSpec:
-        """The block of ``[B, K, S, D + Dv]``."""
+        """Return the spec of a visit's block of ``[B, K, S, D + Dv]``."""
         return self._key_columns(grid, self.operands.kv.shape[3], 0)
 
     def bias_block(self, grid: Grid) -> pl.BlockSpec:
-        """The block of ``[B or 1, H or 1, T, S]``."""
-        many_batch, many_heads = (size > 1 for size in self.operands.bias.shape[:2])
+        """Return the spec of a visit's block of the bias, ``[B or 1, H or 1, T, S]``."""
+        has_batch, has_heads = (size > 1 for size in self.operands.bias.shape[:2])
         return grid.spec(
             (None, None, self.blocks.q, self.blocks.k),
-            lambda at: (
-                at.batch if many_batch else 0,
-                at.head if many_heads else 0,
-                at.visit.q_block,
-                at.visit.k_block,
+            lambda point: (
+                point.batch if has_batch else 0,
+                point.head if has_heads else 0,
+                point.visit.q_block,
+                point.visit.k_block,
             ),
         )
 
     def _key_columns(self, grid: Grid, width: int, column: int) -> pl.BlockSpec:
+        """Return the spec of block ``column`` of ``width`` columns of a visit's keys and values."""
         return grid.spec(
             (None, None, self.blocks.k, width),
-            lambda at: (at.batch, lax.div(at.head, self.consts.group), at.visit.k_block, column),
+            lambda point: (
+                point.batch,
+                lax.div(point.head, self.consts.group),
+                point.visit.k_block,
+                column,
+            ),
         )
 
     @property
     def _separate_kv_fetch(self) -> bool:
-        """Whether K and V are fetched one by one: both have to be whole registers wide."""
-        k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
+        """Return True if K and V are fetched separately, which needs whole registers of both."""
+        k_dim, v_dim = self.consts.call.head_dim, self.consts.v_dim
         return self.generation.separate_kv_fetch and v_dim % LANES == 0 and k_dim % v_dim == 0
 
     def _specs(self, grid: Grid) -> Operands:
+        """Return the block specs of the operands."""
         x = self.operands
         kv: Any = self.key_rows(grid)
         if self._separate_kv_fetch:
-            k_dim, v_dim = self.consts.static.head_dim, self.consts.v_dim
+            k_dim, v_dim = self.consts.call.head_dim, self.consts.v_dim
             kv = (self._key_columns(grid, k_dim, 0), self._key_columns(grid, v_dim, k_dim // v_dim))
 
         def numbers(x: Array, size: int, block: Callable[[GridPoint], Any]) -> pl.BlockSpec:
             return grid.spec(
-                (None, 1, size), lambda at: (at.batch if x.shape[0] > 1 else 0, 0, block(at))
+                (None, 1, size),
+                lambda point: (point.batch if x.shape[0] > 1 else 0, 0, block(point)),
             )
 
         return Operands(
-            self.query_rows(grid, self.consts.static.head_dim),
+            self.query_rows(grid, self.consts.call.head_dim),
             kv,
-            jax.tree.map(lambda x: numbers(x, self.blocks.q, lambda at: at.visit.q_block), x.rows),
             jax.tree.map(
-                lambda x: numbers(x, self.blocks.k, lambda at: at.visit.k_block), x.columns
+                lambda x: numbers(x, self.blocks.q, lambda point: point.visit.q_block), x.rows
+            ),
+            jax.tree.map(
+                lambda x: numbers(x, self.blocks.k, lambda point: point.visit.k_block), x.columns
             ),
             None if x.bias is None else self.bias_block(grid),
             None if x.bias_shift is None else self.query_numbers(grid, x.bias_shift.shape),
@@ -302,39 +347,43 @@ class Launch:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The steps of a kernel.
+    """The grid of a kernel: its axes, and the block that each step visits.
 
     Attributes:
-        walk: The blocks it visits.
-        sizes: Of the axes; ``None`` is the one along the visits. A chip's cores may share the first
-            two, over batch rows and heads.
-        place: From scalars and the step along each axis to where that is.
+        walk: The blocks that it visits.
+        sizes: Sizes of the axes; ``None`` is the axis along the visits. A chip's cores may share
+            the first two axes, over batch rows and heads.
+        point: A function of the scalar operands and the index along each axis to the grid point.
     """
 
     walk: Walk
     sizes: tuple[int | None, ...]
-    place: Callable[..., GridPoint]
+    point: Callable[..., GridPoint]
 
     def spec(
         self, shape: tuple[int | None, ...], index: Callable[[GridPoint], tuple[Any, ...]]
     ) -> pl.BlockSpec:
-        """A block whose index depends on the place."""
-        return pl.BlockSpec(shape, lambda *ids: index(self.place(ids[-1], *ids[:-1])))
+        """Return a block spec whose index is a function of the grid point."""
+        return pl.BlockSpec(shape, lambda *ids: index(self.point(ids[-1], *ids[:-1])))
 
 
 def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
-    """All visits for each query head of ``[B, H, ...]``."""
+    """Return the grid of all visits for each query head of ``[B, H, ...]``."""
 
-    def place(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
+    def point(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
         return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
 
-    return Grid(walk, (*q[:2], None), place)
+    return Grid(walk, (*q[:2], None), point)
 
 
 def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
-    """All visits for each key/value head of ``[B, K, ...]``, each for all heads of its group."""
+    """Return the grid of all visits for each K/V head of ``[B, K, ...]``.
 
-    def place(
+    Each visit is repeated for all query heads of the group, so that their dK and dV are added up
+    on chip: the first visit is that of the first head, the last that of the last one.
+    """
+
+    def point(
         scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
     ) -> GridPoint:
         visit = unpack(scalars.block_index[batch * walk.stride + step])
@@ -343,14 +392,18 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
         )
         return GridPoint(batch, kv_head * group + member, visit)
 
-    return Grid(walk, (*kv[:2], None, group), place)
+    return Grid(walk, (*kv[:2], None, group), point)
 
 
 def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
-    """Each visit for each bias, for all batch rows and query heads that share it."""
+    """Return the grid of all visits for each bias ``[B or 1, H or 1, ...]``.
+
+    Each visit is repeated for all batch rows and query heads that share the bias, so that the
+    gradient is added up on chip.
+    """
     shared = q[0] // bias[0], q[1] // bias[1]
 
-    def place(
+    def point(
         scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
     ) -> GridPoint:
         visit = unpack(scalars.block_index[step])._replace(
@@ -359,15 +412,16 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
         )
         return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
 
-    return Grid(walk, (*bias[:2], None, *shared), place)
+    return Grid(walk, (*bias[:2], None, *shared), point)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
-    """What a kernel copies from itself has to lie in main memory, where XLA may not move it."""
+    """Return the type of a result; one that a kernel copies itself is pinned to main memory."""
     return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
 
 
 def _dropout_words(rows: QueryBlock) -> Array | None:
+    """Return seed and offsets of dropout, int32 ``[4]``; ``None`` without dropout."""
     if rows.seed is None or rows.offsets is None:
         return None
     return jnp.concatenate([lax.bitcast_convert_type(rows.seed, jnp.int32), rows.offsets])
@@ -377,21 +431,24 @@ def _token_operands(
     positions: Array | None, indices: Array | None, cells: Array | None, ids: Array | None,
     length: int, padding: int,
 ) -> TokenOperands:  # fmt: skip
-    """Numbers of tokens as Pallas takes them; negative ids become one that equals no other's."""
+    """Pad per-token integers to ``length``, ``[1 or B, 1, length]`` each.
+
+    Negative ids, which see nothing, become ``padding``, which differs for queries and keys.
+    """
     ids = None if ids is None else jnp.where(ids < 0, padding, ids)
-    every = (positions, indices, cells, ids)
+    numbers = (positions, indices, cells, ids)
     return TokenOperands(
-        *(None if x is None else pad(jnp.atleast_2d(x), 1, length)[:, None] for x in every)
+        *(None if x is None else pad(jnp.atleast_2d(x), 1, length)[:, None] for x in numbers)
     )
 
 
 def has_nonfinite(x: Array) -> Array:
-    """Which tokens of ``[B, H, T, D]`` hold a number that is not finite, bool ``[B, T]``."""
+    """Return which tokens of ``[B, H, T, D]`` have NaN or infinite numbers, bool ``[B, T]``."""
     return ~jnp.isfinite(x).all(axis=(1, 3))
 
 
 def pad(x: Array, axis: int, length: int, fill: float = 0) -> Array:
-    """Lengthen one axis."""
+    """Pad one axis at its end to ``length``."""
     missing = length - x.shape[axis]
     if missing == 0:
         return x

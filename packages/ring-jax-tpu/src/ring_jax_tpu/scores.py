@@ -1,9 +1,9 @@
-"""One block of scores on chip: what it shows, and the options that change it.
+"""Compute one block of scores on chip, with its mask and the options that change scores.
 
 Scores are held transposed, keys along sublanes and queries along lanes: ``[k, q]``. Maxima and sums
-over keys are then sums of registers, and everything there is one of a query is a row ``[1, q]``
-that needs no padding to whole registers. What there is one of a key arrives as a row too and is
-turned into a column only where a mask asks for it.
+over keys are then operations on whole registers, and per-query numbers are rows ``[1, q]`` that
+need no padding to whole registers. Per-key numbers arrive as rows too, and are turned into columns
+only if a mask needs them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep
 from ring_jax.kernels.block_index import Bounds
-from ring_jax.records import Static
+from ring_jax.records import CallSpec
 from ring_jax_tpu.block_index import Visit
 
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
-EVERY = slice(None)
+ALL = slice(None)
 LOG2E = math.log2(math.e)
 
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
 
 class ScalarOperands(NamedTuple):
-    """What is prefetched to scalar memory; inside a kernel, references to it."""
+    """The operands prefetched to scalar memory; inside a kernel, references to them."""
 
     block_index: Any  # int32 [(1 or B) * length]
     bounds: Any  # int32 [R * 6]
@@ -41,45 +41,45 @@ class ScalarOperands(NamedTuple):
 
 
 class TokenOperands(NamedTuple):
-    """Numbers of tokens, int32 ``[1 or B, 1, T]`` or ``None``; inside a kernel ``[1, block]``."""
+    """Per-token integers, int32 ``[1 or B, 1, T]`` or ``None``; inside a kernel ``[1, block]``."""
 
-    positions: Any
-    indices: Any
-    cells: Any
-    ids: Any
+    positions: Any  # global position among the keys
+    indices: Any  # global index among the queries
+    cells: Any  # number of the document or chunk
+    ids: Any  # segment id
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel knows when it is traced."""
+    """The static parameters of a kernel."""
 
-    static: Static
+    call: CallSpec
     heads: int
-    group: int  # query heads a key/value head
+    group: int  # query heads per K/V head
     v_dim: int
     block_q: int
     block_k: int
     num_items: int
     slopes_stride: int  # from a batch row's slopes to the next one's; 0 if they share them
-    part: tuple[int, int]  # queries and keys that stay in registers from product to product
-    prefetches_scores: bool  # for the scores of the part after
+    part: tuple[int, int]  # queries and keys that are multiplied at once
+    prefetches_scores: bool  # compute a part's scores before the softmax of the part before
 
 
 class Scores(NamedTuple):
-    """Masked scores, slope of the soft cap, what is shown (``None``: all); ``[k, q]``.
+    """The scores of a block, ``[k, q]``.
 
-    Scores are in units of base 2, ``log2(e)`` times the logits: the factor costs nothing beside the
-    softmax scale, and chips know ``2 ** x``.
+    They are in units of base 2, ``log2(e)`` times the logits: the factor is part of the softmax
+    scale, and chips compute ``2 ** x``.
     """
 
-    scores: Any
-    slope: Any | None
-    visible: Any | None
+    scores: Any  # -inf where masked
+    slope: Any | None  # derivative of the soft cap
+    visible: Any | None  # bool; None if all are visible
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of scores of one head; references stand for its own rows and columns."""
+    """A block of scores of one head; references are to its own rows and columns."""
 
     consts: Constants
     scalars: ScalarOperands
@@ -90,22 +90,22 @@ class Tile:
     batch: Any
     head: Any
     visit: Visit
-    dropout_scratch: Ref | None = None  # int32 [k, q], for dropout
+    dropout_scratch: Ref | None = None  # int32 [k, q]; None without dropout
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(keys, queries)``."""
+        """Shape of the block, ``(keys, queries)``."""
         return self.consts.block_k, self.consts.block_q
 
     def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
-        """The scores of queries ``[q, D]`` against keys ``[k, D]``."""
-        static, slope = self.consts.static, None
+        """Compute the scores of queries ``[q, D]`` and keys ``[k, D]``."""
+        call, slope = self.consts.call, None
         products = dot("nt", k, q)
-        if static.softcap is None:
-            x = products * (static.scale * LOG2E)
+        if call.softcap is None:
+            x = products * (call.scale * LOG2E)
         else:
-            tanh_scores = jnp.tanh(products * (static.scale / static.softcap))
-            x, slope = tanh_scores * (static.softcap * LOG2E), 1 - tanh_scores * tanh_scores
+            tanh_scores = jnp.tanh(products * (call.scale / call.softcap))
+            x, slope = tanh_scores * (call.softcap * LOG2E), 1 - tanh_scores * tanh_scores
         visible = self._visible() if masked else None
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
@@ -113,45 +113,46 @@ class Tile:
             bias = bias if self.bias_shift is None else bias - self.bias_shift[...]
             x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:
-            place = self.batch * self.consts.slopes_stride + self.head
+            index = self.batch * self.consts.slopes_stride + self.head
             distance = jnp.abs(self.rows.positions[...] - as_column(self.columns.positions))
-            x -= (self.scalars.slopes[place] * LOG2E) * distance.astype(jnp.float32)
+            x -= (self.scalars.slopes[index] * LOG2E) * distance.astype(jnp.float32)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
         return Scores(x, slope, visible)
 
     def parts(self) -> Iterator[tuple[Tile, slice, slice]]:
-        """The block in parts, each with its queries and its keys.
+        """Yield the block in parts that are multiplied at once, with slices of queries and keys.
 
-        Masks that take a program of their own (dropout, predicates) are left whole.
+        With dropout or a predicate, whose code is long, the block is its only part.
         """
-        consts, whole = self.consts, self.consts.static.plan.mask.predicate is not None
+        consts, whole = self.consts, self.consts.call.plan.mask.predicate is not None
         whole |= self.scalars.dropout is not None
         q_size = consts.block_q if whole else math.gcd(consts.block_q, consts.part[0])
         k_size = consts.block_k if whole else math.gcd(consts.block_k, consts.part[1])
         q_parts, k_parts = consts.block_q // q_size, consts.block_k // k_size
         for i, j in product(range(q_parts), range(k_parts)):
-            q_at, k_at = slice(i * q_size, (i + 1) * q_size), slice(j * k_size, (j + 1) * k_size)
+            q_slice = slice(i * q_size, (i + 1) * q_size)
+            k_slice = slice(j * k_size, (j + 1) * k_size)
             part = replace(
                 self,
                 consts=replace(consts, block_q=q_size, block_k=k_size),
-                rows=_views(self.rows, q_at),
-                columns=_views(self.columns, k_at),
-                bias=None if self.bias is None else self.bias.at[q_at, k_at],
-                bias_shift=None if self.bias_shift is None else self.bias_shift.at[:, q_at],
+                rows=_views(self.rows, q_slice),
+                columns=_views(self.columns, k_slice),
+                bias=None if self.bias is None else self.bias.at[q_slice, k_slice],
+                bias_shift=None if self.bias_shift is None else self.bias_shift.at[:, q_slice],
                 visit=self.visit._replace(
                     q_block=self.visit.q_block * q_parts + i,
                     k_block=self.visit.k_block * k_parts + j,
                 ),
             )
-            yield part, q_at, k_at
+            yield part, q_slice, k_slice
 
-    def dropout_keep(self) -> Any | None:
-        """Dropout's factor for each score; ``None`` without dropout.
+    def dropout_factor(self) -> Any | None:
+        """Return what dropout multiplies each weight by, 0 or ``1 / (1 - p)``, ``[k, q]``.
 
-        Ten rounds of Philox over a whole block would be a program of its own size: they run strip
-        by strip, on registers.
+        ``None`` without dropout. The ten rounds of Philox run on strips of the block that fit in
+        registers: unrolled over a whole block they would be a huge program.
         """
-        p, words = self.consts.static.dropout_p, self.scalars.dropout
+        p, words = self.consts.call.dropout_p, self.scalars.dropout
         if words is None or self.dropout_scratch is None:
             return None
         seed: Any = [jnp.asarray(words[n]).astype(jnp.uint32) for n in range(2)]
@@ -159,15 +160,17 @@ class Tile:
         queries, dropout_scratch = self.rows.indices[...], self.dropout_scratch
         dropout_scratch[...] = jnp.broadcast_to(as_column(self.columns.positions), self.shape)
 
-        def strip(n: Any, _: None) -> None:
-            at = pl.ds(pl.multiple_of(n * SUBLANES, SUBLANES), SUBLANES)
-            keep = dropout_keep(p, seed, batch, head, queries, dropout_scratch[at, :])
-            dropout_scratch[at, :] = keep.astype(jnp.int32)
+        # The scratch memory holds positions of keys; each strip overwrites its own by its flags.
+        def fill_strip(n: Any, _: None) -> None:
+            strip = pl.ds(pl.multiple_of(n * SUBLANES, SUBLANES), SUBLANES)
+            keep = dropout_keep(p, seed, batch, head, queries, dropout_scratch[strip, :])
+            dropout_scratch[strip, :] = keep.astype(jnp.int32)
 
-        lax.fori_loop(0, self.shape[0] // SUBLANES, strip, None)
+        lax.fori_loop(0, self.shape[0] // SUBLANES, fill_strip, None)
         return jnp.where(dropout_scratch[...] > 0, 1 / (1 - p), 0.0)
 
     def _visible(self) -> Any:
+        """Return which scores of the block are visible, bool ``[k, q]``, apart from the bias."""
         row = lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
@@ -178,17 +181,18 @@ class Tile:
             visible &= self.rows.cells[...] == as_column(self.columns.cells)
         if self.rows.ids is not None:
             visible &= self.rows.ids[...] == as_column(self.columns.ids)
-        if self.consts.static.plan.mask.predicate is not None:
-            visible &= self.consts.static.plan.mask.rule(
+        if self.consts.call.plan.mask.predicate is not None:
+            visible &= self.consts.call.plan.mask.rule(
                 self.rows.positions[...], as_column(self.columns.positions)
             )
         return visible
 
     def _in_item(self, item: int, row: Any, col: Any) -> Any:
-        """What an item shows of the block: for each row the columns from one to another.
+        """Return which scores of the block an item shows: a range of columns for each row.
 
-        The first and the number of them are worked out on a single row of registers; one difference
-        and one comparison per score remain, of numbers shifted so that those below the first wrap.
+        The first column and their number are computed on a single row of registers. One difference
+        and one comparison per score remain, of numbers offset so that columns before the first
+        wrap to large ones.
         """
         q_start, q_stop, k_start, k_stop, lo, hi = (
             self.scalars.bounds[item * len(Bounds._fields) + n] for n in range(len(Bounds._fields))
@@ -200,17 +204,21 @@ class Tile:
         return col - (first + least) < count + least
 
 
-def _views(tokens: TokenOperands, at: slice) -> TokenOperands:
-    return TokenOperands(*(None if ref is None else ref.at[:, at] for ref in tokens))
+def _views(tokens: TokenOperands, part: slice) -> TokenOperands:
+    """Return references to a part of the tokens of a block."""
+    return TokenOperands(*(None if ref is None else ref.at[:, part] for ref in tokens))
 
 
 def as_column(ref: Ref) -> Any:
-    """A row ``[1, n]`` as a column ``[n, 1]``."""
+    """Transpose a row ``[1, n]`` to a column ``[n, 1]``."""
     return jnp.broadcast_to(ref[...], (SUBLANES, ref.shape[1])).T[:, :1]
 
 
 def dot(form: str, a: Any, b: Any) -> Any:
-    """``a @ b`` with one side transposed (``t``), accumulated in float32; float32 stays exact."""
+    """Multiply matrices, accumulating in float32; products of float32 are exact.
+
+    ``form`` has a letter for each side: ``n`` as it is, ``t`` transposed.
+    """
     axes = _AXES[form]
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
@@ -219,14 +227,15 @@ def dot(form: str, a: Any, b: Any) -> Any:
     )  # fmt: skip
 
 
-def add_seen(
+def add_visible(
     acc: Ref, product: Callable[[Any, Any], Any], weights: Any, visible: Any, x: Any, *,
-    tell_infinities: bool = False,
+    keep_infinities: bool = False,
 ) -> None:  # fmt: skip
     """Add ``product(weights, x)``, reading ``x [n, D]`` only where ``weights [k, q]`` are visible.
 
-    ``0 * nan`` is ``nan``: what is not finite is left out of the product, and what sees it becomes
-    ``nan``, or infinite if ``tell_infinities`` (of weights that are not negative).
+    ``0 * nan`` is ``nan``: numbers that are not finite are left out of the product, and sums that
+    see one become ``nan``. With ``keep_infinities``, for weights that are not negative, sums that
+    see infinities of one sign become infinite.
     """
     value = x.astype(jnp.float32)
     finite = jnp.abs(value) < jnp.inf
@@ -235,11 +244,13 @@ def add_seen(
     def count(a: Any, b: Any) -> Any:
         return product(jnp.where(a, 1.0, 0.0).astype(x.dtype), b.astype(x.dtype))
 
-    seen = count(visible, jnp.where(finite, 0.0, 1.0))
-    found: Any = jnp.nan
-    if tell_infinities:
+    num_nonfinite = count(visible, jnp.where(finite, 0.0, 1.0))
+    result: Any = jnp.nan
+    if keep_infinities:
         signs = jnp.where(value == jnp.inf, 1.0, jnp.where(value == -jnp.inf, -1.0, 0.0))
         net = count(visible & (weights > 0), signs)
-        # Where all that is seen are infinities of one sign, and none is multiplied with 0.
-        found = jnp.where(net == seen, jnp.inf, jnp.where(net == -seen, -jnp.inf, jnp.nan))
-    acc[...] += jnp.where(seen > 0, found, 0.0)
+        # Infinite if all of them are infinities of one sign, and none is multiplied by 0.
+        result = jnp.where(
+            net == num_nonfinite, jnp.inf, jnp.where(net == -num_nonfinite, -jnp.inf, jnp.nan)
+        )
+    acc[...] += jnp.where(num_nonfinite > 0, result, 0.0)

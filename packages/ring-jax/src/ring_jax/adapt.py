@@ -1,4 +1,4 @@
-"""What the adapters share: an attention with options bound to it, masks, and what is refused."""
+"""Helpers shared by the adapters to other libraries: bound options, masks, refused arguments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from ring_jax.records import Array
 
 Attention = Callable[..., Any]
 
+#: Options that compare positions of queries and keys.
 BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["queries", "keys"], meta_fields=[])
 @dataclass(frozen=True)
 class Segments:
-    """Which tokens see each other, passed where a framework takes a ``mask``; a pytree.
+    """Segment ids, to be passed where a framework takes a ``mask``; a pytree.
 
     Attributes:
         queries: Integers ``[..., T]``, the leading dimensions being the model's batch: equal ids
@@ -45,14 +46,14 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """An attention of this package and the options bound to it.
+class BoundAttention:
+    """An attention of this package with options bound to it by ``functools.partial``.
 
     Attributes:
-        attention: What to call with ``q, k, v`` and further options.
-        options: Those that are bound.
-        context: Whose attention it is, where arrays are global; ``None`` inside ``shard_map``.
-        kernels: What ``kernel=`` may name.
+        attention: The bound function, to be called with ``q, k, v`` and further options.
+        options: The bound options.
+        context: The ``ContextParallel`` that it is a method of; ``None`` inside ``shard_map``.
+        kernels: The values that ``kernel=`` may have.
     """
 
     attention: Attention
@@ -60,45 +61,46 @@ class Bound:
     context: ContextParallel | None
     kernels: tuple[str, ...]
 
-    def __call__(self, q: Array, k: Array, v: Array, given: Mapping[str, Any]) -> Any:
-        """Attend with the bound options and those a call has given; ``causal`` may be both.
+    def __call__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any]) -> Any:
+        """Attend with the bound options and those of this call; only ``causal`` may be in both.
 
         Raises:
-            ValueError: An option is bound and given.
+            ValueError: Another option is in both.
         """
-        both = [name for name in given if name in self.options and name != "causal"]
+        both = [name for name in options if name in self.options and name != "causal"]
         if both:
             raise ValueError(
                 f"{', '.join(both)}: bound to the attention, and the call says it too; keep one"
             )
-        return self.attention(q, k, v, **given)
+        return self.attention(q, k, v, **options)
 
-    def keys(self, length: int) -> int:
-        """How many keys there are where an array has ``length``: on all devices."""
+    def global_length(self, length: int) -> int:
+        """Return the number of tokens on all devices, for an array of ``length`` tokens here."""
         return length if self.context is not None else length * axis_size(self.options["axis_name"])
 
     def positions(self, length: int) -> Array:
-        """Global position of each of the tokens of an array, int32 ``[length]``."""
+        """Return the global position of each token of an array, int32 ``[length]``."""
         if self.context is not None:
             return self.context.positions(length)
         axis, name = self.options["axis_name"], self.options.get("layout", "contiguous")
-        layout = Layout(name, self.keys(length), axis_size(axis))
+        layout = Layout(name, self.global_length(length), axis_size(axis))
         return local_positions(layout, jnp.int32(0) if axis is None else lax.axis_index(axis))
 
 
-def bind(attention: Attention) -> Bound:
-    """Take an attention apart.
+def bind(attention: Attention) -> BoundAttention:
+    """Split an attention, maybe a ``functools.partial``, into its function and bound options.
 
     Raises:
-        ValueError: It is none of this package, has an unknown option bound, or ``return_lse``.
+        ValueError: It is not an attention of this package, or has an unknown option or
+            ``return_lse`` bound.
     """
-    whole = attention if isinstance(attention, partial) else partial(attention)
-    function: Any = whole.func
-    options = whole.keywords
+    bound = attention if isinstance(attention, partial) else partial(attention)
+    function: Any = bound.func
+    options = bound.keywords
     owner = getattr(function, "__self__", None)
     context = owner if isinstance(owner, ContextParallel) else None
     in_shard_map = isinstance(function, RingAttention) and "axis_name" in options
-    if (context is None and not in_shard_map) or whole.args:
+    if (context is None and not in_shard_map) or bound.args:
         raise ValueError(
             f"attention must be the attention of a ring_jax.ContextParallel, or "
             f"functools.partial(ring_jax.ring_attention, axis_name=...) inside jax.shard_map, with "
@@ -112,21 +114,29 @@ def bind(attention: Attention) -> Bound:
     if options.get("return_lse"):
         raise ValueError("return_lse must not be bound: a model takes one array from its attention")
     kernels = function.kernels if context is None else context.kernels
-    return Bound(attention, options, context, kernel_names(kernels))
+    return BoundAttention(attention, options, context, kernel_names(kernels))
 
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:
-    """Dropout by a random key, typed or raw, which may be traced: its bits are the seed."""
+    """Return the options of dropout with rate ``rate``, seeded by the bits of a JAX random key.
+
+    The key may be typed or raw, and traced.
+    """
     return {"dropout_p": rate, "dropout_seed": jax.random.bits(key, (2,), jnp.uint32)}
 
 
-def flat(x: Array, kept: int) -> Array:
-    """All dimensions but the last ``kept`` as one."""
-    return x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
+def flat(x: Array, num_kept: int) -> Array:
+    """Flatten all dimensions but the last ``num_kept`` into one."""
+    return x.reshape(math.prod(x.shape[:-num_kept]), *x.shape[-num_kept:])
 
 
 def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
-    """A bias or mask, as far as it goes of ``[*batch, heads, queries, keys]``, as four dimensions.
+    """Reshape a bias or mask to ``[B or 1, heads, queries, keys]``.
+
+    Args:
+        name: The argument's name, for the error.
+        x: ``[*batch, heads, queries, keys]``; leading dimensions may be missing or 1.
+        batch: The model's batch dimensions, which become one.
 
     Raises:
         ValueError: Its leading dimensions do not fit the batch.
@@ -136,29 +146,32 @@ def broadcast(name: str, x: Array, batch: tuple[int, ...]) -> Array:
     if math.prod(x_batch) == 1:
         return x.reshape(1, *rest)
     if len(x_batch) > len(batch) or any(
-        size not in (1, wanted) for size, wanted in zip(x_batch[::-1], batch[::-1], strict=False)
+        size not in (1, whole) for size, whole in zip(x_batch[::-1], batch[::-1], strict=False)
     ):
         raise ValueError(f"{name} of shape {x.shape} does not fit a batch of {list(batch)}")
     return flat(jnp.broadcast_to(x, (*batch, *rest)), 3)
 
 
 def mask_options(
-    bound: Bound, mask: object, batch: tuple[int, ...], q_len: int, k_len: int
+    bound: BoundAttention, mask: object, batch: tuple[int, ...], q_len: int, k_len: int
 ) -> dict[str, Any]:
-    """What a mask means: a rule, segments, which keys are padding, or what each query sees.
+    """Translate a framework's mask into the options of an attention.
 
     Args:
         bound: The attention that it is for.
         mask: ``None``, a :class:`Segments`, a :class:`ring_core.Mask`, or an array that is true or
-            not 0 where a key is seen: ``[*batch or 1, 1, 1, k_len]``, keys as at hand, or with a
-            row for each query or head, ``[*batch or 1, heads or 1, q_len or 1, keys or 1]``, and
-            columns for all keys in natural order.
+            not 0 where a key is seen: ``[*batch or 1, 1, 1, k_len]``, in the order of the keys
+            passed, or with a row for each query or head, ``[*batch or 1, heads or 1, q_len or 1,
+            keys or 1]``, and columns for all keys in natural order.
         batch: Leading dimensions of queries and keys.
-        q_len: How many queries the arrays at hand have.
-        k_len: How many keys.
+        q_len: Number of queries in the arrays passed: global, or this device's.
+        k_len: Number of keys in them.
+
+    Returns:
+        ``mask``, ``segment_ids``, or nothing.
 
     Raises:
-        ValueError: It does not fit.
+        ValueError: The array does not have such a shape.
     """
     if mask is None:
         return {}
@@ -168,10 +181,10 @@ def mask_options(
         return {"segment_ids": _ids_of(mask)}
     shown = broadcast("mask", jnp.asarray(mask), batch)
     if shown.shape[1:3] != (1, 1):
-        full = [(q_len, 1), (bound.keys(k_len), 1)]
+        lengths = (q_len, bound.global_length(k_len))
         sizes = [
-            wanted if size == short else size
-            for size, (wanted, short) in zip(shown.shape[2:], full, strict=True)
+            length if size == 1 else size
+            for size, length in zip(shown.shape[2:], lengths, strict=True)
         ]
         return {"mask": jnp.broadcast_to(shown != 0, (*shown.shape[:2], *sizes))}
     if shown.shape[3] != k_len:
@@ -180,32 +193,38 @@ def mask_options(
 
 
 def is_array(mask: object) -> bool:
-    """Whether a mask is none of ours."""
+    """Return True for a mask that is an array, not ``None`` or an object of this package."""
     return mask is not None and not isinstance(mask, Segments | Mask)
 
 
 def ids_of(
     q_shown: Array | None, k_shown: Array | None, batch: int, q_len: int, k_len: int
 ) -> tuple[Array, Array]:
-    """Segment ids of queries and keys: 0, and -1 where ``[B or 1, T]`` does not show a token."""
+    """Return segment ids of queries and keys, int32 ``[batch, length]``: 0, or -1 for padding.
+
+    ``q_shown`` and ``k_shown`` are bool ``[B or 1, T]``, False for padding; ``None`` has none.
+    """
 
     def ids(shown: Array | None, length: int) -> Array:
-        one = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
-        return jnp.broadcast_to(one, (batch, length))
+        number = jnp.int32(0) if shown is None else jnp.where(shown, 0, -1).astype(jnp.int32)
+        return jnp.broadcast_to(number, (batch, length))
 
     return ids(q_shown, q_len), ids(k_shown, k_len)
 
 
 def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -> None:
-    """Where a framework pairs the first query with the first key, lengths have to be equal here.
+    """Refuse rules over positions for a framework that aligns the first query and the first key.
+
+    This package aligns the last ones, so that the two differ unless the lengths are equal.
+    ``rules`` are the framework's arguments by name, true where one is set.
 
     Raises:
-        UnsupportedError: They are not, and a rule was given.
+        UnsupportedError: The lengths differ and a rule is set.
     """
-    given = [name for name, value in rules.items() if value]
-    if given and q_len != k_len:
+    names = [name for name, value in rules.items() if value]
+    if names and q_len != k_len:
         raise UnsupportedError(
-            f"{', '.join(given)}: of {q_len} queries and {k_len} keys {framework} takes the first "
+            f"{', '.join(names)}: of {q_len} queries and {k_len} keys {framework} takes the first "
             f"two to be at one position, and this package the last two; bind "
             f"mask=ring_core.Mask(causal=True) to the attention for the latter, with window=... in it "
             f"for a window, and ring_core.Mask(predicate=...) for the former"
@@ -213,48 +232,58 @@ def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -
 
 
 def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: bool) -> None:
-    """Where an array hides the end of a cache, the queries' positions are not known.
+    """Refuse bound rules over positions where an array hides some keys of a cache.
+
+    The positions of the queries are not known then. ``hidden`` says that there is such an array.
 
     Raises:
-        UnsupportedError: A bound option compares positions.
+        UnsupportedError: A bound option compares positions, and the lengths differ.
     """
-    given = [name for name in BY_POSITION if options.get(name) is not None]
-    if given and hidden and q_len != k_len:
+    names = [name for name in BY_POSITION if options.get(name) is not None]
+    if names and hidden and q_len != k_len:
         raise UnsupportedError(
-            f"{', '.join(given)}: {q_len} queries meet {k_len} keys of which an array hides some, "
+            f"{', '.join(names)}: {q_len} queries meet {k_len} keys of which an array hides some, "
             f"so that positions are not known; decode with an attention that has none of these bound"
         )
 
 
 def _ids_of(segments: Segments) -> Array | tuple[Array, Array]:
-    given = [segments.queries] if segments.keys is None else [segments.queries, segments.keys]
-    for ids in given:
+    """Return the option ``segment_ids``: int32 ``[B, T]``, or a pair of those."""
+    sides = [segments.queries] if segments.keys is None else [segments.queries, segments.keys]
+    for ids in sides:
         if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise ValueError(f"Segments must be integers, got {jnp.result_type(ids)}")
-    flat_ids = [flat(jnp.asarray(ids, jnp.int32), 1) for ids in given]
+    flat_ids = [flat(jnp.asarray(ids, jnp.int32), 1) for ids in sides]
     return flat_ids[0] if len(flat_ids) == 1 else (flat_ids[0], flat_ids[1])
 
 
 def refuse(**arguments: tuple[object, str]) -> None:
-    """Raise for what was given: each argument is its value, ``None`` if not given, and advice.
+    """Raise for arguments of a framework that cannot be honoured.
+
+    Args:
+        arguments: By name, the value that the user passed (``None`` if none, or if it can be
+            honoured) and advice what to do instead.
 
     Raises:
-        UnsupportedError: Naming every argument that was given and what to do instead.
+        UnsupportedError: Some values are not ``None``; names each, with its advice.
     """
-    given = [
+    refused = [
         f"{name}: {advice}" for name, (value, advice) in arguments.items() if value is not None
     ]
-    if given:
-        raise UnsupportedError("; ".join(given))
+    if refused:
+        raise UnsupportedError("; ".join(refused))
 
 
 def precision_of(precision: object, dtype: DTypeLike) -> tuple[object, str]:
-    """What :func:`refuse` takes of a precision of matmuls: the default, and what runs anyway."""
+    """Return the pair that :func:`refuse` takes for a precision of matmuls.
+
+    The default is honoured, and for float32 and float64 the highest, which is what runs.
+    """
     exact = (lax.Precision.HIGHEST, "highest", "float32")
-    taken = [None, "default", lax.Precision.DEFAULT]
-    taken += exact if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
+    honoured = [None, "default", lax.Precision.DEFAULT]
+    honoured += exact if jnp.dtype(dtype) in (jnp.float32, jnp.float64) else ()
     sides = precision if isinstance(precision, tuple) and len(precision) == 2 else (precision,)
-    return None if all(side in taken for side in sides) else precision, (
+    return None if all(side in honoured for side in sides) else precision, (
         "products of float32 have the highest precision, and 16-bit ones are summed in float32; "
         "leave it out, and cast the inputs to bfloat16 for speed"
     )

@@ -1,4 +1,4 @@
-"""The public function on local shards."""
+"""Attention on this device's shards: :func:`ring_attention`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ring_core.base.arguments import refuse_foreign_options
 from ring_jax.autodiff import attend
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
-from ring_jax.records import Array, AttentionOptions, Kernel, Options, Window
+from ring_jax.records import Array, AttentionOptions, CallOptions, Kernel, Window
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """The function :func:`ring_attention`, for a choice of kernels, the fastest first."""
+    """The function :func:`ring_attention` over a list of kernels, the fastest first."""
 
     kernels: tuple[Kernel, ...]
 
@@ -67,7 +67,7 @@ class RingAttention:
         strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> Array | tuple[Array, Array]:
-        """Exact attention over a sequence whose shards lie along a mesh axis.
+        """Compute exact attention over a sequence whose shards lie along a mesh axis.
 
         Called inside ``jax.shard_map`` with this device's shards, whose tokens are those of the
         ``layout``; returns this device's slice of the answer of dense attention,
@@ -136,15 +136,15 @@ class RingAttention:
         Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
         near-infinite context", arXiv 2310.01889.
         """
-        static, inputs, _ = check_call(
+        call, inputs, _ = check_call(
             self.kernels, axis_name, layout, axis_size(axis_name), q, k, v,
-            Options(
+            CallOptions(
                 causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap,
                 sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse,
                 kernel, strategy, transport,
             ),
         )  # fmt: skip
-        inputs, run = prepared(static, inputs), partial(attend, static)
+        inputs, run = prepared(call, inputs), partial(attend, call)
         mesh = mesh_of(inputs) if axis_name is None else None
         if mesh is not None:  # kernels make arrays of their own, which lie on no mesh
             run = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -156,16 +156,16 @@ ring_attention = RingAttention((XlaKernel(),))
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
-    """The mesh with explicit axes of which every device holds all of the arrays, if there is one.
+    """Return the mesh with explicit axes that replicates the arrays; ``None`` if they are on none.
 
     Raises:
-        ValueError: They are split over such axes: then there is no one device that could run alone.
+        ValueError: They are split over such axes, so that no device could compute alone.
     """
-    found = None
+    mesh = None
     for x in jax.tree.leaves(arrays):
         sharding = jax.typeof(x).sharding
         if AxisType.Explicit in sharding.mesh.axis_types:
-            found = sharding.mesh
+            mesh = sharding.mesh
             split = [axis for axis in sharding.spec if axis is not None]
             if split:
                 raise ValueError(
@@ -173,4 +173,4 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
                     f"over mesh axes {split}; name the axis inside jax.shard_map, use "
                     f"ContextParallel, or gather it with jax.reshard(x, jax.P())"
                 )
-    return found
+    return mesh

@@ -1,4 +1,4 @@
-"""The ring as one differentiable function."""
+"""A checked call as one differentiable function, with the strategy's forward and backward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
+    CallSpec,
+    Direction,
     Inputs,
     KVPayload,
-    Pass,
-    Static,
 )
 from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
@@ -33,7 +33,7 @@ RESIDUALS = ("ring_attention_out", "ring_attention_lse", "ring_attention_kv")
 
 
 class Saved(NamedTuple):
-    """What the backward starts from."""
+    """The residuals of a forward, from which the backward starts."""
 
     inputs: Inputs
     out: Array  # [B, T, H, Dv]
@@ -41,102 +41,111 @@ class Saved(NamedTuple):
     last: KVPayload | None  # the K/V that arrived last, or all that were gathered
 
 
-def attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
-    """``(out [B, T, H, Dv], lse [B, H, T])`` of a checked call.
+def attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
+    """Return ``(out [B, T, H, Dv], lse [B, H, T])`` of a checked call.
 
-    Where nothing around it is compiled, this is: run operation by operation a ring takes seconds.
+    It is compiled also where nothing around it is: run operation by operation, a ring takes
+    seconds.
     """
-    return _compiled(static)(inputs)
+    return _compiled(call)(inputs)
 
 
 @lru_cache(maxsize=128)
-def _compiled(static: Static) -> Callable[[Inputs], tuple[Array, Array]]:
-    def run(x: Inputs) -> tuple[Array, Array]:
-        q, k, v, sinks, bias = _without_others("forward", (x.q, x.k, x.v, x.sinks, x.bias))
-        slopes = None if x.slopes is None else _without_gradient(x.slopes)
-        return _attend(static, x._replace(q=q, k=k, v=v, sinks=sinks, bias=bias, slopes=slopes))
+def _compiled(call: CallSpec) -> Callable[[Inputs], tuple[Array, Array]]:
+    """Return the jitted function of a call; ``inline`` hides it inside other programs."""
 
-    return jax.jit(run, inline=True)  # within other programs as if it were not there
+    def run(x: Inputs) -> tuple[Array, Array]:
+        q, k, v, sinks, bias = _gradients_only("forward", (x.q, x.k, x.v, x.sinks, x.bias))
+        slopes = None if x.slopes is None else _without_gradient(x.slopes)
+        return _attend(call, x._replace(q=q, k=k, v=v, sinks=sinks, bias=bias, slopes=slopes))
+
+    return jax.jit(run, inline=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, inputs: Inputs) -> tuple[Array, Array]:
-    return _forward(static, inputs)[0]
+def _attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
+    return _forward(call, inputs)[0]
 
 
-def _forward(static: Static, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
-    inputs = with_bias_shift(static, inputs)
+def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
+    """Run the strategy's forward, add sinks, cast to the inputs' dtype, and check if asked to."""
+    inputs = with_bias_shift(call, inputs)
     if inputs.bias_shift is not None:
-        shift = checkpoint_name(inputs.bias_shift, RESIDUALS[1])  # without it lse means nothing
+        # lse is saved less the shift, so a policy that saves the one must save the other.
+        shift = checkpoint_name(inputs.bias_shift, RESIDUALS[1])
         inputs = inputs._replace(bias_shift=shift)
-    strategy, x, turn, at = STRATEGIES[static.strategy], inputs, None, None
-    if static.check and x.q.size:
-        turn = tripwire.Turn.of(static, x.q)
+    strategy, x, checked_call, start_time = STRATEGIES[call.strategy], inputs, None, None
+    if call.check_every and x.q.size:
+        checked_call = tripwire.CheckedCall.of(call, x.q)
         tripwire.check_traffic(
-            static, x, "forward", strategy.sent(static, x, "forward"),
-            lambda x: strategy.forward(static, with_bias_shift(static, x)), x,
+            call, x, "forward", strategy.sent(call, x, "forward"),
+            lambda x: strategy.forward(call, with_bias_shift(call, x)), x,
         )  # fmt: skip
-        at, (q,) = tripwire.start(turn, x, x.q)
+        start_time, (q,) = tripwire.start_clock(checked_call, x, x.q)
         x = x._replace(q=q)
-    result, last = strategy.forward(static, x)
+    result, last = strategy.forward(call, x)
     result = result if inputs.sinks is None else _add_sinks(result, inputs.sinks)
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
-    if turn is not None:
-        tripwire.check_forward(turn, static, inputs, out, lse)
-        tripwire.check_rate(turn, static, inputs, "forward", at, out, lse)
+    if checked_call is not None:
+        tripwire.check_forward(checked_call, call, inputs, out, lse)
+        tripwire.check_rate(checked_call, call, inputs, "forward", start_time, out, lse)
     last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
     return (out, unshifted(lse, inputs.bias_shift)), Saved(inputs, out, lse, last)
 
 
-def _backward(static: Static, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:
-    """Run the strategy's backward.
+def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:
+    """Run the strategy's backward, and check it if asked to.
 
-    Gradients of replicated arrays are this device's part: whoever made them vary over the mesh
-    sums them, once.
+    Gradients of replicated arrays are this device's part: the transpose of
+    :func:`ring_jax.collectives.match_varying` sums them over the devices, once.
     """
     dout, dlse = gradients
-    x, wide = saved.inputs, static.wide
+    x, wide = saved.inputs, call.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(to_bhtd(dout), saved.lse, delta, to_bhtd(saved.out))
-    strategy, turn, at = STRATEGIES[static.strategy], None, None
-    if static.check and x.q.size:
-        turn = tripwire.Turn.of(static, x.q)
+    strategy, checked_call, start_time = STRATEGIES[call.strategy], None, None
+    if call.check_every and x.q.size:
+        checked_call = tripwire.CheckedCall.of(call, x.q)
         tripwire.check_traffic(
-            static, x, "backward", strategy.sent(static, x, "backward"),
-            partial(strategy.backward, static), x, upstream, saved.last,
+            call, x, "backward", strategy.sent(call, x, "backward"),
+            partial(strategy.backward, call), x, upstream, saved.last,
         )  # fmt: skip
-        at, (q, held) = tripwire.start(turn, x, x.q, upstream.dout)
-        x, upstream = x._replace(q=q), upstream._replace(dout=held)
-    grads = strategy.backward(static, x, upstream, saved.last)
-    dk, dv = jnp.split(grads.dkv, [static.head_dim], axis=-1)
+        start_time, (q, dout_bhtd) = tripwire.start_clock(checked_call, x, x.q, upstream.dout)
+        x, upstream = x._replace(q=q), upstream._replace(dout=dout_bhtd)
+    grads = strategy.backward(call, x, upstream, saved.last)
+    dk, dv = jnp.split(grads.dkv, [call.head_dim], axis=-1)
     dq, dk, dv = (g.swapaxes(1, 2).astype(x.q.dtype) for g in (grads.dq, dk, dv))
-    if turn is not None:
-        tripwire.check_backward(turn, static, x, (saved.out, saved.lse), gradients, (dq, dk, dv))
-        tripwire.check_rate(turn, static, x, "backward", at, dq, dk, dv)
+    if checked_call is not None:
+        results = (saved.out, saved.lse)
+        tripwire.check_backward(checked_call, call, x, results, gradients, (dq, dk, dv))
+        tripwire.check_rate(checked_call, call, x, "backward", start_time, dq, dk, dv)
     dsinks = None if x.sinks is None else _sink_grads(x.sinks, saved.lse, delta)
     dbias = None if x.bias is None or grads.dbias is None else grads.dbias.astype(x.bias.dtype)
-    dq, dk, dv, dsinks, dbias = _without_others("backward", (dq, dk, dv, dsinks, dbias))
+    dq, dk, dv, dsinks, dbias = _gradients_only("backward", (dq, dk, dv, dsinks, dbias))
     return (Inputs(dq, dk, dv, None, None, dsinks, dbias, None, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-#: The identity, whose tangents are refused; and a tangent that is, once it is asked for.
+#: ``guard_p`` is the identity; its tangent is ``refusal_p``, which raises once it is evaluated.
 guard_p, refusal_p = Primitive("ring_guard"), Primitive("ring_refusal")
 
 
-def _without_others[T](direction: Pass, arrays: T) -> T:
-    """Refuse by name all derivatives but the gradient of a call, of which JAX would name its loops.
+def _gradients_only[T](direction: Direction, arrays: T) -> T:
+    """Mark arrays so that derivatives other than a call's gradient raise an error that says so.
 
-    The inputs of a ``forward`` have gradients and no tangents; the results of a ``backward`` have
-    neither.
+    Without the mark JAX's own error would name the loops inside the call. The inputs of a
+    ``forward`` have gradients but no tangents; the results of a ``backward`` have neither.
     """
     return cast("T", jax.tree.map(partial(guard_p.bind, direction=direction), arrays))
 
 
-def _guarded(primals: tuple[Array], tangents: tuple[Any], *, direction: Pass) -> tuple[Array, Any]:
+def _guard_jvp(
+    primals: tuple[Array], tangents: tuple[Any], *, direction: Direction
+) -> tuple[Array, Any]:
+    """Replace a tangent that is not zero by the primitive that refuses it."""
     (x,), (tangent,) = primals, tangents
     if type(tangent) is ad.Zero:
         return x, tangent
@@ -146,35 +155,38 @@ def _guarded(primals: tuple[Array], tangents: tuple[Any], *, direction: Pass) ->
 guard_p.def_impl(lambda x, **_: x)
 guard_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(guard_p, mlir.lower_fun(lambda x, **_: x, multiple_results=False))
-ad.primitive_jvps[guard_p] = _guarded
+ad.primitive_jvps[guard_p] = _guard_jvp
 batching.defvectorized(guard_p)
 
 
-def _refuse(*_: Any, direction: Pass) -> Any:
-    asked = {
+def _refuse(*_: Any, direction: Direction) -> Any:
+    """Raise ``UnsupportedError`` for the kind of derivative that was asked for."""
+    derivatives = {
         "forward": "forward mode (jax.jvp, jax.jacfwd, a function of jax.linearize)",
         "backward": "the derivative of a gradient (jax.hessian, jax.grad of jax.grad)",
     }
     raise UnsupportedError(
         f"ring attention has a gradient, by reverse mode (jax.grad, jax.vjp), and this is "
-        f"{asked[direction]}. Instead: use gradients alone, and differences of them for products with a "
+        f"{derivatives[direction]}. Instead: use gradients alone, and differences of them for products with a "
         f"Hessian; or attention in plain JAX, on one device"
     )
 
 
-def _transposed(gradient: Array, _: Array, *, direction: Pass) -> list[Array]:
+def _refusal_transpose(gradient: Array, _: Array, *, direction: Direction) -> list[Array]:
+    """Pass a gradient through: reverse mode of a forward is the one derivative there is."""
     return [gradient] if direction == "forward" else _refuse(direction=direction)
 
 
 refusal_p.def_impl(_refuse)
 refusal_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse, multiple_results=False))
-ad.deflinear2(refusal_p, _transposed)
-batching.primitive_batchers[refusal_p] = _refuse  # a batch of tangents, where a gradient has none
+ad.deflinear2(refusal_p, _refusal_transpose)
+# Only forward mode makes a batch of tangents.
+batching.primitive_batchers[refusal_p] = _refuse
 
 
 def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
-    """:func:`ring_core.finalize`: sinks take softmax mass and yield no value."""
+    """Add sinks ``[H]`` or ``[H, n]`` to the softmax, like :func:`ring_core.finalize`."""
     out, lse = result
     folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
     with_sinks = jnp.logaddexp(lse, folded[None, :, None])
@@ -183,7 +195,7 @@ def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
 
 
 def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
-    """``dsink = -sum(exp(sink - lse) * delta)`` over this device's rows."""
+    """Compute ``dsink = -sum(exp(sink - lse) * delta)`` over this device's rows."""
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
     grads = [
         -(jnp.exp(column[None, :, None] - safe) * delta).sum(axis=(0, 2))
@@ -194,11 +206,12 @@ def _sink_grads(sinks: Array, lse: Array, delta: Array) -> Array:
 
 @jax.custom_vjp
 def _without_gradient(slopes: Array) -> Array:
-    """ALiBi slopes; asking for their gradient is an error, not a zero."""
+    """Return ALiBi slopes, whose gradient is refused instead of being zero."""
     return slopes
 
 
 def _refuse_gradient(slopes: Any) -> tuple[Array, None]:
+    """Raise ``ValueError`` if a gradient of the slopes is asked for."""
     if slopes.perturbed:
         raise ValueError(
             "alibi_slopes have no gradient; pass jax.lax.stop_gradient(alibi_slopes), or add a "

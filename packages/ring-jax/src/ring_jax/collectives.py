@@ -1,8 +1,8 @@
-"""Arrays on a mesh; nothing here knows of attention.
+"""Move, shard and order arrays on a mesh; nothing here knows of attention.
 
-Global ones: the order of their tokens, and the axes they are split along. Inside ``shard_map``: how
-they move along an axis, over which axes they vary, and what XLA may run beside what, by barriers
-and data dependencies that it cannot undo.
+For global arrays: put tokens into the order of a layout, and shard dimensions along axes. Inside
+``shard_map``: move arrays along an axis, mark the axes that they vary over, and tell XLA which
+transfers run beside which kernels, by barriers and data dependencies that it cannot undo.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ permute_p = Primitive("ring_permute")
 def permute(x: Array, layout: Layout, dim: int, *, inverse: bool = False) -> Array:
     """Put the tokens along a dimension in the layout's order, or back in natural order.
 
-    Linear, and its transpose is the inverse: no scatter, which is slow and, where axes are
-    explicit, needs the mesh of the program around it.
+    A primitive of its own, as its transpose is the inverse permutation: that of ``jnp.take`` is a
+    scatter, which is slow and, with explicit axes, needs the mesh of the program around it.
     """
     return cast("Array", permute_p.bind(x, layout=layout, dim=dim % x.ndim, inverse=inverse))
 
 
-def _take(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
+def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
     order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
     return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
 
 
-def _transposed(
+def _permute_transpose(
     gradient: Array, _: Array, *, layout: Layout, dim: int, inverse: bool
 ) -> list[Array]:
     return [permute(gradient, layout, dim, inverse=not inverse)]
 
 
-def _batched(
+def _permute_batched(
     args: tuple[Array], dims: tuple[int], *, layout: Layout, dim: int, inverse: bool
 ) -> tuple[Array, int]:
-    (x,), (at,) = args, dims
-    return permute(x, layout, dim + (at <= dim), inverse=inverse), at
+    (x,), (batch_dim,) = args, dims
+    return permute(x, layout, dim + (batch_dim <= dim), inverse=inverse), batch_dim
 
 
-permute_p.def_impl(_take)
+permute_p.def_impl(_permute)
 permute_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(permute_p, mlir.lower_fun(_take, multiple_results=False))
-ad.deflinear2(permute_p, _transposed)
-batching.primitive_batchers[permute_p] = _batched
+mlir.register_lowering(permute_p, mlir.lower_fun(_permute, multiple_results=False))
+ad.deflinear2(permute_p, _permute_transpose)
+batching.primitive_batchers[permute_p] = _permute_batched
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:
-    """Split one dimension along an axis, or leave it ``whole``; the others stay as they are."""
+    """Shard one dimension along an axis, or gather it if ``whole``; the others stay as they are."""
     dim %= x.ndim
     others = [_without(part, (axis,)) for part in _parts(x, mesh)]
     others[dim] = None if whole else axis
@@ -71,14 +71,14 @@ def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) 
 
 
 def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
-    """Lay an array out over the mesh."""
+    """Reshard an array over the mesh, by ``reshard`` on explicit axes, else by a constraint."""
     explicit = AxisType.Explicit in mesh.axis_types
-    lay_out: Any = jax.reshard if explicit else lax.with_sharding_constraint
-    return cast("Array", lay_out(x, NamedSharding(mesh, spec)))
+    reshard: Any = jax.reshard if explicit else lax.with_sharding_constraint
+    return cast("Array", reshard(x, NamedSharding(mesh, spec)))
 
 
 def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
-    """A layout of ``x`` that says nothing of those of ``dims`` that it splits along no axis."""
+    """Return ``spec`` with the unsharded ones of ``dims`` left unconstrained."""
     return PartitionSpec(*(
         PartitionSpec.UNCONSTRAINED if dim in dims and part is None and x.shape[dim] > 1 else part
         for dim, part in enumerate(spec)
@@ -86,28 +86,31 @@ def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
 
 
 def axes_along(x: Array, mesh: AnyMesh, dim: int, *others: Axes) -> Axes:
-    """The axes along which a dimension is known to be split, but for ``others``."""
+    """Return the axes that a dimension is known to be sharded along, except ``others``."""
     axes: Any = _without(_parts(x, mesh)[dim], names_of(*others))
     return None if axes is PartitionSpec.UNCONSTRAINED else cast("Axes", axes)
 
 
 def names_of(*axes: Axes) -> tuple[str, ...]:
-    """All axes by name, each ``None``, one or several."""
+    """Return the names of axes, of which each argument is ``None``, one or several."""
     return tuple(
         name
-        for one in axes
-        for name in (one if isinstance(one, tuple) else (one,))
+        for names in axes
+        for name in (names if isinstance(names, tuple) else (names,))
         if isinstance(name, str)
     )
 
 
 def size_of(mesh: AnyMesh, axes: Axes) -> int:
-    """Devices along axes, together."""
+    """Return the product of the sizes of axes; 1 for ``None``."""
     return int(np.prod([mesh.shape[name] for name in names_of(axes)], dtype=int))
 
 
 def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
-    """What splits each dimension; of auto axes only the compiler knows while it is traced."""
+    """Return the entry of the partition spec of each dimension.
+
+    Of a traced array on auto axes only the compiler knows them: all are unconstrained.
+    """
     traced = isinstance(x, jax.core.Tracer)
     if traced and AxisType.Explicit not in mesh.axis_types:
         return [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -118,6 +121,7 @@ def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
 
 
 def _without(part: Any, axes: tuple[str, ...]) -> Any:
+    """Remove axes from one entry of a partition spec."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part
     names = tuple(name for name in names_of(part) if name not in axes)
@@ -126,32 +130,35 @@ def _without(part: Any, axes: tuple[str, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The devices along a mesh axis, inside ``shard_map``; without an axis, one device alone."""
+    """The ``size`` devices along a mesh axis, inside ``shard_map``; one device without an axis."""
 
     axis_name: Hashable | None
     size: int
 
     def rank(self) -> Array:
-        """This device's place, int32."""
+        """Return this device's index along the axis, int32."""
         return jnp.int32(0) if self.axis_name is None else lax.axis_index(self.axis_name)
 
     def move[T](self, x: T, hop: int, receivers: Sequence[int] | None = None) -> T:
-        """Send arrays to the rank ``hop`` ahead; what is not among ``receivers`` gets zeros."""
-        to = range(self.size) if receivers is None else receivers
-        pairs = [((r - hop) % self.size, r) for r in to]
+        """Send arrays to the rank ``hop`` ahead, and return those that arrive.
+
+        Ranks that are not among ``receivers`` get zeros; ``None`` is all ranks.
+        """
+        targets = range(self.size) if receivers is None else receivers
+        pairs = [((target - hop) % self.size, target) for target in targets]
         if self.axis_name is None or not pairs:
             return cast("T", jax.tree.map(jnp.zeros_like, x))
 
         return cast("T", jax.tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
-        """The arrays of all ranks, one behind the other along a dimension."""
+        """Concatenate the arrays of all ranks along a dimension, in the order of the ranks."""
         if self.axis_name is None:
             return x
         return cast("Array", lax.all_gather(x, self.axis_name, axis=axis, tiled=True))
 
     def scatter(self, x: Array, axis: int) -> Array:
-        """The reverse for sums: of all ranks' arrays, this rank's piece along a dimension."""
+        """Sum the arrays of all ranks, and return this rank's piece along a dimension."""
         if self.axis_name is None:
             return x
         return cast(
@@ -162,8 +169,8 @@ class Ranks:
 def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
     """Mark arrays as varying over mesh axes.
 
-    A replicated array that meets varying ones is copied in spirit to every device; the transpose of
-    this mark sums its gradient over the devices, once.
+    A replicated array then counts as one copy a device; the transpose of this mark sums its
+    gradient over the devices, once.
     """
 
     def mark(x: Array) -> Array:
@@ -174,7 +181,7 @@ def match_varying[T](arrays: T, axes: frozenset[Any]) -> T:
 
 
 def varying_axes(arrays: Any) -> frozenset[Any]:
-    """The mesh axes over which any of the arrays varies."""
+    """Return the mesh axes over which any of the arrays varies."""
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(arrays)))
 
 
@@ -186,7 +193,7 @@ def _varying(x: Array) -> frozenset[Any]:
 
 
 def overlap[*Ts](*values: *Ts) -> tuple[*Ts]:
-    """Tie arrays that arrive during a kernel to that kernel's results.
+    """Tie arrays that arrive while a kernel runs to that kernel's results.
 
     The compiler can then neither hoist all transfers above the first kernel nor sink them below the
     last, as XLA otherwise does on some TPUs.
@@ -195,10 +202,11 @@ def overlap[*Ts](*values: *Ts) -> tuple[*Ts]:
 
 
 def order_after[M](moved: M, results: Any) -> M:
-    """On TPUs the same arrays, one element of which seems to depend on the results of a kernel.
+    """Return ``moved``, one element of each seeming to depend on a kernel's results, on TPUs only.
 
-    XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this tie
-    stays. For GPUs barriers last until all is scheduled, and a tie would only copy the arrays.
+    XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this
+    dependency stays. For GPUs barriers last until everything is scheduled, and a dependency would
+    only copy the arrays.
     """
     return cast(
         "M",
@@ -214,17 +222,18 @@ def _order_after[M](moved: M, results: Any) -> M:
     def order(x: Array) -> Array:
         if x.size == 0:
             return x
-        at = (0,) * x.ndim
-        first = lax.slice(x, at, (1,) * x.ndim)
-        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), at)
+        start = (0,) * x.ndim
+        first = lax.slice(x, start, (1,) * x.ndim)
+        return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), start)
 
     return cast("M", jax.tree.map(order, moved))
 
 
 def reload_after[A](arrays: A, results: Any) -> A:
-    """The same arrays, all elements of which seem to depend on the results of a kernel.
+    """Return the arrays, all elements of which seem to depend on a kernel's results.
 
-    For what is read once, later: nothing is written, and no copy of the arrays is kept until then.
+    It is for arrays that are read once, later: what is made of them cannot be computed early and
+    kept in memory, and the arrays themselves are not copied.
     """
     never = _opaque_false(results)
     if never is None:
@@ -233,7 +242,7 @@ def reload_after[A](arrays: A, results: Any) -> A:
 
 
 def _opaque_false(results: Any) -> Array | None:
-    """A condition on results that never holds, though the compiler cannot know that."""
+    """Return a condition on results that never holds, though the compiler cannot know that."""
     corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:
         return None

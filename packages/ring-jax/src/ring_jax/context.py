@@ -1,4 +1,4 @@
-"""A layout belongs to the data, so one object owns both and they cannot disagree."""
+"""Attention of global arrays: :class:`ContextParallel`, which owns their mesh and layout."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from ring_jax.collectives import (
     spread,
 )
 from ring_jax.kernels import Selection, xla
-from ring_jax.prepare import Parts, check_call, described_as, prepared, split_mask
-from ring_jax.records import Array, AttentionOptions, Inputs, Kernel, Options, Static
+from ring_jax.prepare import ShardCounts, check_call, described_as, prepared, split_mask
+from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
@@ -47,17 +47,20 @@ _IN_VMAP = (
 
 
 class ContextParallel:
-    """Sequences of global arrays split along an axis of a mesh.
+    """Context parallelism for global arrays: sequences are split along an axis of a mesh.
+
+    The layout says which device holds which tokens. One object owns it and the mesh, so that
+    :meth:`shard`, :meth:`attention` and :meth:`unshard` cannot disagree.
 
     Args:
-        mesh: Its axes are all explicit or all auto, and there may be others beside these.
+        mesh: A mesh whose axes are all explicit or all auto; it may have further axes.
         axis_name: The axis along which sequences are split.
-        batch_axis: The axis, or axes, along which batches are split. Where they are split along one
-            that is not named, they stay so on explicit axes and with the kernel ``xla``; other
+        batch_axis: The axis, or axes, along which batches are split. Batches that are split along
+            an axis that is not named stay so on explicit axes and with the kernel ``xla``; other
             kernels need its name, or auto axes make a copy for each device.
-        head_axis: The same of heads; it must divide the K/V heads.
-        layout: ``zigzag`` (default), ``striped``, ``contiguous`` or what
-            :func:`ring_core.balance_chunks` returns: which device holds which tokens.
+        head_axis: The axis, or axes, along which heads are split; it must divide the K/V heads.
+        layout: ``zigzag`` (default), ``striped``, ``contiguous`` or the result of
+            :func:`ring_core.balance_chunks`.
 
     Raises:
         ValueError: No such axis or layout, chunks for another number of devices, or a
@@ -100,11 +103,11 @@ class ContextParallel:
 
     @property
     def cp_size(self) -> int:
-        """Devices that hold a sequence."""
+        """Number of devices that share a sequence."""
         return int(self.mesh.shape[self.axis_name])
 
     def layout(self, seq_len: int) -> Layout:
-        """Which device holds which of ``seq_len`` tokens.
+        """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
         Raises:
             ValueError: The layout cannot divide this length; the message names the length to pad
@@ -113,7 +116,7 @@ class ContextParallel:
         return Layout(self.layout_name, seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
-        """An array in natural order, put in layout order and split along the axis.
+        """Put an array in natural order into layout order, and split it along the axis.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
@@ -121,7 +124,7 @@ class ContextParallel:
         return self._moved(x, dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1) -> Array:
-        """The array in natural order again, no longer split along the axis.
+        """Put an array back into natural order, no longer split along the axis.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
@@ -129,7 +132,7 @@ class ContextParallel:
         return self._moved(x, dim, whole=True)
 
     def positions(self, seq_len: int) -> Array:
-        """Global position of each token in layout order, int32 ``[T]``, split along the axis."""
+        """Return the global position of each token in layout order, int32 ``[T]``, sharded."""
         self.layout(seq_len)
         return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
 
@@ -154,16 +157,16 @@ class ContextParallel:
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> Array | tuple[Array, Array]:  # fmt: skip
-        """Attention of global arrays in layout order: :func:`ring_attention` over this mesh.
+        """Compute attention of global arrays in layout order, like :func:`ring_attention`.
 
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
         ``mask`` that is an array. Arrays that lie otherwise are resharded first.
         """
-        static, inputs, _ = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
+        call, inputs, _ = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         batch, heads = self._axes(q, k)
         specs = _specs(inputs, batch, self.axis_name, heads)
-        manual = self._manual(static, batch, heads)
-        run = _ring(static, self.mesh, batch, heads, specs, manual)
+        manual = self._manual(call, batch, heads)
+        run = _global_attention(call, self.mesh, batch, heads, specs, manual)
         try:
             out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         except ValueError as error:  # there is no public way to ask for the axes of a vmap
@@ -178,65 +181,70 @@ class ContextParallel:
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> str:  # fmt: skip
-        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
+        """Say what :meth:`attention` would do with these arguments, computing nothing.
 
-        The kernel of each platform, why not the faster ones, and the plan.
+        Returns:
+            Lines of text: the kernel of each platform, why others were not chosen, the strategy
+            and the plan.
         """
-        static, _, choice = self._check_call(q, k, v, Options(return_lse=return_lse, **options))
-        return f"{choice.describe()}\nstrategy {static.strategy}, transport xla\n{viz.describe(static.program, pictures=False)}"
+        call, _, choice = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
+        return f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n{viz.describe(call.program, pictures=False)}"
 
     def _check_call(
-        self, q: Array, k: Array, v: Array, options: Options
-    ) -> tuple[Static, Inputs, Selection]:
-        self._check_place()
-        self._check(q, k, v)
+        self, q: Array, k: Array, v: Array, options: CallOptions
+    ) -> tuple[CallSpec, Inputs, Selection]:
+        self._check_not_in_shard_map()
+        self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
-        parts = Parts(
+        shards = ShardCounts(
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
-            self._mask_parts(options.mask, batch, heads),
+            self._mask_shards(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, parts
+            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, shards
         )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
-        """The axes of batch and heads: those that are named, else those known to split q."""
+        """Return the axes of batch and heads: those named, else those that q is known to have."""
         batch = self.batch_axis or axes_along(q, self.mesh, 0, self.axis_name, self.head_axis)
         heads = self.head_axis or axes_along(q, self.mesh, 2, self.axis_name, batch)
         return batch, None if k.shape[2] % size_of(self.mesh, heads) else heads
 
-    def _mask_parts(self, mask: object, batch: Axes, heads: Axes) -> int:
+    def _mask_shards(self, mask: object, batch: Axes, heads: Axes) -> int:
+        """Return the number of shards of a mask that is an array, over all its dimensions."""
         _, dense = split_mask(mask)
         shape = (1, 1) if dense is None or dense.ndim != 4 else dense.shape[:2]
         axes = (axis for axis, size in zip((batch, heads), shape, strict=True) if size > 1)
         return size_of(self.mesh, names_of(self.axis_name, *axes))
 
-    def _manual(self, static: Static, batch: Axes, heads: Axes) -> frozenset[str]:
-        """The axes that a call has a program for each device of; the others are the compiler's.
+    def _manual(self, call: CallSpec, batch: Axes, heads: Axes) -> frozenset[str]:
+        """Return the mesh axes that ``shard_map`` makes manual; the compiler handles the others.
 
-        It can split what plain XLA runs, and would copy the arrays of any other kernel.
+        The compiler can shard kernels in plain XLA itself, but would replicate the arrays of any
+        other kernel.
         """
-        every = frozenset(self.mesh.axis_names)
-        plain = all(isinstance(kernel, xla.XlaKernel) for kernel in static.kernels)
-        if AxisType.Explicit in self.mesh.axis_types or not plain:
-            return every
+        axes = frozenset(self.mesh.axis_names)
+        only_xla = all(isinstance(kernel, xla.XlaKernel) for kernel in call.kernels)
+        if AxisType.Explicit in self.mesh.axis_types or not only_xla:
+            return axes
         named = {*names_of(self.axis_name, batch, heads)}
-        return frozenset(name for name in every if name in named or self.mesh.shape[name] == 1)
+        return frozenset(name for name in axes if name in named or self.mesh.shape[name] == 1)
 
     def _as_input(self, manual: frozenset[str], x: Array, spec: PartitionSpec) -> Array:
+        """Reshard an array for ``shard_map``, leaving batch and heads to auto axes."""
         auto = len(manual) < len(self.mesh.axis_names)
         return spread(x, self.mesh, free(spec, x, (0, 2)) if auto and x.ndim == 4 else spec)
 
-    def _check_place(self) -> None:
+    def _check_not_in_shard_map(self) -> None:
         """Refuse calls inside ``shard_map``, where arrays are shards along some axes.
 
         JAX cannot differentiate a ``shard_map`` over further axes in there.
         """
-        here = jax.sharding.get_abstract_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         manual = [
             name
-            for name, kind in zip(here.axis_names, here.axis_types, strict=True)
-            if kind is AxisType.Manual
+            for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if axis_type is AxisType.Manual
         ]
         if manual:
             raise UnsupportedError(
@@ -246,8 +254,8 @@ class ContextParallel:
                 f"outside of it, with batch_axis or head_axis for the other axes"
             )
 
-    def _check(self, q: Array, k: Array, v: Array) -> None:
-        """What ``shard_map`` would refuse in words of its own."""
+    def _check_qkv(self, q: Array, k: Array, v: Array) -> None:
+        """Refuse shapes that do not fit the mesh, before ``shard_map`` does in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             described_as(name, x)
             if x.ndim != 4:
@@ -268,8 +276,8 @@ class ContextParallel:
                     )
 
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
-        """Tokens in layout order and split along the axis, or in natural order and ``whole``."""
-        self._check_place()
+        """Shard a dimension in layout order, or with ``whole`` gather it in natural order."""
+        self._check_not_in_shard_map()
         described_as("x", x)
         if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
             raise ValueError(
@@ -277,13 +285,14 @@ class ContextParallel:
             )
         layout = self.layout(x.shape[dim])
         if layout.name != "contiguous":
-            x = split(x, self.mesh, dim, self.axis_name, whole=True)  # moved as a whole
+            # The permutation crosses shards, so it is of the gathered dimension.
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)
             x = permute(x, layout, dim, inverse=whole)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 
 class _NumberedMesh(NamedTuple):
-    """A :class:`jax.sharding.Mesh`, whose devices cannot be pickled."""
+    """A :class:`jax.sharding.Mesh` with devices as numbers, which can be pickled."""
 
     platform: str
     ids: npt.NDArray[np.int64]
@@ -292,6 +301,7 @@ class _NumberedMesh(NamedTuple):
 
 
 def _numbered(mesh: AnyMesh) -> AbstractMesh | _NumberedMesh:
+    """Replace the devices of a mesh by their numbers; an abstract mesh has none."""
     if isinstance(mesh, AbstractMesh):
         return mesh
     platform = mesh.devices.flat[0].platform
@@ -299,6 +309,11 @@ def _numbered(mesh: AnyMesh) -> AbstractMesh | _NumberedMesh:
 
 
 def _with_devices(mesh: AbstractMesh | _NumberedMesh) -> AnyMesh:
+    """Make a mesh of this process's devices with the given numbers.
+
+    Raises:
+        ValueError: This process has no such device.
+    """
     if isinstance(mesh, AbstractMesh):
         return mesh
     devices = {device.id: device for device in jax.devices(mesh.platform)}
@@ -314,7 +329,7 @@ def _with_devices(mesh: AbstractMesh | _NumberedMesh) -> AnyMesh:
 
 
 def _advice(what: str, name: str) -> str:
-    """Say what to do where an axis does not divide the batch or the heads of an array."""
+    """Return advice for an axis that does not divide the batch or the heads of an array."""
     if what == "batch":
         return "pad the batch, or leave batch_axis out"
     alone = "leave head_axis out, and devices along that axis compute all heads"
@@ -324,6 +339,7 @@ def _advice(what: str, name: str) -> str:
 
 
 def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
+    """Return the partition spec of each input, given the axes of batch, tokens and heads."""
     q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
 
     def by_rows(x: Array | None) -> PartitionSpec | None:
@@ -333,34 +349,34 @@ def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
         return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
     by_batch = x.slopes is not None and x.slopes.ndim == 2
-    every = (
+    specs = (
         q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
         PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask), None,
     )  # fmt: skip
     return Inputs._make(
-        None if array is None else spec for array, spec in zip(x, every, strict=True)
+        None if array is None else spec for array, spec in zip(x, specs, strict=True)
     )
 
 
 @lru_cache(maxsize=128)
-def _ring(
-    static: Static,
+def _global_attention(
+    call: CallSpec,
     mesh: AnyMesh,
     batch_axis: Axes,
     head_axis: Axes,
     specs: Inputs,
     manual: frozenset[str],
 ) -> Callable[[Inputs], tuple[Array, Array]]:
-    """A checked call as one program of global arrays, compiled where nothing around it is."""
+    """Return a checked call as one jitted function of global arrays."""
 
     def local(x: Inputs) -> tuple[Array, Array]:
         batch, heads = (  # global indices of this device's first batch row and query head
             0 if axis is None else lax.axis_index(axis) * x.q.shape[dim]
             for axis, dim in ((batch_axis, 0), (head_axis, 2))
         )
-        return attend(static, prepared(static, x, (batch, heads)))
+        return attend(call, prepared(call, x, (batch, heads)))
 
-    rows = PartitionSpec(batch_axis, head_axis, static.axis_name)
+    rows = PartitionSpec(batch_axis, head_axis, call.axis_name)
     return jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
@@ -370,20 +386,21 @@ def _ring(
 
 
 def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
+    """Check that the axes are distinct axes of the mesh, all explicit or all auto."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)
     named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    given: list[object] = [axis_name]
+    used: list[object] = [axis_name]
     for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axes is not None:
-            several = axes if isinstance(axes, tuple) and axes else (axes,)
-            for axis in several:
+            names = axes if isinstance(axes, tuple) and axes else (axes,)
+            for axis in names:
                 checks.check_choice(name, axis, mesh.axis_names)
-            given += several
-    if len(set(given)) < len(given):
+            used += names
+    if len(set(used)) < len(used):
         raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
-    types = {str(kind): kind for kind in mesh.axis_types}
+    types = {str(axis_type): axis_type for axis_type in mesh.axis_types}
     if AxisType.Explicit in types.values() and len(types) > 1:
         raise ValueError(
             f"the axes of the mesh must be all explicit or all auto, got "

@@ -1,4 +1,4 @@
-"""Dropout's random numbers: :mod:`ring_core.philox` on 32-bit words alone, for any device."""
+"""Random numbers of dropout: :mod:`ring_core.philox` in 32-bit words, for any device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ def dropout_keep(
     p: float, seed: Array, batch: Array, heads: Array, queries: Array,
     keys: Array,
 ) -> Array:  # fmt: skip
-    """Which elements survive: :func:`ring_core.philox.dropout_keep` for indices that broadcast."""
-    every = (batch, heads, queries, keys)
-    rank = max(x.ndim for x in every)
-    b, h, i, j = (x.astype(jnp.uint32).reshape((1,) * (rank - x.ndim) + x.shape) for x in every)
+    """Return which softmax weights dropout keeps, bool, like :func:`ring_core.philox.dropout_keep`.
+
+    Args:
+        p: Probability to drop a weight.
+        seed: uint32 ``[2]``, low word first.
+        batch, heads, queries, keys: Global indices, arrays that broadcast against each other; the
+            result has their common shape.
+    """
+    indices = (batch, heads, queries, keys)
+    ndim = max(x.ndim for x in indices)
+    b, h, i, j = (x.astype(jnp.uint32).reshape((1,) * (ndim - x.ndim) + x.shape) for x in indices)
     shape = jnp.broadcast_shapes(b.shape, h.shape, i.shape, j.shape)
     words = philox((jnp.broadcast_to(j >> 2, shape), i, h, b), (seed[0], seed[1]))
     lane = j & 3
@@ -26,7 +33,7 @@ def dropout_keep(
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
-    """Philox-4x32-10 of uint32 counters that broadcast."""
+    """Compute Philox-4x32-10 of four uint32 counter words, which broadcast, and a two-word key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -38,7 +45,7 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
 
 
 def _multiply(x: Array, factor: int) -> tuple[Array, Array]:
-    """The 64-bit product as ``(high, low)`` words, from products of 16-bit halves."""
+    """Return the 64-bit product as ``(high, low)`` words, from products of 16-bit halves."""
     half, mask = 16, jnp.uint32(0xFFFF)
     f_low, f_high = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> half)
     x_low, x_high = x & mask, x >> half

@@ -1,4 +1,4 @@
-"""Ranks attention in models made of ``equinox.nn.MultiheadAttention``.
+"""Ring attention in models made of ``equinox.nn.MultiheadAttention``.
 
 That module computes its attention itself and has no hook for another one. :func:`convert` replaces
 every such module of a model by :class:`MultiheadAttention`, with the same parameters under the same
@@ -104,10 +104,11 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 in natural order, at most 64 MiB per device.
             key: A random key for dropout, typed or raw; inside ``shard_map`` the same on all
                 devices. Its bits are the seed.
-            inference: Whether nothing drops; ``None`` is ``self.dropout.inference``.
+            inference: True turns dropout off; ``None`` is ``self.dropout.inference``.
             deterministic: Refused, as Equinox deprecates it: the name is ``inference``.
-            process_heads: What to do to queries, keys and values ``[T, H, D]`` before they attend.
-                It sees tokens in the order of the arrays; positions are ``cp.positions(T)``.
+            process_heads: A function of queries, keys and values ``[T, H, D]`` to apply before
+                attention. It gets tokens in the order of the arrays; positions are
+                ``cp.positions(T)``.
 
         Returns:
             ``[T, output_size]``.
@@ -137,6 +138,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         return jax.vmap(self.output_proj)(out.reshape(query.shape[0], -1))
 
     def _dropout(self, key: Array | None, inference: bool | None) -> dict[str, Any]:
+        """Return the options of dropout, none if nothing is to be dropped."""
         rate: object = self.dropout.p
         if not isinstance(rate, int | float):
             raise ValueError(
@@ -151,22 +153,23 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
 
 def convert[Model](model: Model, attention: Attention) -> Model:
-    """A model whose every ``equinox.nn.MultiheadAttention`` attends by ``attention``.
+    """Return the model with every ``equinox.nn.MultiheadAttention`` replaced by ring attention.
 
     Args:
         model: Any pytree; its arrays are shared, not copied. Modules that were converted before
             get the new attention.
-        attention: As for :class:`MultiheadAttention`; a causal mask, which Equinox takes as an
-            array, is better bound: ``functools.partial(cp.attention, causal=True)``.
+        attention: The attention to use, see :class:`MultiheadAttention`; a causal mask, which
+            Equinox takes as an array, is better bound: ``functools.partial(cp.attention,
+            causal=True)``.
 
     Raises:
         ValueError: There is no such module in the model, or ``attention`` is something else.
-        UnsupportedError: A subclass of that module, which computes what it likes.
+        UnsupportedError: The model has a subclass of that module, which may compute anything.
     """
     bind(attention)
-    found = []
+    converted = []
 
-    def replaced(part: Any) -> Any:
+    def replace_module(part: Any) -> Any:
         if not isinstance(part, eqx.nn.MultiheadAttention):
             return part
         if type(part) not in (eqx.nn.MultiheadAttention, MultiheadAttention):
@@ -174,19 +177,19 @@ def convert[Model](model: Model, attention: Attention) -> Model:
                 f"{type(part).__name__} is a subclass of equinox.nn.MultiheadAttention and cannot "
                 f"be converted; call ring_jax.ring_attention in it"
             )
-        found.append(part)
+        converted.append(part)
         return _with_attention(part, attention)
 
     model = jax.tree.map(
-        replaced, model, is_leaf=lambda part: isinstance(part, eqx.nn.MultiheadAttention)
+        replace_module, model, is_leaf=lambda part: isinstance(part, eqx.nn.MultiheadAttention)
     )
-    if not found:
+    if not converted:
         raise ValueError("there is no equinox.nn.MultiheadAttention in the model")
     return model
 
 
 def _with_attention(part: eqx.nn.MultiheadAttention, attention: Attention) -> MultiheadAttention:
-    """A module with the fields of another: it is not initialised, which would draw parameters."""
+    """Copy a module's fields to a :class:`MultiheadAttention` without drawing new parameters."""
     new: MultiheadAttention = object.__new__(MultiheadAttention)
     for field in dataclasses.fields(eqx.nn.MultiheadAttention):
         object.__setattr__(new, field.name, getattr(part, field.name))

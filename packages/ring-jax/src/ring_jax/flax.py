@@ -1,4 +1,4 @@
-"""Attention for the modules of Flax, NNX and Linen; Flax itself is not imported.
+"""Ring attention for the modules of Flax, NNX and Linen; Flax itself is not imported.
 
 ``nnx.MultiHeadAttention`` and ``nn.MultiHeadDotProductAttention`` take any function as their
 ``attention_fn``; :func:`make_attention_fn` makes one of an attention of this package::
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from ring_core import Mask, checks
 from ring_jax.adapt import (
     Attention,
-    Bound,
+    BoundAttention,
     Segments,
     bind,
     broadcast,
@@ -34,11 +34,12 @@ from ring_jax.adapt import (
 )
 from ring_jax.records import Array
 
+#: Advice where Flax lets a user replace the matmuls.
 EINSUM = "matmuls are the kernel's own; quantise queries, keys and values instead"
 
 
 def make_attention_fn(attention: Attention) -> Callable[..., Array]:
-    """An ``attention_fn`` for Flax.
+    """Make an ``attention_fn`` for Flax out of an attention of this package.
 
     The function takes all arguments of ``nnx.dot_product_attention`` and of Linen's, under their
     names and with their defaults. Tokens are in layout order, on global arrays or, inside
@@ -56,8 +57,8 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
     * ``dropout_rate``, ``dropout_rng``: Dropout, unless ``deterministic``. The seed is made of the
       bits of the key, which may be traced; inside ``shard_map`` it has to be the same everywhere.
     * ``broadcast_dropout``: Refused where something drops: every row and head drops its own.
-    * ``dtype``, ``promote_dtype``: What queries, keys and values are cast to; by default the dtype
-      that all of them promote to.
+    * ``dtype``, ``promote_dtype``: The dtype that queries, keys and values are cast to; by default
+      the one that all of them promote to.
     * ``force_fp32_for_softmax``: True or false, the softmax runs in float32 (float64 for float64).
     * ``precision``: Refused if neither the default nor, for float32, the highest, which runs.
     * ``module``: Refused: attention weights are never formed (``sow_weights``).
@@ -134,6 +135,7 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
 
 
 def _check_shapes(q: Array, k: Array, v: Array) -> None:
+    """Refuse arrays that are not ``[batch..., T, heads, head_dim]`` with one batch."""
     shapes = [x.shape for x in (q, k, v)]
     if min(map(len, shapes)) < 3 or len({shape[:-3] for shape in shapes}) > 1:
         raise ValueError(
@@ -143,19 +145,20 @@ def _check_shapes(q: Array, k: Array, v: Array) -> None:
 
 
 def _options(
-    bound: Bound, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
+    bound: BoundAttention, qkv: tuple[Array, Array, Array], mask: Array | Segments | Mask | None,
     bias: Array | None, *, is_causal: bool,
 ) -> dict[str, Any]:  # fmt: skip
+    """Translate Flax's mask, bias and ``is_causal`` into options of the attention."""
     q, k, _ = qkv
     batch, q_len, k_len = q.shape[:-3], q.shape[-3], k.shape[-3]
     check_first_aligned(q_len, k_len, "Flax", is_causal=is_causal)
     check_cache(bound.options, q_len, k_len, hidden=is_array(mask))
     options = mask_options(bound, mask, batch, q_len, k_len)
-    given = {
+    more = {
         "causal": is_causal or None,
         "bias": None if bias is None else broadcast("bias", bias, batch),
     }
-    return options | {name: option for name, option in given.items() if option is not None}
+    return options | {name: option for name, option in more.items() if option is not None}
 
 
 def _in_one_dtype(
@@ -163,9 +166,10 @@ def _in_one_dtype(
     dtype: DTypeLike | None,
     promote_dtype: Callable[..., Any] | None,
 ) -> tuple[Array, Array, Array]:
+    """Cast queries, keys and values to one dtype, as Flax does."""
     if promote_dtype is not None:
         q, k, v = promote_dtype(arrays, dtype=dtype)
     else:
-        wanted = jnp.result_type(*arrays) if dtype is None else dtype
-        q, k, v = (jnp.asarray(x, wanted) for x in arrays)
+        common = jnp.result_type(*arrays) if dtype is None else dtype
+        q, k, v = (jnp.asarray(x, common) for x in arrays)
     return q, k, v

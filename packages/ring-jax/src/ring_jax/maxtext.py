@@ -1,8 +1,8 @@
-"""One more kernel for MaxText's ``AttentionOp``; MaxText itself is not imported.
+"""Ring attention as one more kernel of MaxText's ``AttentionOp``; MaxText is not imported.
 
-MaxText takes the kernel that its setting ``attention`` names, in ``AttentionOp.apply_attention``,
-and has no place to register another. :func:`with_ring` makes that method with one more. In the
-script that starts a run, before the model is made::
+MaxText picks the kernel that its setting ``attention`` names in ``AttentionOp.apply_attention``,
+and has no registry for others. :func:`with_ring` wraps that method. In the script that starts a
+run, before the model is made::
 
     from maxtext.layers.attention_op import AttentionOp
 
@@ -24,7 +24,7 @@ from ring_jax.adapt import check_first_aligned, refuse
 from ring_jax.context import ContextParallel
 from ring_jax.records import Array
 
-#: The rules of each kind of layer.
+#: Mask options of each of MaxText's attention types.
 RULES = {
     "global": ("causal",),
     "mla": ("causal",),
@@ -32,7 +32,9 @@ RULES = {
     "chunk": ("causal", "chunk_size"),
     "full": (),
 }
+#: Layouts by MaxText's names of reorder strategies.
 LAYOUTS: dict[str, LayoutSpec] = {"dual_chunk_swap": "zigzag", "striped": "striped"}
+#: Advice for masks that are made while the model runs.
 MADE_MASK = "a mask that a model makes; run such layers with another attention of MaxText"
 
 
@@ -43,9 +45,9 @@ def with_ring(
     kernel: str | KernelConfig = "auto",
     strategy: str | StrategyConfig = "auto",
 ) -> Callable[..., Any]:
-    """``AttentionOp.apply_attention`` with one more kernel: ``attention=ring`` in the settings.
+    """Wrap ``AttentionOp.apply_attention`` so that the setting ``attention=ring`` works.
 
-    What it takes from MaxText:
+    It reads from MaxText:
 
     * the mesh: sequences are split along ``context_sharding``, batch and heads along the axes that
       the logical axis rules say;
@@ -55,14 +57,14 @@ def with_ring(
       ``sliding_window_size`` and ``chunk_attn_window_size``, which count buffer positions;
     * ``attn_logits_soft_cap``, sinks, and segment ids, of keys too.
 
-    Queries come scaled, so ``softmax_scale`` is 1. How keys travel is said here, by ``strategy``:
-    ``context_parallel_strategy`` chooses among MaxText's own ways.
+    Queries come scaled, so ``softmax_scale`` is 1. The argument ``strategy`` chooses how K/V move
+    between devices; MaxText's ``context_parallel_strategy`` chooses among its own ways.
 
     Args:
         apply_attention: ``AttentionOp.apply_attention``, which runs for every other ``attention``.
-        context_parallel: That of ``ring_jax``, ``ring_jax_gpu`` or ``ring_jax_tpu``, whose kernels
-            run.
-        kernel, strategy: As in :func:`ring_jax.ring_attention`.
+        context_parallel: The ``ContextParallel`` of ``ring_jax``, ``ring_jax_gpu`` or
+            ``ring_jax_tpu``, whose kernels run.
+        kernel, strategy: See :func:`ring_jax.ring_attention`.
 
     The method raises :class:`ring_core.UnsupportedError`, while a program is traced, for what has
     no counterpart: other kinds of layers, decoding, dropout in attention, quantised keys, masks
@@ -117,7 +119,7 @@ def with_ring(
         rules = RULES[self.attention_type.value]
         check_first_aligned(query.shape[1], key.shape[1], "MaxText", **dict.fromkeys(rules, True))
         pair: Any = (decoder_segment_ids, decoder_segment_ids_kv)
-        out = _context(self, context_parallel).attention(
+        out = _context_parallel(self, context_parallel).attention(
             query, key, value,
             causal="causal" in rules,
             window=(self.sliding_window_size - 1, 0) if "window" in rules else None,
@@ -135,12 +137,13 @@ def with_ring(
 
 
 def _check_settings(operation: Any) -> None:
+    """Refuse settings of an ``AttentionOp`` that have no counterpart."""
     config, kind = operation.config, operation.attention_type.value
-    ways = config.context_parallel_strategy
+    strategy = config.context_parallel_strategy
     refuse(
         attention_type=(None if kind in RULES else kind, f"known here: {', '.join(RULES)}"),
         context_parallel_strategy=(
-            ways if ways in ("ulysses", "usp") else None, "leave it at all_gather"
+            strategy if strategy in ("ulysses", "usp") else None, "leave it at all_gather"
         ),
         moba=(config.moba or None, "its gates need all scores; use dot_product"),
         kv_quant=(operation.kv_quant, "keys and values have to be arrays; leave it out"),
@@ -151,7 +154,8 @@ def _check_settings(operation: Any) -> None:
     )  # fmt: skip
 
 
-def _context(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
+def _context_parallel(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
+    """Make a ``ContextParallel`` from the mesh, axes and token order of an ``AttentionOp``."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding
     batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001
@@ -159,7 +163,7 @@ def _context(operation: Any, context_parallel: type[ContextParallel]) -> Context
 
 
 def _layout(operation: Any, size: int) -> LayoutSpec:
-    """The order that MaxText's input pipeline has put tokens in."""
+    """Return the layout in which MaxText's input pipeline has put the tokens."""
     config = operation.config
     natural = not config.context_parallel_load_balance or operation.attention_type.value == "full"
     if size == 1 or natural:

@@ -1,4 +1,4 @@
-"""A function with the signature of ``jax.nn.dot_product_attention``, on many devices."""
+"""Ring attention with the signature of ``jax.nn.dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_core import KernelConfig, Mask, UnsupportedError, checks
 from ring_core.base.arguments import is_integer
 from ring_jax.adapt import (
     Attention,
-    Bound,
+    BoundAttention,
     Segments,
     bind,
     broadcast,
@@ -28,7 +28,7 @@ from ring_jax.records import Array
 
 
 def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
-    """``jax.nn.dot_product_attention`` for sequences split over devices.
+    """Make a ``jax.nn.dot_product_attention`` for sequences split over devices.
 
     The function has the signature and the meaning of JAX's. Tokens are in layout order, on global
     arrays or, inside ``jax.shard_map``, on this device's shard.
@@ -99,16 +99,16 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
             local_window_size=local_window_size is not None,
         )  # fmt: skip
         window = local_window_size
-        given = {
+        translated = {
             "causal": is_causal or None,
             "window": (window, window) if is_integer(window) else window,
-            "softmax_scale": scale, "kernel": _kernel(implementation, bound.kernels),
+            "softmax_scale": scale, "kernel": _check_implementation(implementation, bound.kernels),
             "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
             "return_lse": return_residual or None,
         }  # fmt: skip
-        options = {name: option for name, option in given.items() if option is not None}
+        options = {name: option for name, option in translated.items() if option is not None}
         q, k, v = (flat(x, 3) for x in (q, k, v))
-        options |= _visible(
+        options |= _mask_and_length_options(
             bound, mask, (query_seq_lengths, key_value_seq_lengths), batch, (q.shape[1], k.shape[1])
         )
         result: Any = bound(q, k, v, options)
@@ -122,20 +122,32 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
     return dot_product_attention
 
 
-def _visible(
-    bound: Bound,
+def _mask_and_length_options(
+    bound: BoundAttention,
     mask: Any,
     lengths: tuple[ArrayLike | None, ArrayLike | None],
     batch: tuple[int, ...],
     sizes: tuple[int, int],
 ) -> dict[str, Any]:
-    """The options that say what a mask and lengths of queries and keys hide."""
+    """Translate a mask and the sequence lengths into options of the attention.
+
+    Args:
+        bound: The attention.
+        mask: The argument ``mask``.
+        lengths: The lengths of queries and of keys, integers ``[B]``, or ``None``.
+        batch: ``(B,)``, or ``()`` for arrays without a batch.
+        sizes: Numbers of queries and of keys in the arrays passed.
+
+    Raises:
+        ValueError: The mask is not boolean, or both it and the lengths hide keys in ways that
+            cannot be joined.
+    """
     if is_array(mask) and jnp.result_type(mask) != jnp.bool_:
         raise ValueError(f"mask must be boolean, got {jnp.result_type(mask)}")
     options = mask_options(bound, mask, batch, *sizes)
-    given = any(length is not None for length in lengths)
-    check_cache(bound.options, *sizes, hidden=is_array(mask) or given)
-    if not given:
+    has_lengths = any(length is not None for length in lengths)
+    check_cache(bound.options, *sizes, hidden=is_array(mask) or has_lengths)
+    if not has_lengths:
         return options
     if options and not is_array(mask):
         raise ValueError("mask and sequence lengths both say what is hidden; keep one")
@@ -152,16 +164,21 @@ def _visible(
 
 
 def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
-    """Lengths as a column, int32 ``[B, 1]``."""
+    """Check sequence lengths, integers ``[B]``, and return them as int32 ``[B, 1]``."""
     array = jnp.asarray(lengths)
     if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{rows}], got {array.dtype} {array.shape}")
     return array.astype(jnp.int32)[:, None]
 
 
-def _kernel(
+def _check_implementation(
     implementation: str | KernelConfig | None, kernels: tuple[str, ...]
 ) -> str | KernelConfig | None:
+    """Return the argument ``implementation``, if it names a kernel that there is.
+
+    Raises:
+        UnsupportedError: It does not.
+    """
     name = getattr(implementation, "name", implementation)
     if name is not None and name not in kernels:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""One call, checked and planned before, or while, it is traced."""
+"""Check, plan and choose a kernel for one call, before or while it is traced."""
 
 from __future__ import annotations
 
@@ -25,31 +25,44 @@ from ring_core import (
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import Selection, choose, kernel_names
-from ring_jax.records import Array, Inputs, Kernel, LocalShape, Options, Static
+from ring_jax.records import Array, CallOptions, CallSpec, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES
 from ring_jax.tripwire import checked_every
 
 
-class Parts(NamedTuple):
-    """Into how many parts the arrays of a call are split, if they are those of all devices."""
+class ShardCounts(NamedTuple):
+    """The number of shards that each dimension of global arrays is split into.
+
+    Without a ``mesh`` the arrays are one device's shards already.
+    """
 
     mesh: AbstractMesh | None = None
     batch: int = 1
     heads: int = 1
-    mask: int = 1  # one that is an array
+    mask: int = 1  # shards of a mask that is an array, over all its dimensions
 
 
-LOCAL = Parts()  # one device's shards
+LOCAL = ShardCounts()
 
 
 def check_call(
     kernels: Sequence[Kernel], axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
-    q: Array, k: Array, v: Array, options: Options, parts: Parts = LOCAL,
-) -> tuple[Static, Inputs, Selection]:  # fmt: skip
+    q: Array, k: Array, v: Array, options: CallOptions, shards: ShardCounts = LOCAL,
+) -> tuple[CallSpec, Inputs, Selection]:  # fmt: skip
     """Check all arguments of a call, plan it and choose its kernel.
 
+    Args:
+        kernels: The kernels to choose from, the fastest first.
+        axis_name: The mesh axis that splits the sequence; ``None`` is one device.
+        layout: The order of tokens over devices.
+        cp_size: Number of devices along the axis.
+        q, k, v: Arrays ``[B, T, heads, head_dim]``, global if ``shards`` has a mesh, else local.
+        options: All other arguments of the user.
+        shards: How global arrays are split.
+
     Returns:
-        What is known of the call, its arrays as given, for :func:`prepared`, and why its kernels.
+        The static side of the call; its arrays, to be passed to :func:`prepared`; and the choice
+        of kernels with its reasons.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -58,44 +71,53 @@ def check_call(
     _check_static(options)
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
-    shards = cp_size if parts.mesh is None else 1
-    keys = sizes.k_len * shards
-    mask, dense = _check_mask(options, described[0].shape, keys, parts.mask)
+    factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
+    k_len = sizes.k_len * factor
+    mask, dense = _check_mask(options, described[0].shape, k_len, shards.mask)
     checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
-    named = strategy_config(options.strategy)
+    requested = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
     program = ring_program(
         make_plan(
-            mask, seq_len=sizes.q_len * shards, cp_size=cp_size, layout=layout, kv_seq_len=keys
+            mask, seq_len=sizes.q_len * factor, cp_size=cp_size, layout=layout, kv_seq_len=k_len
         ),
-        named.ring_strategy,
+        requested.ring_strategy,
     )
-    request, scale, cap = _request(options, sizes, described[0].dtype, parts, dense is not None)
-    way = choose_strategy(named.name, program)
-    q_ids, k_ids = _check_others(sizes, keys, options)
+    request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
+    strategy = choose_strategy(requested.name, program)
+    q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
     config = kernel_config(options.kernel, kernel_names(kernels))
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
-    local = _local_shape(inputs, program, way, parts, has_dropout=options.dropout_p > 0)
-    choice = choose(kernels, config, request, program, local)
-    static = Static(
-        program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
-        described[0].dtype, sizes.head_dim, way, bias_masks=dense is not None,
-        bias_grad=options.bias is not None, check=checked_every(),
-        forward_only=tuple(one for one, _ in choice.forward_only if len(choice.kernels) > 1),
+    local = _local_shape(
+        inputs, program, strategy, shards, has_dropout=options.dropout_p > 0,
+        deterministic=options.deterministic,
     )  # fmt: skip
-    return static, inputs, choice
+    choice = choose(kernels, config, request, program, local)
+    call = CallSpec(
+        program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
+        described[0].dtype, sizes.head_dim, strategy, bias_masks=dense is not None,
+        bias_grad=options.bias is not None, check_every=checked_every(),
+        deterministic=options.deterministic, has_sinks=options.sinks is not None,
+        forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
+    )  # fmt: skip
+    return call, inputs, choice
 
 
 def _check_mask(
-    options: Options, shape: tuple[int, ...], keys: int, parts: int
+    options: CallOptions, q_shape: tuple[int, ...], k_len: int, shards: int
 ) -> tuple[Mask, Array | None]:
-    """The rule of a call, and its mask if that is an array, ``[B or 1, H or 1, T, T_kv]``."""
+    """Check the mask options, and split them into a rule and an array.
+
+    Returns:
+        The rule over positions, and the mask that is an array, ``[B or 1, H or 1, T, T_kv]``, or
+        ``None``.
+    """
     rule, dense = split_mask(options.mask)
     if dense is not None:
-        checks.check_dense_mask(described_as("mask", dense), shape, keys, DEVICE, parts=parts)
+        checks.check_dense_mask(described_as("mask", dense), q_shape, k_len, DEVICE, parts=shards)
         dense = dense if dense.ndim == 4 else dense[None, None]
     return checks.check_mask(
         rule, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
@@ -104,8 +126,13 @@ def _check_mask(
 
 
 def _request(
-    options: Options, sizes: checks.Sizes, dtype: str, parts: Parts, has_mask: bool
+    options: CallOptions, sizes: checks.Sizes, dtype: str, shards: ShardCounts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
+    """Check the scalar options, and state what the call asks of a kernel.
+
+    Returns:
+        The request, the softmax scale and the soft cap.
+    """
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     checks.check_dropout(options.dropout_p, None if options.dropout_seed is None else 0)
@@ -116,19 +143,19 @@ def _request(
         segment_ids=options.segment_ids is not None, softcap=cap is not None,
         bias=options.bias is not None or has_mask, alibi=options.alibi_slopes is not None,
         dropout=options.dropout_p > 0, deterministic=options.deterministic, any_scale=scale <= 0,
-        lse_grad=options.return_lse, batch=sizes.batch // parts.batch,
-        q_heads=sizes.q_heads // parts.heads, kv_heads=sizes.kv_heads // parts.heads,
+        lse_grad=options.return_lse, batch=sizes.batch // shards.batch,
+        q_heads=sizes.q_heads // shards.heads, kv_heads=sizes.kv_heads // shards.heads,
     ), scale, cap  # fmt: skip
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
-    """The kind of device that an array's program is compiled for, as jax calls it.
+    """Return the kind of device that an array's program is compiled for, as jax calls it.
 
-    It is known, as far as it is, from ``mesh``, from the mesh around the call (``shard_map``,
-    ``set_mesh``), or from that of the array's sharding, else the machine's first device is taken.
+    The first of these that names a device decides: ``mesh``, the mesh around the call
+    (``shard_map``, ``set_mesh``), the mesh of the array's sharding, the machine's first device.
     """
-    every = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    devices = [x.abstract_device for x in every if x is not None and x.abstract_device is not None]
+    meshes = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    devices = [x.abstract_device for x in meshes if x is not None and x.abstract_device is not None]
     return str((devices or jax.devices())[0].device_kind)
 
 
@@ -136,29 +163,33 @@ def _local_shape(
     x: Inputs,
     program: RingProgram,
     strategy: StrategyName,
-    parts: Parts,
+    shards: ShardCounts,
     *,
     has_dropout: bool,
+    deterministic: bool,
 ) -> LocalShape:
-    masks = [] if x.mask is None else [one for one in (x.bias, x.mask) if one is not None]
-    apart = x.q_ids is not None or any(one.shape[0] > 1 for one in masks)
+    """State the facts about one device's part of the call for which a kernel may refuse it."""
+    masks = [] if x.mask is None else [array for array in (x.bias, x.mask) if array is not None]
+    rows_differ = x.q_ids is not None or any(array.shape[0] > 1 for array in masks)
     return LocalShape(
-        x.q.shape[0] // parts.batch if apart else 1, program.plan.q_layout.local_len,
+        x.q.shape[0] // shards.batch if rows_differ else 1, program.plan.q_layout.local_len,
         STRATEGIES[strategy].key_lengths(program), x.q.shape[3], x.v.shape[3], x.q.dtype.itemsize,
-        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, parts.mesh),
+        x.bias is not None or x.mask is not None, has_dropout, device_kind(x.q, shards.mesh),
         str(x.q.dtype), None if x.bias is None else str(x.bias.dtype), x.mask is not None,
+        deterministic,
     )  # fmt: skip
 
 
 def prepared(
-    static: Static, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
+    call: CallSpec, inputs: Inputs, dropout_offsets: tuple[Array | int, Array | int] = (0, 0)
 ) -> Inputs:
-    """The shards of a checked call as the ring takes them.
+    """Bring this device's shards of a checked call into the form that strategies take.
 
-    ``dropout_offsets`` are the global indices of the first local batch row and query head.
+    An array mask is folded into the bias, and all arrays are marked as varying over the same mesh
+    axes. ``dropout_offsets`` are the global indices of the first local batch row and query head.
     """
     seed = offsets = None
-    if static.dropout_p > 0:
+    if call.dropout_p > 0:
         seed = inputs.seed
         offsets = jnp.stack([jnp.asarray(x, jnp.int32) for x in dropout_offsets])
     inputs = inputs._replace(
@@ -166,24 +197,31 @@ def prepared(
         slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
         seed=seed, offsets=offsets,
     )  # fmt: skip
-    rank = None if static.axis_name is None else lax.axis_index(static.axis_name)
+    rank = None if call.axis_name is None else lax.axis_index(call.axis_name)
     return match_varying(inputs, varying_axes((inputs, rank)))
 
 
 def split_mask(mask: Any) -> tuple[Any, Any]:
-    """A rule, and an array: what was given is one of them, the other is ``None``."""
+    """Split a mask argument into ``(rule, array)``; the one that it is not is ``None``."""
     return (None, mask) if isinstance(mask, jax.Array | np.ndarray) else (mask, None)
 
 
 def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array | None:
-    """The bias ``[B or 1, H or 1, T, S]`` that says what a mask, alike in shape, says, too."""
+    """Return the bias ``[B or 1, H or 1, T, S]`` with ``-inf`` where ``mask`` is False.
+
+    Without a bias it is zeros in ``dtype``; without a mask the bias is returned as it is.
+    """
     if mask is None:
         return bias
     return jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
 
 
-def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any, Any]:
-    """Check the arrays beside Q, K and V; the segment ids of queries and of keys."""
+def _check_option_arrays(sizes: checks.Sizes, k_len: int, options: CallOptions) -> tuple[Any, Any]:
+    """Check sinks, bias, ALiBi slopes and segment ids.
+
+    Returns:
+        The segment ids of queries and of keys, or two ``None``.
+    """
     sinks, bias, slopes = (
         None if x is None else described_as(name, x)
         for name, x in (
@@ -191,7 +229,7 @@ def _check_others(sizes: checks.Sizes, keys: int, options: Options) -> tuple[Any
         )
     )  # fmt: skip
     checks.check_sinks(sinks, sizes, DEVICE)
-    checks.check_bias(bias, sizes, keys, DEVICE)
+    checks.check_bias(bias, sizes, k_len, DEVICE)
     checks.check_alibi_slopes(slopes, sizes, DEVICE)
     if options.segment_ids is None:
         return None, None
@@ -205,10 +243,10 @@ DEVICE = "device"  # arrays of a traced call have no device to compare
 
 
 def axis_size(axis_name: Hashable | None) -> int:
-    """Devices along a mesh axis; one without an axis.
+    """Return the number of devices along a mesh axis, 1 for ``None``.
 
     Raises:
-        ValueError: No such axis here.
+        ValueError: No surrounding ``shard_map`` has such an axis.
     """
     if axis_name is None:
         return 1
@@ -223,9 +261,9 @@ def axis_size(axis_name: Hashable | None) -> int:
 
 
 def seed_words(seed: int | Array) -> Array:
-    """A dropout seed as its low and high 32 bits, uint32 ``[2]``.
+    """Split a dropout seed into its low and high 32 bits, uint32 ``[2]``.
 
-    A traced one cannot be refused for its sign: it counts by its bits.
+    A traced seed that is negative cannot be refused; its bits are taken as they are.
 
     Raises:
         ValueError: Not an integer below 2**64, nor an integer scalar, nor uint32 ``[2]``.
@@ -248,9 +286,9 @@ def seed_words(seed: int | Array) -> Array:
 
 
 def _on_host(seed: Any) -> Any:
-    """A seed as Python's integer where its value is known, and could be wide or negative.
+    """Convert a seed to a Python integer if its value is known and could be wide or negative.
 
-    jax would cut numpy's integers to 32 bits; its own unsigned ones are as they should be.
+    JAX would cut numpy's integers to 32 bits. Its own unsigned arrays need no conversion.
     """
     known = isinstance(seed, np.ndarray | np.generic) or (
         isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
@@ -268,11 +306,12 @@ _STATIC = (
 )  # fmt: skip
 
 
-def _check_static(options: Options) -> None:
+def _check_static(options: CallOptions) -> None:
+    """Refuse arrays as values of options that a program is compiled for."""
     for name in _STATIC:
         value = getattr(options, name)
-        inside = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(x, jax.Array) for x in inside):
+        elements = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(x, jax.Array) for x in elements):
             raise ValueError(
                 f"{name} must be known when the call is traced, and is a jax array; pass Python "
                 f"numbers (under jit: close over them or name them in static_argnames)"
@@ -280,10 +319,10 @@ def _check_static(options: Options) -> None:
 
 
 def described_as(name: str, x: object) -> checks.Tensor:
-    """An array as the checks take it.
+    """Describe an array by shape and dtype, as :mod:`ring_core.checks` takes it.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not an array.
     """
     if not isinstance(x, jax.Array | np.ndarray):
         raise ValueError(f"{name} must be a jax.Array, got {type(x).__name__}")
@@ -295,14 +334,16 @@ TRANSPORTS = ("auto", "xla")
 
 
 def choose_strategy(strategy: str, program: RingProgram) -> StrategyName:
-    """The strategy a call named; ``auto`` goes round the ring.
+    """Return the strategy that a call asked for; ``auto`` is that of the program, a ring.
 
     Raises:
-        UnsupportedError: The one named cannot do this call.
+        UnsupportedError: The strategy cannot do this call.
     """
     name = program.strategy if strategy == "auto" else strategy
-    found = STRATEGIES.get(name)
-    reasons = ["only ring-torch has it"] if found is None else found.refusals(program)
+    implementation = STRATEGIES.get(name)
+    reasons = (
+        ["only ring-torch has it"] if implementation is None else implementation.refusals(program)
+    )
     if reasons:
         raise UnsupportedError(
             f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"

@@ -1,8 +1,9 @@
-"""What the loops and the kernels hand each other.
+"""The records that the strategies, the loops and the kernels hand each other.
 
 Inside a call tensors are heads first: ``q [B, H, T, D]``, and K and V side by side in one array
 ``kv [B, K, S, D + Dv]``, so that they travel as one message and a kernel fetches them together.
-``T`` and ``S`` are the queries and keys of a rank. Accumulators are float32 (float64 for float64).
+``T`` and ``S`` are the queries and keys of a rank. Accumulators are float32 (float64 for float64);
+that dtype is called wide.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ring_core import (
 )
 
 Window = tuple[int | None, int | None]
-Pass = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`ring_jax.ring_attention`, for functions that hand them on."""
+    """Keyword options of :func:`ring_jax.ring_attention`, to type functions that forward them."""
 
     causal: bool
     window: Window | None
@@ -51,8 +52,8 @@ class AttentionOptions(TypedDict, total=False):
     transport: str
 
 
-class Options(NamedTuple):
-    """All of a call but its q, k and v, as given."""
+class CallOptions(NamedTuple):
+    """The values of a call's options as the user passed them, all but ``q``, ``k`` and ``v``."""
 
     causal: bool = False
     window: Window | None = None
@@ -75,7 +76,7 @@ class Options(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call, as given: ``q``, ``k``, ``v`` are ``[B, T, heads, D]``."""
+    """The arrays of a call as users pass them: ``q``, ``k``, ``v`` are ``[B, T, heads, D]``."""
 
     q: Array
     k: Array
@@ -87,39 +88,39 @@ class Inputs(NamedTuple):
     slopes: Array | None  # [B or 1, H]
     seed: Array | None  # uint32[2], low word first
     offsets: Array | None  # int32[2], what to add to the local batch and head for dropout
-    mask: Array | None = None  # bool, like the bias; inside a call the bias says it
+    mask: Array | None = None  # bool, shaped like the bias; `prepared` folds it into the bias
     bias_shift: Array | None = None  # wide [B or 1, H or 1, T], computed inside a call
 
 
-class Queries(NamedTuple):
-    """What another rank must be sent to compute for these queries."""
+class QueryPayload(NamedTuple):
+    """The message that lets another rank compute attention for this rank's queries."""
 
     q: Array  # [B, H, T, D]
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S], the columns of the keys they are to meet
     bias_shift: Array | None  # wide [B or 1, H or 1, T]
-    upstream: BackwardInputs | None = None  # of a backward
+    upstream: BackwardInputs | None = None  # in a backward, what the gradients of q start from
 
 
 class KVPayload(NamedTuple):
-    """What travels round the ring."""
+    """The message that carries a rank's keys and values round the ring."""
 
     kv: Array  # [B, K, S, D + Dv]
     ids: Array | None  # int32 [B, S]
 
 
 class QueryBlock(NamedTuple):
-    """A rank's queries and all that belongs to them.
+    """A rank's queries and the options that belong to them, as a kernel takes them.
 
     With a ``bias_shift`` kernels add ``bias - bias_shift`` to the scores, in the dtype of
-    accumulators, and ``-inf`` hides as ever: ``lse`` is then that of shifted scores. It is the
+    accumulators, and ``-inf`` still masks: ``lse`` is then that of shifted scores. The shift is the
     largest finite bias of a row, so that an accumulator holds ``lse`` however negative biases are.
     """
 
     q: Array  # [B, H, T, D]
     positions: Array  # int32 [T], where each query stands among the keys
-    indices: Array  # int32 [T], its index among the queries
-    cells: Array | None  # int32 [T], the document or chunk it lies in
+    indices: Array  # int32 [T], its global index among the queries
+    cells: Array | None  # int32 [T], number of the document or chunk it lies in
     ids: Array | None  # int32 [B, T]
     bias: Array | None  # [B or 1, H or 1, T, S]
     bias_shift: Array | None  # wide [B or 1, H or 1, T]; B where segment ids differ between rows
@@ -129,16 +130,16 @@ class QueryBlock(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A rank's keys and values and all that belongs to them."""
+    """A rank's keys and values, or those of all ranks, as a kernel takes them."""
 
     kv: Array  # [B, K, S, D + Dv]
     positions: Array  # int32 [S], global index of each key
-    cells: Array | None  # int32 [S]
+    cells: Array | None  # int32 [S], number of the document or chunk it lies in
     ids: Array | None  # int32 [B, S]
 
 
 class ItemTable(NamedTuple):
-    """The items of one rank in one step, for one side's queries: rows of the program's table.
+    """The work items of one launch, rows of the program's table for this rank.
 
     ``kinds`` are the kinds of the tiles of a predicate mask, ``[ceil(T / TILE), ceil(S / TILE)]``.
     """
@@ -148,33 +149,36 @@ class ItemTable(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward of some rows starts from; ``lse`` and ``delta`` are global."""
+    """The arrays that the backward of queries starts from; ``lse`` and ``delta`` are global."""
 
     dout: Array  # [B, H, T, Dv]
     lse: Array  # [B, H, T]
     delta: Array  # [B, H, T], rowsum(dout * out) - dlse
-    out: Array | None = None  # [B, H, T, Dv], what the call returned; helpers are not sent it
+    out: Array | None = None  # [B, H, T, Dv], what the call returned; not sent to other ranks
 
 
 class AttentionState(NamedTuple):
-    """Where a forward kernel merges its part: the identity is zeros and ``-inf``."""
+    """The accumulator of a forward, ``(out, lse)`` of the keys so far.
+
+    It starts as zeros and ``-inf``, the identity of the merge.
+    """
 
     out: Array  # [B, H, T, Dv]
     lse: Array  # [B, H, T]
 
 
 class Grads(NamedTuple):
-    """Where a backward kernel adds its part."""
+    """The accumulators of a backward, to which each kernel launch adds."""
 
     dq: Array  # [B, H, T, D]
     dkv: Array  # [B, K, S, D + Dv]
-    dbias: Array | None  # like the rows' bias
+    dbias: Array | None  # shaped like the bias of the queries
 
 
 class LocalShape(NamedTuple):
-    """What a device is given of a call, as far as a kernel may refuse it for its size."""
+    """The facts about one device's part of a call for which a kernel may refuse it."""
 
-    lists: int  # of blocks to visit: as many as rows of the batch that see differently
+    lists: int  # block lists a kernel needs: batch rows whose visible keys differ, else 1
     q_len: int
     k_lengths: tuple[int, ...]  # keys of a launch: a rank's, or those of all ranks
     head_dim: int
@@ -184,12 +188,13 @@ class LocalShape(NamedTuple):
     has_dropout: bool
     device_kind: str  # as jax calls it
     dtype: str
-    bias_dtype: str | None  # without what a mask adds to it
-    has_mask: bool  # one that is an array
+    bias_dtype: str | None  # dtype of the bias before a mask is folded in
+    has_mask: bool  # the call has a mask that is an array
+    deterministic: bool  # the backward must repeat bit for bit
 
 
 class Rectangle(NamedTuple):
-    """Local queries of a rank that see the same local keys of a rank, all of them."""
+    """Local queries of one rank that see the same local keys of one rank, all of them."""
 
     q_rank: int
     kv_rank: int
@@ -200,10 +205,10 @@ class Rectangle(NamedTuple):
 
 
 class Item(NamedTuple):
-    """All that a rank computes in a step: a rectangle, and the band of it that is seen.
+    """A rank's only work item of a step: a rectangle, and the band of it that is visible.
 
-    Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; unbounded
-    sides are those of the program's table.
+    Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; an unbounded
+    side is ``TABLE_UNBOUNDED``, as in the program's table.
     """
 
     rectangle: Rectangle
@@ -217,7 +222,7 @@ def nbytes(*arrays: Array | None) -> int:
 
 
 def rectangles_of(items: tuple[Item, ...] | None) -> tuple[Rectangle, ...]:
-    """The rectangles of items that show all of theirs; none if one does not."""
+    """Return the rectangles of items if every one is fully visible, else an empty tuple."""
     unbounded = (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
     if items is None or any((item.lo, item.hi) != unbounded for item in items):
         return ()
@@ -225,20 +230,28 @@ def rectangles_of(items: tuple[Item, ...] | None) -> tuple[Rectangle, ...]:
 
 
 @dataclass(frozen=True)
-class Static:
-    """What is known of a call when it is traced; hashable.
+class CallSpec:
+    """Everything static about one checked call; hashable, so that programs are cached by it.
 
     Attributes:
-        fresh: A kernel is the first to add to its ``into``, which holds the identity: to the
-            result, or to ``dkv`` of the gradients. It may write there instead.
-        last: Nothing is merged into a kernel's result any more. It may be rounded.
-        items: All that ranks compute now, but for segment ids, which may hide some of it; ``None``
-            if some rank has more than one rectangle, or several documents or a predicate.
-        bias_masks: The bias is ``-inf`` where a mask that is an array hides: blocks that it hides
-            are to be skipped.
+        program: What each rank computes and sends, step by step.
+        axis_name: The mesh axis that splits the sequence; ``None`` is one device.
+        scale: Factor of the scores, ``softmax_scale``.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        dropout_p: Probability to drop a softmax weight.
+        kernels: The kernels chosen for the call. The one whose platform is compiled for runs; the
+            last one runs on all other platforms.
+        config: Block sizes and other settings of the kernel.
+        dtype: Name of the dtype of q, k and v.
+        head_dim: Head dim of Q and K.
+        strategy: How K/V move between ranks.
+        bias_masks: The bias is ``-inf`` where a mask that is an array hides keys: kernels skip
+            blocks that it hides entirely.
         bias_grad: The bias, if there is one, has a gradient.
-        forward_only: Those of the kernels whose backward another one does.
-        check: One in so many calls is checked by the tripwire; 0 is none.
+        forward_only: The kernels of ``kernels`` that cannot do the backward; another one does it.
+        check_every: The tripwire checks one in so many calls; 0 checks none.
+        deterministic: The backward must repeat bit for bit.
+        has_sinks: Sinks rescale the result after the last kernel.
     """
 
     program: RingProgram
@@ -246,60 +259,78 @@ class Static:
     scale: float
     softcap: float | None
     dropout_p: float
-    kernels: tuple[Kernel, ...]  # the first whose device is the one compiled for
+    kernels: tuple[Kernel, ...]
     config: KernelConfig
     dtype: str
     head_dim: int
     strategy: StrategyName = "ring"
-    fresh: bool = False
-    last: bool = False
-    items: tuple[Item, ...] | None = None
     bias_masks: bool = False
     bias_grad: bool = True
     forward_only: tuple[Kernel, ...] = ()
-    check: int = 0
+    check_every: int = 0
+    deterministic: bool = False
+    has_sinks: bool = False
 
     @property
     def plan(self) -> Plan:
-        """What meets what."""
+        """The plan of the program: which queries meet which keys."""
         return self.program.plan
 
     @property
-    def rectangles(self) -> tuple[Rectangle, ...]:
-        """All that ranks compute now, if that is at most one each, without a band."""
-        return rectangles_of(self.items)
-
-    @property
     def wide(self) -> jnp.dtype:
-        """Of accumulators."""
+        """Dtype of accumulators: float64 for float64 calls, else float32."""
         return jnp.dtype("float64" if self.dtype == "float64" else "float32")
 
 
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything static about one kernel launch of a call; hashable.
+
+    Attributes:
+        call: The call it belongs to.
+        overwrite: The accumulator still holds the identity: ``out`` and ``lse`` in a forward,
+            ``dkv`` in a backward. A kernel may write there without reading.
+        is_final: No later launch merges into the result, so it may be rounded to the call's dtype.
+        items: The one work item of each rank that has any, apart from segment ids, which may hide
+            more; ``None`` if some rank has several items, several documents or a predicate.
+    """
+
+    call: CallSpec
+    overwrite: bool = False
+    is_final: bool = False
+    items: tuple[Item, ...] | None = None
+
+    @property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """Rectangles of ``items`` if all are fully visible, else an empty tuple."""
+        return rectangles_of(self.items)
+
+
 class Kernel(Protocol):
-    """A way to compute work items: no axis, no step, no communication in sight. Hashable."""
+    """A way to compute work items on one device, unaware of axes, steps and peers; hashable."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; it is only ever given calls that fit."""
+        """Return what it can do; it is only given calls that fit."""
 
     def refusals(
-        self, direction: Pass, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002
+        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002
     ) -> tuple[str, ...]:  # fmt: skip
-        """Why it cannot do a pass of what it can do otherwise: sizes that do not fit."""
+        """Return why it cannot do a pass of a call that fits its capabilities; empty if it can."""
         return ()
 
     def attend_into(
         self,
-        static: Static,
+        spec: LaunchSpec,
         rows: QueryBlock,
         columns: KeyBlock,
         work: ItemTable,
         into: AttentionState,
     ) -> AttentionState:
-        """Attend and merge into ``into``."""
+        """Return ``into`` merged with the attention of the work items."""
 
     def grads_into(
-        self, static: Static, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
-        """Add the items' gradients to ``into``."""
+        """Return ``into`` plus the gradients of the work items."""

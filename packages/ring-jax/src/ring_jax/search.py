@@ -12,13 +12,13 @@ from ring_jax.records import Array
 def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Array:
     """Return how many entries of an ascending table come before each of ``x``, int32.
 
-    As ``jnp.searchsorted``, which cannot be traced where some axes of a mesh are manual and others
-    are not.
+    It replaces ``jnp.searchsorted``, which cannot be traced where some axes of a mesh are manual
+    and others are not.
 
     Args:
         table: Integers ``[n]``, ``n > 0``.
         x: Integers of any shape.
-        side: Whether entries equal to one of ``x`` come after it (``left``) or before (``right``).
+        side: Entries equal to one of ``x`` count as after it (``left``) or before it (``right``).
     """
     size = table.shape[0]
     counts = jnp.zeros(x.shape, jnp.int32)

@@ -1,12 +1,15 @@
-"""The backward for Hopper in one kernel; what ``forward`` is to the forward.
+"""The warp-specialised backward kernel for Hopper: dQ, dK and dV in one kernel.
 
-A block of keys walks along the queries that see it, five products of matrices a block, and adds to
-their gradients in memory, in an order that differs from run to run. Gluon; no JAX.
+A program (thread block) has a block of keys, a tile, and visits the queries that see it, with five
+matrix products a block of queries. It adds to dQ in memory, in an order that differs from run to
+run. A producer warp fetches and two groups of warps compute, as in ``forward``; written in Gluon,
+without JAX.
 
-Where all queries see all keys, the tiles left for a last round are split (as in Stream-K, Osama et
-al., arXiv 2301.03598): a program of its own has the first queries of each, and those that would
-else be idle have the others, of several tiles. So nearly all walk along the same queries at the
-same time, which the cache needs. Parts are added up in memory, and who is done last writes the sum.
+If all queries see all keys, the tiles of a last round may be split (as in Stream-K, Osama et al.,
+arXiv 2301.03598): one program does the first queries of each, and programs without a tile, the
+helpers, do the others, of several tiles. Nearly all programs then visit the same queries at the
+same time, which the L2 cache needs. The parts' dK/dV are added up in memory, and the program that
+finishes a tile last writes the sum.
 """
 
 
@@ -29,9 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ring_jax_gpu.hopper.common import LOG2E, columns_of, seen_by, swizzled_block_and_head, visited
 from ring_jax_gpu.hopper.stream_k import StreamKBackward
 
-KEYS = gl.constexpr(128)  # keys per block, of two groups of warps
+KEYS = gl.constexpr(128)  # keys per block, shared by two groups of warps
 _INF = gl.constexpr(float("inf"))
-# Where ``stream_k`` has what.
+# Positions of the fields in a row of ``stream_k``.
 FIRST, BUSY, SPLIT, OWN, HELPERS, Q_FIRST, Q_MANY = (
     gl.constexpr(StreamKBackward._fields.index(name))
     for name in ("first", "busy", "split", "own", "helpers", "q_first", "q_many")
@@ -43,16 +46,19 @@ def bwd_hopper(
     q, k, v, dout, neg_lse, neg_delta, dq, items, stream_k, marks, parts, dk, dv, flags, q_len,
     k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
-    """Add to ``dq``, ``dk`` and ``dv`` what blocks of 128 keys of one head give and get.
+    """Add the gradients of blocks of 128 keys of one head to ``dq``, ``dk`` and ``dv``.
 
-    ``q`` and ``dout`` are descriptors of ``[B * T, H * D]``, ``dq`` of the same in float32; ``k``
-    and ``v`` are of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, values beside their keys;
-    then there is no ``dv``, and ``dk`` is ``[B, S, K, 2 D]``. Of ``[B * H * T]``, each head padded
-    to whole blocks, ``neg_lse`` is minus ``lse`` over the scale, ``-inf`` for rows that saw
-    nothing, and ``neg_delta`` is minus delta. ``flags [B * K, blocks]`` says what was left out: 1,
-    dK and dV, because of NaN; 2, all, because of keys that are not finite. With
-    ``consts.STREAM_K``, ``stream_k`` is what ``StreamKBackward`` says; ``parts [split, 2, 128, D]``
-    and ``marks [split]``, which says how many parts are done, are all zeros.
+    - ``q``, ``dout``: descriptors of ``[B * T, H * D]``; ``dq``: the same in float32.
+    - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where values
+      lie beside their keys.
+    - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks:
+      ``-lse / scale``, ``-inf`` for queries that see nothing, and ``-delta``.
+    - ``dk``, ``dv``: ``[B, S, K, D]``; or ``dk`` is ``[B, S, K, 2 D]`` and there is no ``dv``.
+    - ``flags [B * K, blocks]``: set to 1 where dK and dV are left out because of NaN, and to 2
+      where dQ is left out, too, because of keys that are not finite.
+    - ``stream_k``: the fields of a ``StreamKBackward``, with ``consts.STREAM_K``; then
+      ``parts [split, 2, 128, D]``, sums of parts of split tiles, and ``marks [split]``, counters of
+      finished parts, are zeros at first.
     """
     stages: gl.constexpr = consts.STAGES
     k_tile = gl.allocate_shared_memory(k.dtype, [KEYS, consts.D], k.layout)
@@ -90,10 +96,11 @@ def bwd_hopper(
 
 @gluon.jit
 def work_of(sizes, consts: gl.constexpr):
-    """``(tile, pieces, begin, end, skipped, length)``: what this program does.
+    """Return this program's work as ``(tile, pieces, begin, end, skipped, length)``.
 
-    It has something of ``pieces`` tiles from ``tile`` on: of blocks of queries ``[begin, end)`` in
-    a row of them; of each tile ``length`` blocks, over all heads of its group, from ``skipped`` on.
+    It computes pieces of ``pieces`` consecutive tiles, from ``tile`` on. Of each tile ``length``
+    blocks of queries count, over all heads of the group, after the first ``skipped``. Numbered
+    through all these tiles, the program does blocks ``[begin, end)``.
     """
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     tile, pieces = gl.program_id(0), 1
@@ -105,10 +112,10 @@ def work_of(sizes, consts: gl.constexpr):
         length = group * gl.load(stream_k + Q_MANY)
         split_index = tile - whole
         tiles = (k_len + KEYS - 1) // KEYS * batch * (heads // group)
-        if split_index >= split + helpers:  # keys that nobody sees
+        if split_index >= split + helpers:  # a tile of keys that no query sees
             tile -= helpers
             pieces = gl.where(tile < tiles, 1, 0)
-        elif split_index >= split:
+        elif split_index >= split:  # a helper: the rests of all split tiles are divided evenly
             skipped = own
             length -= own
             begin = (split_index - split) * split * length // helpers
@@ -124,7 +131,10 @@ def work_of(sizes, consts: gl.constexpr):
 
 @gluon.jit
 def piece_of(n, tile, begin, end, skipped, length, sizes, consts: gl.constexpr):
-    """``(block, flat, part, part_stop)`` of the ``n``-th: blocks of queries for keys of a head."""
+    """Return piece ``n`` of a program's work as ``(block, flat, part, part_stop)``.
+
+    That is the block of keys, the K/V head over all batch rows, and the range of blocks of queries.
+    """
     part = skipped + gl.maximum(begin - n * length, 0)
     part_stop = skipped + gl.minimum(end - n * length, length)
     block, flat = keys_of(tile + n, sizes, consts)
@@ -133,7 +143,7 @@ def piece_of(n, tile, begin, end, skipped, length, sizes, consts: gl.constexpr):
 
 @gluon.jit
 def stream_k_of(sizes):
-    """``(whole, split, own, helpers)``: how many tiles are whole, and what ``stream_k`` says."""
+    """Return ``(whole, split, own, helpers)``: the number of tiles not split, and the schedule."""
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     split = gl.load(stream_k + SPLIT)
     whole = gl.load(stream_k + BUSY) * batch * (heads // group) - split
@@ -142,7 +152,7 @@ def stream_k_of(sizes):
 
 @gluon.jit
 def keys_of(tile, sizes, consts: gl.constexpr):
-    """``(block, flat)`` of a tile: which keys of which head; those that are seen come first."""
+    """Return the block of keys of a tile, and its K/V head; keys that are seen come first."""
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     blocks = (k_len + KEYS - 1) // KEYS
     if consts.STREAM_K:
@@ -163,7 +173,10 @@ def keys_of(tile, sizes, consts: gl.constexpr):
 def seen_in_part(
     items, item, start, stop, part, part_stop, member, sizes, consts: gl.constexpr,
 ):  # fmt: skip
-    """:func:`visited` for a part of the queries, blocks ``[part, part_stop)`` of all heads."""
+    """Return :func:`visited` within blocks of queries ``[part, part_stop)``, for one query head.
+
+    Blocks are numbered through all heads of the group, of which ``member`` is one.
+    """
     low, whole_low, whole_high, high = visited(
         items, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
     )
@@ -179,7 +192,7 @@ def seen_in_part(
 
 @gluon.jit
 def nth_block(n, low, whole_low, whole_high, high):
-    """Blocks ``[low, high)``, those that are seen whole last."""
+    """Return the ``n``-th block of ``[low, high)``, those that need a mask first."""
     partial = low + n + gl.where(low + n < whole_low, 0, whole_high - whole_low)
     return gl.where(partial < high, partial, whole_low + partial - high)
 
@@ -188,7 +201,7 @@ def nth_block(n, low, whole_low, whole_high, high):
 def bwd_producer(
     q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts: gl.constexpr
 ):
-    """The producer warp fetches: a block of keys and its values, then the queries that see it."""
+    """Run the producer warp: fetch a block of keys and values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
@@ -202,6 +215,7 @@ def bwd_producer(
         start = block * KEYS
         stop = gl.minimum(start + KEYS, k_len)
         of_keys, of_values = columns_of(kv_head, consts)
+        # The consumers are done with the piece before: its keys and values may be overwritten.
         mbarrier.wait(kv_free, (n & 1) ^ 1)
         mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
         tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
@@ -216,6 +230,7 @@ def bwd_producer(
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
                     slot = count % consts.STAGES
                     phase = ((count // consts.STAGES) & 1) ^ 1
+                    # Queries and lse of this slot have been used: fetch the next ones over them ...
                     mbarrier.wait(q_free.index(slot), phase)
                     mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + neg_lse.nbytes_per_cta)
                     number, column = (b * heads + head) * padded + row, head * consts.D
@@ -223,6 +238,7 @@ def bwd_producer(
                         q, [b * q_len + row, column], q_full.index(slot), q_tiles.index(slot)
                     )
                     tma.async_load(neg_lse, [number], q_full.index(slot), m_tiles.index(slot))
+                    # ... and the same for dO and delta, which are free earlier.
                     mbarrier.wait(g_free.index(slot), phase)
                     mbarrier.expect(
                         g_full.index(slot), dout.nbytes_per_cta + neg_delta.nbytes_per_cta
@@ -236,7 +252,7 @@ def bwd_producer(
 
 @gluon.jit
 def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: gl.constexpr):
-    """The consumer warps compute."""
+    """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
@@ -255,6 +271,7 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
         dv = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
         mbarrier.wait(kv_full, n & 1)
         nonfinite = has_nonfinite(k_tile, consts)
+        # dK and dV stay in registers over all query heads of the group.
         for member in range(group):
             head = kv_head * group + member
             for item in range(consts.ITEMS):
@@ -265,63 +282,70 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
-                    dk, dv = one_block(
+                    dk, dv = add_block(
                         tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * q_len,
                         head, first, stop, True, consts,
                     )  # fmt: skip
                     count += 1
                 for i in range(whole_low, whole_high):
-                    dk, dv = one_block(
+                    dk, dv = add_block(
                         tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite,
                         i * consts.BLOCK, b * q_len, head, first, stop, False, consts,
                     )  # fmt: skip
                     count += 1
+        # The producer may fetch the next piece's keys and values.
         mbarrier.arrive(kv_free, count=1)
         is_whole = True
         if consts.STREAM_K:
             whole, split, own, helpers = stream_k_of(sizes)
             if (tile + n >= whole) & (tile + n < whole + split):
-                dk, dv, is_whole = joined(kept, tile + n, dk, dv, sizes, o_layout, consts)
+                dk, dv, is_whole = add_part(kept, tile + n, dk, dv, sizes, o_layout, consts)
         if is_whole:
-            keep(kept, block, flat, nonfinite, dk, dv, sizes, o_layout, consts)
+            store_key_grads(kept, block, flat, nonfinite, dk, dv, sizes, o_layout, consts)
     tma.store_wait(0)
 
 
 @gluon.jit
 def parts_of(split_index, sizes):
-    """In how many parts a split tile comes: of who has it, and of those who help."""
+    """Return the number of programs that compute a split tile: its first part's, and helpers."""
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
-    each = group * gl.load(stream_k + Q_MANY) - own
-    # Who helps with a block of queries: the last one that begins no later.
-    first = ((split_index * each + 1) * helpers - 1) // (split * each)
-    last = ((split_index + 1) * each * helpers - 1) // (split * each)
+    rest = group * gl.load(stream_k + Q_MANY) - own
+    # The helper of a block of queries is the last one that begins no later.
+    first = ((split_index * rest + 1) * helpers - 1) // (split * rest)
+    last = ((split_index + 1) * rest * helpers - 1) // (split * rest)
     return last - first + 2
 
 
 @gluon.jit
-def joined(kept, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
-    """Add a part of a tile to the others; who is the last one gets the sum, and ``True``."""
+def add_part(kept, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
+    """Add dK and dV of a part of a split tile to the sums in memory, and count the part.
+
+    Returns ``(dk, dv, True)`` with the sums to the program that counts the last part.
+    """
     _, _, _, marks, parts = kept
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
     split_index = tile - whole
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
-    at = parts + split_index * (2 * KEYS * consts.D) + rows[:, None] * consts.D + dims[None, :]
-    gl.atomic_add(at, dk, sem="relaxed")
-    gl.atomic_add(at + KEYS * consts.D, dv, sem="relaxed")
+    sums = parts + split_index * (2 * KEYS * consts.D) + rows[:, None] * consts.D + dims[None, :]
+    gl.atomic_add(sums, dk, sem="relaxed")
+    gl.atomic_add(sums + KEYS * consts.D, dv, sem="relaxed")
+    # All warps have added before the part counts; the count orders it before the last one's loads.
     gl.barrier()
     is_last = gl.atomic_add(marks + split_index, 1) == parts_of(split_index, sizes) - 1
     if is_last:
-        dk = gl.load(at)
-        dv = gl.load(at + KEYS * consts.D)
+        dk = gl.load(sums)
+        dv = gl.load(sums + KEYS * consts.D)
     return dk, dv, is_last
 
 
 @gluon.jit
-def keep(kept, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
-    """Write the gradients of a block of keys; if there is a NaN, only say so."""
+def store_key_grads(
+    kept, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr
+):
+    """Write dK and dV of a block of keys, or only set its flag if there is NaN."""
     to_k, to_v, flags, _, _ = kept
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     blocks = (k_len + KEYS - 1) // KEYS
@@ -336,18 +360,18 @@ def keep(kept, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, cons
         real = (rows < k_len)[:, None]
         of_keys, of_values = columns_of(kv_head, consts)
         step: gl.constexpr = 2 * consts.D if consts.KV_PACKED else consts.D
-        at = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
-        some_k, some_v = dk * consts.SCALE, dv
+        offsets = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
+        new_k, new_v = dk * consts.SCALE, dv
         if not consts.FRESH:
-            some_k += gl.load(to_k + of_keys + at, mask=real, other=0.0)
-            some_v += gl.load(to_v + of_values + at, mask=real, other=0.0)
-        gl.store(to_k + of_keys + at, some_k.to(to_k.dtype.element_ty), mask=real)
-        gl.store(to_v + of_values + at, some_v.to(to_v.dtype.element_ty), mask=real)
+            new_k += gl.load(to_k + of_keys + offsets, mask=real, other=0.0)
+            new_v += gl.load(to_v + of_values + offsets, mask=real, other=0.0)
+        gl.store(to_k + of_keys + offsets, new_k.to(to_k.dtype.element_ty), mask=real)
+        gl.store(to_v + of_values + offsets, new_v.to(to_v.dtype.element_ty), mask=real)
 
 
 @gluon.jit
 def has_nonfinite(tile, consts: gl.constexpr):
-    """Whether some number is not finite."""
+    """Return 1 if a tile of keys has NaN or infinite numbers, else 0."""
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // consts.D, consts.D // 8], [8, 1], [1, 0]
     )
@@ -356,11 +380,14 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 
 @gluon.jit
-def one_block(
+def add_block(
     tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
     MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
-    """What the queries at ``row`` add; scores lie transposed, ``[k, q]``."""
+    """Add the gradients of the block of queries at ``row``: to ``dk``, ``dv``, and dQ in memory.
+
+    Scores lie transposed, ``[k, q]``.
+    """
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.BLOCK, 16])
@@ -373,11 +400,12 @@ def one_block(
     block: gl.constexpr = [KEYS, consts.BLOCK]
     mbarrier.wait(q_full.index(slot), phase)
     mbarrier.wait(g_full.index(slot), phase)
-    # Of each query there are two numbers per column here; where products are summed there is room.
-    above = gl.expand_dims(m_tiles.index(slot).load(numbers), 0).broadcast_to(block)
-    below = gl.expand_dims(d_tiles.index(slot).load(numbers), 0).broadcast_to(block)
-    products = warpgroup_mma(k_tile, queries.permute((1, 0)), above, is_async=True)
-    dweights = warpgroup_mma(v_tile, gradient.permute((1, 0)), below, is_async=True)
+    # The accumulators of the first two products start from -lse and -delta of the queries, which
+    # need no further registers then.
+    minus_lse = gl.expand_dims(m_tiles.index(slot).load(numbers), 0).broadcast_to(block)
+    minus_delta = gl.expand_dims(d_tiles.index(slot).load(numbers), 0).broadcast_to(block)
+    products = warpgroup_mma(k_tile, queries.permute((1, 0)), minus_lse, is_async=True)
+    dweights = warpgroup_mma(v_tile, gradient.permute((1, 0)), minus_delta, is_async=True)
     products = warpgroup_mma_wait(1, [products])
     weights = gl.exp2(products * (consts.SCALE * LOG2E))
     if MASKED:
@@ -385,27 +413,33 @@ def one_block(
         visible = (rows[None, :] >= first[:, None]) & (rows[None, :] < stop[:, None])
         weights = gl.where(visible, weights, 0.0)
     narrow = gl.convert_layout(weights.to(q_tiles.dtype), p_layout)
+    # dV is in flight while the gradients of the scores are computed.
     dv = warpgroup_mma(narrow, gradient, dv, is_async=True)
     dweights = warpgroup_mma_wait(1, [dweights])
-    slopes = weights * dweights
+    dscores = weights * dweights
     if MASKED:
-        slopes = gl.where(visible, slopes, 0.0)
-    slopes = slopes.to(q_tiles.dtype)
-    s_tile.store(slopes)
+        dscores = gl.where(visible, dscores, 0.0)
+    dscores = dscores.to(q_tiles.dtype)
+    # dQ needs them transposed, from shared memory.
+    s_tile.store(dscores)
     fence_async_shared()
-    slopes = gl.convert_layout(slopes, p_layout)
+    dscores = gl.convert_layout(dscores, p_layout)
     zero_q = gl.zeros([consts.BLOCK, consts.D], gl.float32, layout=q_layout)
     part = warpgroup_mma(s_tile.permute((1, 0)), k_tile, zero_q, use_acc=False, is_async=True)
-    dk = warpgroup_mma(slopes, queries, dk, is_async=True)
+    dk = warpgroup_mma(dscores, queries, dk, is_async=True)
+    # dQ and dV are there; dK is in flight. The producer may overwrite dO and delta.
     part, dv, narrow = warpgroup_mma_wait(1, [part, dv, narrow])
     mbarrier.arrive(g_free.index(slot), count=1)
+    # The block of dQ before this one has been read from dq_tile, which may be overwritten.
     tma.store_wait(0)
     gl.barrier()
     dq_tile.store(part * consts.SCALE)
     fence_async_shared()
     gl.barrier()
+    # The copy engine adds it to dQ in memory beside the next block's products.
     if nonfinite == 0:
         tma.async_atomic_add(dq, [first_row + row, head * consts.D], dq_tile)
-    dk, slopes = warpgroup_mma_wait(0, [dk, slopes])
+    # The producer may overwrite queries and lse.
+    dk, dscores = warpgroup_mma_wait(0, [dk, dscores])
     mbarrier.arrive(q_free.index(slot), count=1)
     return dk, dv

@@ -1,4 +1,4 @@
-"""What both kernels for Hopper share: what they are compiled for, and which blocks an item has."""
+"""Parts that both kernels for Hopper share: their constants, and the blocks of a work item."""
 
 
 # What a kernel works on has no type in Python.
@@ -14,22 +14,22 @@ from triton.experimental.gluon import language as gl
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-BOUNDS = gl.constexpr(6)  # numbers of an item: q_start, q_stop, k_start, k_stop, lo, hi
+BOUNDS = gl.constexpr(6)  # integers of an item: q_start, q_stop, k_start, k_stop, lo, hi
 
 
 class HopperConstexprs(NamedTuple):
-    """What a kernel here is compiled for.
+    """The compile-time constants of a kernel for Hopper.
 
     Attributes:
         D: Head dim of queries, keys and values.
-        ITEMS: How many items there are.
-        SCALE: Of the logits, positive.
+        ITEMS: Number of work items.
+        SCALE: The softmax scale, positive.
         BLOCK: Keys per block in the forward, queries per block in the backward.
-        STAGES: Blocks on their way at once.
-        FRESH: Results are new, nothing is merged into.
-        KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
-        PINGPONG: Groups of warps issue their products in turns, as FlashAttention-3 does.
-        STREAM_K: The last tiles are split over programs, as in Stream-K.
+        STAGES: Number of blocks in flight at once.
+        FRESH: Results are overwritten, not merged into.
+        KV_PACKED: Each row holds a key and its value after it; so do the gradients' rows.
+        PINGPONG: Groups of warps issue their matrix products alternately, as in FlashAttention-3.
+        STREAM_K: The last tiles are split over thread blocks, as in Stream-K.
     """
 
     D: gl.constexpr
@@ -45,20 +45,21 @@ class HopperConstexprs(NamedTuple):
 
 @gluon.jit
 def swizzled_block_and_head(tile, blocks, heads_per_swizzle):
-    """A tile's block among the ``blocks`` of its head, and which head, in the order for the L2.
+    """Return ``(block, head)`` of a tile, in an order that reuses keys in the L2 cache.
 
-    The first blocks of all ``heads_per_swizzle`` heads come before the second ones.
+    The first blocks of ``heads_per_swizzle`` heads come before their second ones. Each head has
+    ``blocks`` blocks.
     """
-    each = blocks * heads_per_swizzle
-    within = tile % each
+    per_swizzle = blocks * heads_per_swizzle
+    within = tile % per_swizzle
     return within // heads_per_swizzle, (
-        tile // each
+        tile // per_swizzle
     ) * heads_per_swizzle + within % heads_per_swizzle
 
 
 @gluon.jit
 def columns_of(kv_head, consts: gl.constexpr):
-    """Where in rows of memory the keys of a head begin, and where its values."""
+    """Return the columns at which a head's keys and values begin in rows of memory."""
     if consts.KV_PACKED:
         column = kv_head * (2 * consts.D)
         values = column + consts.D
@@ -70,38 +71,43 @@ def columns_of(kv_head, consts: gl.constexpr):
 
 @gluon.jit
 def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
-    """Item ``n`` from outside: its outer tokens, its inner ones, and the band between them.
+    """Load item ``n``, ordered by the side of the kernel's outer loop.
 
-    ``(begin, end, start, stop, near, far)``: an outer token sees inner ones from ``near`` to
-    ``far`` of its own place, counted from ``begin`` and ``start``.
+    Returns ``(begin, end, start, stop, low, high)``: outer tokens ``[begin, end)`` see inner tokens
+    of ``[start, stop)``. With both counted from the first, outer token ``o`` sees inner tokens from
+    ``o + low`` to ``o + high``. With ``ROWS_OUTSIDE`` queries are the outer side, else keys are.
     """
-    at = items + n * BOUNDS
-    lo, hi = gl.load(at + 4), gl.load(at + 5)
+    item = items + n * BOUNDS
+    lo, hi = gl.load(item + 4), gl.load(item + 5)
     if ROWS_OUTSIDE:
-        begin, end, start, stop = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = -hi, -lo
+        begin, end = gl.load(item), gl.load(item + 1)
+        start, stop = gl.load(item + 2), gl.load(item + 3)
+        low, high = -hi, -lo
     else:
-        start, stop, begin, end = gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3)
-        near, far = lo, hi
-    return begin, end, start, stop, near, far
+        start, stop = gl.load(item), gl.load(item + 1)
+        begin, end = gl.load(item + 2), gl.load(item + 3)
+        low, high = lo, hi
+    return begin, end, start, stop, low, high
 
 
 @gluon.jit
 def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
-    """Blocks of item ``n`` that tokens ``[outer, outer_stop)`` see, and those seen whole by all.
+    """Return the range of inner blocks that a block of outer tokens visits for item ``n``.
 
-    ``(start, full_start, full_stop, end)``, ranges as ``inner_blocks`` has them.
+    ``(low, whole_low, whole_high, high)``: some of the outer tokens ``[outer, outer_stop)`` see
+    something of blocks ``[low, high)``, and all of them see all of ``[whole_low, whole_high)``,
+    which need no mask.
     """
-    begin, end, start, stop, near, far = sides_of(items, n, ROWS_OUTSIDE)
+    begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
     shift = start - begin
     top, bottom = gl.maximum(outer, begin), gl.minimum(outer_stop, end) - 1
-    first = gl.maximum(top + shift + near, start)
-    last = gl.minimum(bottom + shift + far + 1, stop)
+    first = gl.maximum(top + shift + lo, start)
+    last = gl.minimum(bottom + shift + hi + 1, stop)
     some = (top <= bottom) & (first < last)
     low = gl.where(some, first // BLOCK, 0)
     high = gl.where(some, (last + BLOCK - 1) // BLOCK, 0)
-    whole_first = gl.maximum(bottom + shift + near, start)
-    whole_last = gl.minimum(top + shift + far + 1, stop)
+    whole_first = gl.maximum(bottom + shift + lo, start)
+    whole_last = gl.minimum(top + shift + hi + 1, stop)
     whole = (outer >= begin) & (outer_stop <= end) & (whole_first < whole_last)
     whole_low = gl.where(whole, (whole_first + BLOCK - 1) // BLOCK, low)
     whole_high = gl.where(whole, whole_last // BLOCK, low)
@@ -112,9 +118,9 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
 
 @gluon.jit
 def seen_by(items, n, outer, ROWS_OUTSIDE: gl.constexpr):
-    """Which inner tokens ``[first, stop)`` each outer token sees of item ``n``."""
-    begin, end, start, stop, near, far = sides_of(items, n, ROWS_OUTSIDE)
+    """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``."""
+    begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
     diagonal = outer + (start - begin)
-    first = gl.maximum(diagonal + near, start)
-    last = gl.minimum(diagonal + far + 1, stop)
+    first = gl.maximum(diagonal + lo, start)
+    last = gl.minimum(diagonal + hi + 1, stop)
     return first, gl.where((outer >= begin) & (outer < end), last, 0)

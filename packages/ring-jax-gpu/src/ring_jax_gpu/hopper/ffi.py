@@ -1,8 +1,8 @@
-"""Kernels as operations of JAX where jax-triton cannot make them.
+"""Launch compiled Triton kernels from JAX by its FFI, where jax-triton cannot.
 
-It launches as many warps as it was asked to compile for; a warp-specialised kernel has more,
-which its metadata says. And it takes arrays in one order of their axes only. So these kernels are
-launched from here, through the same target of JAX's.
+jax-triton launches as many warps as it was asked to compile for, but a warp-specialised kernel has
+more, as its metadata says. And it accepts arrays in row-major layout only. So these kernels are
+launched from here, through the same FFI target.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import jax
 from ring_jax.records import Array
 
 Layout = tuple[int, ...]
-HEADS_BEHIND: Layout = (0, 2, 1, 3)  # [B, H, T, D] that lies in memory as [B, T, H, D]
+BTHD: Layout = (0, 2, 1, 3)  # [B, H, T, D] that lies in memory as [B, T, H, D]
 
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
 _WARP, _HOPPER = 32, 90
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """A parameter that is a descriptor: an array seen as ``shape``, fetched by ``block``."""
+class TileDescriptor:
+    """A copy engine's view of an array: its ``shape``, and the ``block`` that a fetch brings."""
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of rows that lie one behind the other."""
+        """Strides in elements; rows are contiguous."""
         return (self.shape[1], 1) if len(self.shape) == 2 else (1,)
 
 
 @dataclass(frozen=True)
 class OutArray:
-    """A parameter that is a result, new memory."""
+    """A kernel parameter that is a result, in new memory."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,11 +48,11 @@ class OutArray:
 
 @dataclass(frozen=True, eq=False)
 class InArray:
-    """A parameter that is an array, which the kernel may change."""
+    """A kernel parameter that is an array of the caller."""
 
     array: Array
-    tiles: Tiles | None = None
-    changed: bool = False
+    tiles: TileDescriptor | None = None  # pass a descriptor in place of a pointer
+    changed: bool = False  # the kernel updates it
     layout: Layout | None = None
 
 
@@ -63,9 +63,17 @@ def call(
     kernel: Any, parameters: Mapping[str, Parameter], constants: Mapping[str, Any], *, warps: int,
     programs: int,
 ) -> dict[str, Array]:  # fmt: skip
-    """Launch a kernel; returns its results and what it changed.
+    """Launch a kernel.
 
-    Arrays are handed over in the order of the parameters, results behind the others.
+    Args:
+        kernel: The kernel.
+        parameters: Its run-time parameters, in order; results must come last.
+        constants: Its compile-time parameters.
+        warps: Number of warps that it is compiled for.
+        programs: Number of thread blocks.
+
+    Returns:
+        The results and the changed arrays, by name.
     """
     inputs = {name: x for name, x in parameters.items() if isinstance(x, InArray)}
     outputs = {name: x for name, x in parameters.items() if isinstance(x, OutArray)}
@@ -79,11 +87,11 @@ def call(
     )
     changed = {name: x for name, x in inputs.items() if x.changed}
     spec: Any = jax.ShapeDtypeStruct
-    made: list[Any] = [*outputs.values(), *(x.array for x in changed.values())]
+    returned: list[Any] = [*outputs.values(), *(x.array for x in changed.values())]
     names = [*outputs, *changed]
-    found = jax.ffi.ffi_call(
+    results = jax.ffi.ffi_call(
         "triton_kernel_call_ffi",
-        [spec(x.shape, x.dtype) for x in made],
+        [spec(x.shape, x.dtype) for x in returned],
         input_layouts=[x.layout for x in inputs.values()],
         output_layouts=[x.layout for x in outputs.values()] + [x.layout for x in changed.values()],
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
@@ -91,11 +99,11 @@ def call(
         *(x.array for x in inputs.values()),
         opaque=_launch(module, list(parameters.values()), programs),
     )
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, results, strict=True))
 
 
 def type_name(parameter: Parameter) -> str:
-    """The type of a parameter as Triton writes it."""
+    """Return the type of a parameter as Triton writes it."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     if parameter is None:
@@ -116,7 +124,7 @@ def compiled(
     kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...],
     warps: int,
 ) -> Any:  # fmt: skip
-    """What Triton makes of a kernel for Hopper; needs no GPU."""
+    """Compile a kernel for Hopper with Triton, which needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -125,11 +133,11 @@ def compiled(
     aligned = {
         (n,): [["tt.divisibility", 16]] for n, (_, kind) in enumerate(types) if kind[0] == "*"
     }
-    known = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
+    values = {name: None for name, kind in types if kind == "constexpr"} | dict(constants)
     signature = dict(types) | dict.fromkeys(dict(constants), "constexpr")
     return triton.compile(
         (GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource)(
-            kernel, signature, known, aligned
+            kernel, signature, values, aligned
         ),
         target=GPUTarget("cuda", _HOPPER, _WARP),
         options={"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True},
@@ -137,7 +145,7 @@ def compiled(
 
 
 def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> bytes:
-    """The message to the target that launches."""
+    """Serialise a launch for the FFI target, as jax-triton does."""
     from jaxlib import gpu_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -147,22 +155,22 @@ def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> byte
         "", _HOPPER,
     )  # fmt: skip
     descriptors = iter(metadata.tensordesc_meta)
-    handed = []
+    arguments = []
     for x in parameters:
         if isinstance(x, int):
-            handed.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
+            arguments.append(gpu_triton.create_scalar_parameter(x, type_name(x)))
         elif isinstance(x, InArray) and x.tiles is not None:
-            found, tiles = next(descriptors), x.tiles
-            handed.append(
+            meta, tiles = next(descriptors), x.tiles
+            arguments.append(
                 gpu_triton.create_tma_descriptor_parameter(
-                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[found["elem_type"]], swizzle=found["swizzle"],
-                    shape=tiles.shape, strides=tiles.strides, block_shape=found["block_size"],
+                    elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], swizzle=meta["swizzle"],
+                    shape=tiles.shape, strides=tiles.strides, block_shape=meta["block_size"],
                     oob_fill=0,
                 )
             )  # fmt: skip
-            handed += [gpu_triton.create_scalar_parameter(n, "i32") for n in tiles.shape]
-            handed += [gpu_triton.create_scalar_parameter(n, "i64") for n in tiles.strides]
+            arguments += [gpu_triton.create_scalar_parameter(n, "i32") for n in tiles.shape]
+            arguments += [gpu_triton.create_scalar_parameter(n, "i64") for n in tiles.strides]
         elif x is not None:
-            handed.append(gpu_triton.create_array_parameter(0, 16))
-    launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, handed)
+            arguments.append(gpu_triton.create_array_parameter(0, 16))
+    launch = gpu_triton.TritonKernelCall(kernel, programs, 1, 1, arguments)
     return zlib.compress(launch.to_proto(metadata.name, b""))

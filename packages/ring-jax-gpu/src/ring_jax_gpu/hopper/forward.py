@@ -1,16 +1,18 @@
-"""The warp-specialised forward for Hopper: a producer warp, two groups of consumers.
+"""The warp-specialised forward kernel for Hopper: a producer warp and two groups of consumers.
 
-FlashAttention-3 (Shah et al., arXiv 2407.08608) for calls whose masks are bands and that have no
-option but the scale. Written in Gluon, which says who waits for whom; no JAX. Triton's interpreter
-does not run it. A block whose result is NaN is left to the kernel of ``forward``: masked weights
-are 0, and ``0 * nan`` is ``nan``, so the NaN may be of values that nobody sees.
+It is FlashAttention-3 (Shah et al., arXiv 2407.08608) for masks that are bands and calls without
+options but the scale. It is written in Gluon, where synchronisation is explicit, and imports no
+JAX; Triton's interpreter does not run it. A block whose result has NaN is left to the kernel in
+plain Triton: masked weights are 0, and ``0 * nan`` is ``nan``, so the NaN may come from values that
+no query sees.
 
-Programs take tiles from one counter, so that one which began late, because a transfer held its
-processor, gets less to do. Where all queries see all keys, tiles do not come out even over the
-programs: of those left for a last round, programs that would else be idle do some keys (as in
-Stream-K, Osama et al., arXiv 2301.03598), and who is done last merges the parts, in their order.
+Programs (thread blocks) take tiles from a shared counter, so that one which began late, because a
+transfer occupied its SM, gets fewer. If all queries see all keys, the last round of tiles may be
+too few for all programs: those without a tile then compute some keys of the others' tiles (as in
+Stream-K, Osama et al., arXiv 2301.03598), and the program that finishes a tile last merges its
+parts, in their order, so that results repeat bit for bit.
 
-Arrays lie as callers have them, ``[B, T, H, D]``, here ``[B * T, H * D]``.
+Arrays lie in memory as users pass them, ``[B, T, H, D]``, here ``[B * T, H * D]``.
 """
 
 
@@ -40,11 +42,11 @@ from ring_jax_gpu.hopper.common import (
 from ring_jax_gpu.hopper.stream_k import StreamK
 
 ROWS = gl.constexpr(64)  # queries of one group of warps
-GROUPS = gl.constexpr(2)
-HELD = gl.constexpr(2)  # tiles of queries that a program has at once
-NO_MORE = gl.constexpr(-1)  # no tile
+GROUPS = gl.constexpr(2)  # groups of consumer warps
+HELD = gl.constexpr(2)  # slots for tiles of queries in shared memory
+NO_MORE = gl.constexpr(-1)  # published in place of a tile: consumers end
 _INF = gl.constexpr(float("inf"))
-# Where ``stream_k`` has what.
+# Positions of the fields in a row of ``stream_k``.
 FIRST, BUSY, SPLIT, OWN, EACH = (
     gl.constexpr(StreamK._fields.index(name)) for name in ("first", "busy", "split", "own", "each")
 )
@@ -52,31 +54,33 @@ FIRST, BUSY, SPLIT, OWN, EACH = (
 
 @gluon.jit
 def decode_tile(tile_id, sizes, consts: gl.constexpr):
-    """``(block, flat, part, split_index)``: which queries of which head, which part of their keys.
+    """Decode a number of the shared counter to a block of queries and a part of their keys.
 
-    ``split_index`` is a split tile's number among these, else -1. Queries that see something come
-    first, and of parts the first ones; blocks are from the last on.
+    Returns ``(block, flat, part, split_index)``: the block of 128 queries, the head over all batch
+    rows, the part of its keys, and the tile's number among split tiles, -1 if it is not split.
+    Queries that see something come first, the last blocks before the first ones; of split tiles
+    all first parts come before the other ones.
     """
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    many = batch * heads
+    all_heads = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     part, split_index = 0, -1
     if consts.STREAM_K:
         first, busy = gl.load(stream_k + FIRST), gl.load(stream_k + BUSY)
         split, each = gl.load(stream_k + SPLIT), gl.load(stream_k + EACH)
-        whole = busy * many - split
+        whole = busy * all_heads - split
         tile = tile_id
         if tile_id >= whole + split * each:
             tile = tile_id - split * (each - 1)
         elif tile_id >= whole:
             split_index, part = (tile_id - whole) % split, (tile_id - whole) // split
             tile = whole + split_index
-        if tile < busy * many:
+        if tile < busy * all_heads:
             swizzled, flat = swizzled_block_and_head(tile, busy, heads_per_swizzle)
             block = first + busy - 1 - swizzled
         else:
             swizzled, flat = swizzled_block_and_head(
-                tile - busy * many, blocks - busy, heads_per_swizzle
+                tile - busy * all_heads, blocks - busy, heads_per_swizzle
             )
             block = swizzled + gl.where(swizzled >= first, busy, 0)
     else:
@@ -87,7 +91,7 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
 
 @gluon.jit
 def seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts: gl.constexpr):
-    """:func:`visited` for a part of the keys, of which the first ones are the last."""
+    """Return :func:`visited` for one part of the keys; part 0 has the last blocks of keys."""
     low, whole_low, whole_high, high = visited(
         items, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True
     )
@@ -108,16 +112,20 @@ def fwd_hopper(
     q, k, v, items, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads,
     group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of 128 queries of one head, the last ones first; a GPU's programs share them.
+    """Compute attention by blocks of 128 queries of one head; persistent programs share them.
 
-    ``q`` is a descriptor of ``[B * T, H * D]``; ``k`` and ``v`` are of ``[B * S, K * D]``, or both
-    of ``[B * S, K * 2 D]``, where a head's values lie beside its keys. ``out [B, T, H, D]`` and
-    ``lse [B * H, T]`` are merged into unless ``consts.FRESH``; with ``before``, like ``out``, that
-    is what ``out`` held. ``marks``, all zeros, are ``[B * H, blocks, 2]``, which says what 64
-    queries were left out because of NaN, then how many tiles were taken, then ``[split, 2]`` parts
-    that are done. With ``consts.STREAM_K``, ``stream_k`` is what ``StreamK`` says; parts of tiles
-    leave ``parts [split * each, 2, 64, D]`` and ``sums [split * each, 2, 2, 64]``. The cache holds
-    the keys of ``heads_per_swizzle`` heads.
+    - ``q``: descriptor of ``[B * T, H * D]``.
+    - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where a
+      head's values lie beside its keys.
+    - ``stream_k``: the fields of a ``StreamK``, with ``consts.STREAM_K``.
+    - ``marks``: int32, zeros at first. ``[B * H, blocks, 2]`` flags of 64 queries each, set to 1 if
+      they are left out because of NaN; then the shared counter of tiles; then ``[split, 2]``
+      counters of finished parts.
+    - ``before``: like ``out``; if it is not None the accumulated output is read from there.
+    - ``lse [B * H, T]``, ``out [B, T, H, D]``: results, merged into unless ``consts.FRESH``.
+    - ``parts [split * each, 2, 64, D]``, ``sums [split * each, 2, 2, 64]``: the results of parts of
+      split tiles.
+    - ``heads_per_swizzle``: heads whose keys share the L2 cache.
     """
     stages: gl.constexpr = consts.STAGES
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -155,20 +163,20 @@ def fwd_hopper(
 
 
 @gluon.jit
-def next_tile_at(marks, q_len, many):
-    """Where the number of tiles taken is."""
-    return marks + (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS * many
+def tile_counter(marks, q_len, all_heads):
+    """Return the pointer to the shared counter of tiles."""
+    return marks + (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS * all_heads
 
 
 @gluon.jit
 def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.constexpr):
-    """The producer warp fetches: queries of a tile, then the keys and values that they see."""
+    """Run the producer warp: fetch the queries of each tile, then the keys and values they see."""
     q_tiles, k_tiles, v_tiles, tile_ids = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, pingpong = bars
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    many = batch * heads
+    all_heads = batch * heads
     blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
-    stop = blocks * many
+    stop = blocks * all_heads
     if consts.STREAM_K:
         stop += gl.load(stream_k + SPLIT) * (gl.load(stream_k + EACH) - 1)
     tile_id = gl.program_id(0)
@@ -179,6 +187,8 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
         b, head = flat // heads, flat % heads
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         if has_work(items, row, row_stop, before, consts):
+            # Both groups have finished the tile that was in this slot. Its queries are overwritten
+            # while the consumers still compute the tile in the other slot.
             slot = done % HELD
             mbarrier.wait(q_free.index(slot), ((done // HELD) & 1) ^ 1)
             publish(tile_ids.index(slot), tile_id)
@@ -195,17 +205,20 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
                     items, item, row, row_stop, part, split_index, sizes, consts
                 )
                 for i in range(high - low):
-                    at = b * k_len + (high - 1 - i) * consts.BLOCK
+                    key_row = b * k_len + (high - 1 - i) * consts.BLOCK
                     slot = count % consts.STAGES
                     phase = ((count // consts.STAGES) & 1) ^ 1
+                    # Both groups have multiplied the keys in this slot, and later its values: each
+                    # is overwritten as soon as it is free, up to STAGES blocks ahead.
                     mbarrier.wait(k_free.index(slot), phase)
                     mbarrier.expect(k_full.index(slot), k.nbytes_per_cta)
-                    tma.async_load(k, [at, of_keys], k_full.index(slot), k_tiles.index(slot))
+                    tma.async_load(k, [key_row, of_keys], k_full.index(slot), k_tiles.index(slot))
                     mbarrier.wait(v_free.index(slot), phase)
                     mbarrier.expect(v_full.index(slot), v.nbytes_per_cta)
-                    tma.async_load(v, [at, of_values], v_full.index(slot), v_tiles.index(slot))
+                    tma.async_load(v, [key_row, of_values], v_full.index(slot), v_tiles.index(slot))
                     count += 1
-        tile_id = gl.num_programs(0) + gl.atomic_add(next_tile_at(marks, q_len, many), 1)
+        tile_id = gl.num_programs(0) + gl.atomic_add(tile_counter(marks, q_len, all_heads), 1)
+    # Once its slot is free, tell the consumers that there are no more tiles.
     slot = done % HELD
     mbarrier.wait(q_free.index(slot), ((done // HELD) & 1) ^ 1)
     publish(tile_ids.index(slot), NO_MORE)
@@ -214,7 +227,7 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
 
 @gluon.jit
 def has_work(items, row, row_stop, before, consts: gl.constexpr):
-    """Whether queries see something, or their results are new memory, to be written anyway."""
+    """Return True if queries see something, or their results are new memory and must be written."""
     if consts.FRESH or before is not None:
         some = True
     else:
@@ -226,38 +239,38 @@ def has_work(items, row, row_stop, before, consts: gl.constexpr):
 
 
 @gluon.jit
-def publish(place, tile_id):
-    """Tell the consumers which tile is theirs, before the barrier of its queries."""
+def publish(tile_slot, tile_id):
+    """Store a tile's number for the consumers, who read it after the barrier of its queries."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    place.store(gl.full([1], tile_id, gl.int32, layout=layout))
+    tile_slot.store(gl.full([1], tile_id, gl.int32, layout=layout))
     gl.barrier()
 
 
 @gluon.jit
 def fetch_published(tile_ids, q_full, done):
-    """The next tile, whose queries are there then, too."""
+    """Wait for the queries of the next tile, and return the tile's number."""
     slot = done % HELD
     mbarrier.wait(q_full.index(slot), (done // HELD) & 1)
-    return tile_id_at(tile_ids.index(slot))
+    return load_tile_id(tile_ids.index(slot))
 
 
 @gluon.jit
-def tile_id_at(place):
-    """A tile that was published."""
+def load_tile_id(tile_slot):
+    """Load a tile's number that the producer published."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(place.load(layout), 0)
+    return gl.max(tile_slot.load(layout), 0)
 
 
 @gluon.jit
 def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
-    """A group of consumer warps, which takes 64 queries of each tile."""
+    """Run a group of consumer warps, which computes 64 of each tile's 128 queries."""
     q_tiles, _, _, tile_ids = tiles
     q_full, q_free, _, _, _, _, _ = bars
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    many = batch * heads
+    all_heads = batch * heads
     done, count = 0, 0
     tile_id = fetch_published(tile_ids, q_full, done)
     while tile_id >= 0:
@@ -265,49 +278,71 @@ def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts
         row = block * (ROWS * GROUPS)
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
-        top, total, acc = start_of(
+        row_max, total, acc = initial_state(
             kept, row + WHICH * ROWS, flat, heads, q_len, part, s_rows, o_layout, consts
         )
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
         for n in range(consts.ITEMS):
             seen = seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts)
-            top, total, acc, count = consume_item(
-                queries, tiles, bars, items, n, seen, rows, count, top, total, acc, WHICH, consts
+            row_max, total, acc, count = consume_item(
+                queries,
+                tiles,
+                bars,
+                items,
+                n,
+                seen,
+                rows,
+                count,
+                row_max,
+                total,
+                acc,
+                WHICH,
+                consts,
             )
         if not consts.FRESH:
-            # Found anew: else the addresses that were read from stay in registers until now.
+            # Decoded again, so that addresses need not stay in registers during the loop.
             block, flat, part, split_index = decode_tile(
-                tile_id_at(tile_ids.index(slot)), sizes, consts
+                load_tile_id(tile_ids.index(slot)), sizes, consts
             )
+        # The producer may overwrite these queries from here on.
         mbarrier.arrive(q_free.index(slot), count=1)
         is_whole = True
         if consts.STREAM_K:
             is_whole = split_index < 0
             if split_index >= 0:
+                # Hand this part over; the program that counts the last part merges all of them.
                 each = gl.load(stream_k + EACH)
-                share(kept, split_index * each + part, top, total, acc, WHICH, o_layout, consts)
+                store_part(
+                    kept, split_index * each + part, row_max, total, acc, WHICH, o_layout, consts
+                )
                 number = split_index * GROUPS + WHICH
                 is_last = (
-                    gl.atomic_add(next_tile_at(marks, q_len, many) + 1 + number, 1) == each - 1
+                    gl.atomic_add(tile_counter(marks, q_len, all_heads) + 1 + number, 1) == each - 1
                 )
                 is_whole = is_last
                 if is_last:
-                    top, total, acc = joined(
+                    row_max, total, acc = merge_parts(
                         kept, split_index * each, each, WHICH, s_rows, o_layout, consts
                     )
         if is_whole:
-            keep(kept, marks, top, total, acc, flat, block, WHICH, q_len, heads, o_layout, consts)
+            store_result(
+                kept, marks, row_max, total, acc, flat, block, WHICH, q_len, heads, o_layout, consts
+            )
         done += 1
         tile_id = fetch_published(tile_ids, q_full, done)
 
 
 @gluon.jit
 def consume_item(
-    queries, tiles, bars, items, n, seen, rows, count, top, total, acc, WHICH: gl.constexpr,
+    queries, tiles, bars, items, n, seen, rows, count, row_max, total, acc, WHICH: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys that a group's queries see of an item."""
+    """Add the blocks of keys that a group's queries see of an item to the running softmax.
+
+    Blocks are visited from the last to the first: some that need a mask, those that need none, some
+    that need a mask. The products with values trail those with keys by one block.
+    """
     _, k_tiles, v_tiles, _ = tiles
     _, _, k_full, k_free, v_full, v_free, pingpong = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
@@ -320,8 +355,8 @@ def consume_item(
         pass_turn(pingpong, WHICH, consts)
         products = warpgroup_mma_wait(0, [products])
         mbarrier.arrive(k_free.index(count % consts.STAGES), count=1)
-        top, total, shrink, weights = online_softmax(
-            products, top, total, first, stop, (high - 1) * consts.BLOCK, True, s_layout,
+        row_max, total, shrink, weights = online_softmax(
+            products, row_max, total, first, stop, (high - 1) * consts.BLOCK, True, s_layout,
             consts,
         )  # fmt: skip
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -330,119 +365,125 @@ def consume_item(
         right = gl.maximum(high - whole_high, 1)
         middle = gl.maximum(high - whole_low, 1)
         for i in range(1, right):
-            top, total, acc, weights = one_block(
-                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+            row_max, total, acc, weights = add_block(
+                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
             count += 1
         for i in range(right, middle):
-            top, total, acc, weights = one_block(
-                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+            row_max, total, acc, weights = add_block(
+                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, False, consts,
             )  # fmt: skip
             count += 1
         for i in range(middle, high - low):
-            top, total, acc, weights = one_block(
-                queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first,
+            row_max, total, acc, weights = add_block(
+                queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
             count += 1
+        # The values of the last block are still to be multiplied; then their slot is free.
         last = (count - 1) % consts.STAGES
         mbarrier.wait(v_full.index(last), ((count - 1) // consts.STAGES) & 1)
         acc = warpgroup_mma(weights, v_tiles.index(last), acc, is_async=True)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(v_free.index(last), count=1)
-    return top, total, acc, count
+    return row_max, total, acc, count
 
 
 @gluon.jit
-def start_of(
+def initial_state(
     kept, row, flat, heads, q_len, part, s_rows: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """Where the running softmax of 64 queries begins: with what was there, as one key's."""
+    """Return the state from which the running softmax of 64 queries starts.
+
+    The accumulated result counts as one key, in part 0 of a split tile only.
+    """
     before, out, lse, _, _ = kept
     o_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    top = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
+    row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
     total = gl.zeros([ROWS], gl.float32, layout=s_rows)
     acc = gl.zeros([ROWS, consts.D], gl.float32, layout=layout)
-    if not consts.FRESH:  # noqa: SIM102  # known when this is compiled
+    if not consts.FRESH:  # noqa: SIM102  # a compile-time condition
         if part == 0:
             source = out
             if before is not None:
                 source = before
             rows = row + gl.arange(0, ROWS, layout=o_rows)
-            known = gl.load(lse + flat.to(gl.int64) * q_len + rows, mask=rows < q_len, other=-_INF)
-            at = source + offsets_of(rows, flat, heads, q_len, layout, consts)
-            acc = gl.load(at, mask=(known > -_INF)[:, None], other=0.0).to(gl.float32)
-            known = gl.convert_layout(known, s_rows)
-            top = known * (1.0 / consts.SCALE)
-            total = gl.where(known == -_INF, 0.0, 1.0)
-    return top, total, acc
+            old = gl.load(lse + flat.to(gl.int64) * q_len + rows, mask=rows < q_len, other=-_INF)
+            pointers = source + offsets_of(rows, flat, heads, q_len, layout, consts)
+            acc = gl.load(pointers, mask=(old > -_INF)[:, None], other=0.0).to(gl.float32)
+            old = gl.convert_layout(old, s_rows)
+            row_max = old * (1.0 / consts.SCALE)
+            total = gl.where(old == -_INF, 0.0, 1.0)
+    return row_max, total, acc
 
 
 @gluon.jit
 def offsets_of(rows, flat, heads, q_len, layout: gl.constexpr, consts: gl.constexpr):
-    """Where rows of a head are in ``[B, T, H, D]``."""
+    """Return the offsets of rows of a head in ``[B, T, H, D]``."""
     dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
     first = ((flat // heads) * q_len).to(gl.int64) * heads + flat % heads
     return (first + rows.to(gl.int64) * heads)[:, None] * consts.D + dims[None, :]
 
 
 @gluon.jit
-def share(
-    kept, place, top, total, acc, WHICH: gl.constexpr, layout: gl.constexpr, consts: gl.constexpr
-):
-    """Leave a part for who is done last."""
+def store_part(
+    kept, index, row_max, total, acc, WHICH: gl.constexpr, layout: gl.constexpr,
+    consts: gl.constexpr,
+):  # fmt: skip
+    """Store the result of part ``index``, for the program that finishes the tile last."""
     _, _, _, parts, sums = kept
-    place = place * GROUPS + WHICH
-    numbers = gl.arange(0, ROWS, layout=top.type.layout)
-    gl.store(sums + place * (2 * ROWS) + numbers, top)
-    gl.store(sums + place * (2 * ROWS) + ROWS + numbers, total)
-    gl.store(part_at(parts, place, layout, consts), acc)
+    index = index * GROUPS + WHICH
+    rows = gl.arange(0, ROWS, layout=row_max.type.layout)
+    gl.store(sums + index * (2 * ROWS) + rows, row_max)
+    gl.store(sums + index * (2 * ROWS) + ROWS + rows, total)
+    gl.store(part_pointers(parts, index, layout, consts), acc)
     gl.barrier()
 
 
 @gluon.jit
-def part_at(parts, place, layout: gl.constexpr, consts: gl.constexpr):
-    """The numbers of a part."""
+def part_pointers(parts, index, layout: gl.constexpr, consts: gl.constexpr):
+    """Return the pointers to the unnormalised output ``[64, D]`` of a part."""
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
-    return parts + place * (ROWS * consts.D) + rows[:, None] * consts.D + dims[None, :]
+    return parts + index * (ROWS * consts.D) + rows[:, None] * consts.D + dims[None, :]
 
 
 @gluon.jit
-def joined(
-    kept, place, parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
+def merge_parts(
+    kept, index, num_parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """All parts of a tile, merged in their order."""
-    _, _, _, at, sums = kept
+    """Merge the parts of a tile from ``index`` on, in their order, whoever finished first."""
+    _, _, _, parts, sums = kept
     scale: gl.constexpr = consts.SCALE * LOG2E
-    numbers = gl.arange(0, ROWS, layout=s_rows)
-    top = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
+    rows = gl.arange(0, ROWS, layout=s_rows)
+    row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
     total = gl.zeros([ROWS], gl.float32, layout=s_rows)
     acc = gl.zeros([ROWS, consts.D], gl.float32, layout=layout)
-    for n in range(parts):
-        one = (place + n) * GROUPS + WHICH
-        its_top = gl.load(sums + one * (2 * ROWS) + numbers)
-        its_total = gl.load(sums + one * (2 * ROWS) + ROWS + numbers)
-        new_top = gl.maximum(top, its_top)
-        safe = gl.where(new_top == -_INF, 0.0, new_top) * scale
-        shrink, weight = gl.exp2(top * scale - safe), gl.exp2(its_top * scale - safe)
-        total = total * shrink + its_total * weight
+    for n in range(num_parts):
+        part_index = (index + n) * GROUPS + WHICH
+        part_max = gl.load(sums + part_index * (2 * ROWS) + rows)
+        part_total = gl.load(sums + part_index * (2 * ROWS) + ROWS + rows)
+        new_max = gl.maximum(row_max, part_max)
+        safe = gl.where(new_max == -_INF, 0.0, new_max) * scale
+        # Both are rescaled to the larger maximum, then added.
+        shrink, weight = gl.exp2(row_max * scale - safe), gl.exp2(part_max * scale - safe)
+        total = total * shrink + part_total * weight
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, layout))
         weight = gl.convert_layout(weight, gl.SliceLayout(1, layout))
-        part = gl.load(part_at(at, one, layout, consts))
+        part = gl.load(part_pointers(parts, part_index, layout, consts))
         acc = acc * shrink[:, None] + part * weight[:, None]
-        top = new_top
-    return top, total, acc
+        row_max = new_max
+    return row_max, total, acc
 
 
 @gluon.jit
 def scores_of(queries, k_tiles, k_full, pingpong, count, WHICH: gl.constexpr,
               layout: gl.constexpr, consts: gl.constexpr):  # fmt: skip
-    """Begin the products with block ``count`` of the keys, when it is this group's turn."""
+    """Start the products with block ``count`` of the keys, when it is this group's turn."""
     slot = count % consts.STAGES
     mbarrier.wait(k_full.index(slot), (count // consts.STAGES) & 1)
     if consts.PINGPONG:
@@ -455,69 +496,79 @@ def scores_of(queries, k_tiles, k_full, pingpong, count, WHICH: gl.constexpr,
 
 @gluon.jit
 def pass_turn(pingpong, WHICH: gl.constexpr, consts: gl.constexpr):
-    """The other group's turn."""
+    """Let the other group of warps issue its products."""
     if consts.PINGPONG:
         mbarrier.arrive(pingpong.index(1 - WHICH), count=1)
 
 
 @gluon.jit
-def one_block(
-    queries, k_tiles, v_tiles, bars, count, top, total, acc, weights, first, stop, start,
+def add_block(
+    queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first, stop, start,
     WHICH: gl.constexpr, MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys; the values of the block before are multiplied meanwhile."""
+    """Compute the weights of a block of keys, and add the values of the block before to ``acc``.
+
+    ``weights`` are those of the block before; returns those of this one.
+    """
     _, _, k_full, k_free, v_full, v_free, pingpong = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    # In flight: this block's products with keys, and the block before's with values.
     products = scores_of(queries, k_tiles, k_full, pingpong, count, WHICH, s_layout, consts)
     before = (count - 1) % consts.STAGES
     mbarrier.wait(v_full.index(before), ((count - 1) // consts.STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
     pass_turn(pingpong, WHICH, consts)
+    # The scores are there, and the producer may overwrite these keys. The softmax runs beside the
+    # products with values, and beside the other group's products.
     products = warpgroup_mma_wait(1, [products])
     mbarrier.arrive(k_free.index(count % consts.STAGES), count=1)
-    top, total, shrink, new = online_softmax(
-        products, top, total, first, stop, start, MASKED, s_layout, consts
+    row_max, total, shrink, new = online_softmax(
+        products, row_max, total, first, stop, start, MASKED, s_layout, consts
     )
     new = gl.convert_layout(new.to(k_tiles.dtype), p_layout)
-    # This passes at once. ptxas moves no wait for products across a branch, and would move the next
-    # one above all that is to be computed meanwhile.
+    # This wait passes at once. ptxas moves no wait for products across a branch, and without one it
+    # would move the next one above the softmax.
     mbarrier.wait(v_full.index(before), ((count - 1) // consts.STAGES) & 1)
     acc, weights, new = warpgroup_mma_wait(0, [acc, weights, new])
+    # The producer may overwrite the values of the block before.
     mbarrier.arrive(v_free.index(before), count=1)
     acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-    return top, total, acc, new
+    return row_max, total, acc, new
 
 
 @gluon.jit
 def online_softmax(
-    products, top, total, first, stop, start, MASKED: gl.constexpr, layout: gl.constexpr,
+    products, row_max, total, first, stop, start, MASKED: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """The step of the running softmax; ``top`` is of products, without the scale."""
+    """Do one step of the running softmax; ``row_max`` is of products before the scale.
+
+    Returns the new maximum and sum, the factor of what was accumulated, and the block's weights.
+    """
     scale: gl.constexpr = consts.SCALE * LOG2E
     if MASKED:
         cols = start + gl.arange(0, consts.BLOCK, layout=gl.SliceLayout(0, layout))
         visible = (cols[None, :] >= first[:, None]) & (cols[None, :] < stop[:, None])
         products = gl.where(visible, products, -_INF)
-    new_top = gl.maximum(top, gl.max(products, 1))
-    safe = gl.where(new_top == -_INF, 0.0, new_top) if MASKED else new_top
+    new_max = gl.maximum(row_max, gl.max(products, 1))
+    safe = gl.where(new_max == -_INF, 0.0, new_max) if MASKED else new_max
     base = safe * scale
     weights = gl.exp2(products * scale - base[:, None])
-    shrink = gl.exp2(top * scale - base)
-    return new_top, total * shrink + gl.sum(weights, 1), shrink, weights
+    shrink = gl.exp2(row_max * scale - base)
+    return new_max, total * shrink + gl.sum(weights, 1), shrink, weights
 
 
 @gluon.jit
-def keep(
-    kept, marks, top, total, acc, flat, block, WHICH: gl.constexpr, q_len, heads,
+def store_result(
+    kept, marks, row_max, total, acc, flat, block, WHICH: gl.constexpr, q_len, heads,
     layout: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
-    """Write the result; if there is a NaN, only say so."""
+    """Write ``out`` and ``lse`` of 64 queries, or only set their flag if the output has NaN."""
     _, out, lse, _, _ = kept
     o_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    top, total = gl.convert_layout(top, o_rows), gl.convert_layout(total, o_rows)
+    row_max, total = gl.convert_layout(row_max, o_rows), gl.convert_layout(total, o_rows)
     part = block * GROUPS + WHICH
     rows = part * ROWS + gl.arange(0, ROWS, layout=o_rows)
     real = rows < q_len
@@ -525,18 +576,18 @@ def keep(
     has_nan = gl.max(gl.max(gl.where(is_nan, 1, 0), 1), 0)
     if has_nan == 0:
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]
-        merged = (top * (consts.SCALE * LOG2E) + gl.log2(total)) * LN2
+        merged = (row_max * (consts.SCALE * LOG2E) + gl.log2(total)) * LN2
         merged = gl.where(total == 0, -_INF, merged)
         gl.store(lse + flat.to(gl.int64) * q_len + rows, merged, mask=real)
         if out.dtype.element_ty == gl.float32:  # four threads write 32 bytes
-            at = out + offsets_of(rows, flat, heads, q_len, layout, consts)
-            gl.store(at, mean, mask=real[:, None])
+            pointers = out + offsets_of(rows, flat, heads, q_len, layout, consts)
+            gl.store(pointers, mean, mask=real[:, None])
         else:
             wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-            its_rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
-            its_at = out + offsets_of(its_rows, flat, heads, q_len, wide, consts)
+            wide_rows = part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+            pointers = out + offsets_of(wide_rows, flat, heads, q_len, wide, consts)
             result = gl.convert_layout(mean.to(out.dtype.element_ty), wide)
-            gl.store(its_at, result, mask=(its_rows < q_len)[:, None])
+            gl.store(pointers, result, mask=(wide_rows < q_len)[:, None])
     else:
-        parts = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS
-        gl.store(marks + flat * parts + part, 1)
+        flags_per_head = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS) * GROUPS
+        gl.store(marks + flat * flags_per_head + part, 1)

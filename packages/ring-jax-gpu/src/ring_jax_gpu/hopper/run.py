@@ -1,4 +1,7 @@
-"""Calls of the kernels for Hopper, which are warp-specialised, and of one for what these leave."""
+"""Run the warp-specialised kernels for Hopper, and plain Triton on the blocks that they leave out.
+
+They leave out blocks whose results have NaN, which may come from keys that nobody sees.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core.triton.tile_configs import FLAGS_TOGETHER
-from ring_jax_gpu.hopper.ffi import HEADS_BEHIND, InArray, OutArray, Parameter, Tiles, call
+from ring_jax_gpu.hopper.ffi import BTHD, InArray, OutArray, Parameter, TileDescriptor, call
 from ring_jax_gpu.hopper.stream_k import (
     KEYS,
     KEYS_A_BLOCK,
@@ -24,31 +27,32 @@ from ring_jax_gpu.hopper.stream_k import (
 )
 from ring_jax_gpu.launch import RANK_OPERAND, Arrays, Launch, arguments_of, kernel_of
 
-_HALF = 64  # of a block of queries, what one group of warps takes
+_HALF = 64  # queries of a block of 128 that one group of warps computes
 _STAGES = 2
 _NOT_MULTIPLES = {"Q_IS_MULTIPLE": False, "K_IS_MULTIPLE": False}
-_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE = 2, 128  # of a swizzle in the backward, at least
+_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE = 2, 128  # least sizes of a swizzle in the backward
 _CHANGED = {"fwd": ("out", "lse"), "bwd_dkv": ("dq", "dk", "dv")}
-# Arrays that say how the rows of a parameter lie, by its name in strides and steps.
+# Arrays whose shape gives the strides of a parameter, by the parameter's name.
 _ROWS = {
     "q": ("q",), "k": ("kv", "k"), "v": ("kv", "v"), "out": ("out", "dout"), "dq": ("dq",),
     "dk": ("dk",), "dv": ("dv", "dk"),
 }  # fmt: skip
-_DEFAULT_PROCESSORS = 132  # of an H100 or H200
+_DEFAULT_PROCESSORS = 132  # SMs of an H100 or H200
 
 
 def run(launch: Launch, arrays: Arrays) -> Arrays:
-    """Run a launch; returns what it changed."""
+    """Run a launch on Hopper; return the arrays that it changed, by name."""
     return (_fwd if launch.kernel == "fwd" else _bwd)(launch, arrays)
 
 
 def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
+    """Run the forward, then plain Triton on the halves of blocks that it left out."""
     from ring_jax_gpu.hopper import common, forward
 
     q, consts, programs = arrays["q"], dict(launch.consts), _processors()
     batch, heads, q_len, dim = q.shape
-    flags_per_head = 2 * -(-q_len // QUERIES)  # flags of a head
-    many = batch * heads * flags_per_head
+    flags_per_head = 2 * -(-q_len // QUERIES)
+    num_flags = batch * heads * flags_per_head
     stream_k = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
     split = max((x.split for x in stream_k.values()), default=0)
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
@@ -61,35 +65,36 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
         "items": InArray(arrays["items"]),
         "stream_k": _row_of_rank(stream_k, arrays) if split else None,
-        "marks": InArray(jnp.zeros(many + 1 + 2 * split, jnp.int32), changed=True),
-        "before": None if before is None else InArray(before, layout=HEADS_BEHIND),
+        "marks": InArray(jnp.zeros(num_flags + 1 + 2 * split, jnp.int32), changed=True),
+        "before": None if before is None else InArray(before, layout=BTHD),
         "lse": _result(arrays["lse"], consts["FRESH"]),
-        "out": _result(arrays["out"], consts["FRESH"] or before is not None, HEADS_BEHIND),
+        "out": _result(arrays["out"], consts["FRESH"] or before is not None, BTHD),
         "parts": OutArray((parts, 2, _HALF, dim), "float32") if split else None,
         "sums": OutArray((parts, 2, 2, _HALF), "float32") if split else None, **_sizes(arrays),
         "heads_per_swizzle": dict(launch.numbers)["heads_per_swizzle"],
     }  # fmt: skip
-    found = call(
+    results = call(
         forward.fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs
     )
-    arrays = arrays | {"out": found["out"], "lse": found["lse"], "only": found["marks"]}
-    return _rest(
+    arrays = arrays | {"out": results["out"], "lse": results["lse"], "only": results["marks"]}
+    return _run_left_out(
         launch,
         arrays,
-        {"only_per_head": flags_per_head, "only_many": many},
-        -(-many // FLAGS_TOGETHER),
+        {"only_per_head": flags_per_head, "only_many": num_flags},
+        -(-num_flags // FLAGS_TOGETHER),
         _HALF,
     )
 
 
 def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
+    """Run the backward, then plain Triton on the blocks of keys that it left out."""
     from ring_jax_gpu.hopper import backward, common
 
     q, lse, consts = arrays["q"], arrays["lse"], dict(launch.consts)
     sizes, dim = _sizes(arrays), q.shape[3]
-    many, blocks = sizes["batch"] * sizes["heads"] // sizes["group"], -(-sizes["k_len"] // KEYS)
+    heads, blocks = sizes["batch"] * sizes["heads"] // sizes["group"], -(-sizes["k_len"] // KEYS)
     stream_k = {
-        x.q_rank: of_keys(x, many, sizes["group"], _processors()) for x in launch.rectangles
+        x.q_rank: of_keys(x, heads, sizes["group"], _processors()) for x in launch.rectangles
     }
     split = max((x.split for x in stream_k.values()), default=0)
     helpers = max((x.helpers for x in stream_k.values()), default=0)
@@ -102,82 +107,96 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, hopper_consts.BLOCK, dim), **_key_tiles(arrays, KEYS, dim),
         "dout": _tiles(arrays["dout"], hopper_consts.BLOCK, dim),
-        "neg_lse": _numbers(
+        "neg_lse": _row_tiles(
             jnp.where(lse == -jnp.inf, lse, lse * (-1.0 / hopper_consts.SCALE)),
             hopper_consts.BLOCK,
         ),
-        "neg_delta": _numbers(-arrays["delta"], hopper_consts.BLOCK),
+        "neg_delta": _row_tiles(-arrays["delta"], hopper_consts.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
         "items": InArray(arrays["items"]),
         "stream_k": _row_of_rank(stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
         "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
-        "dk": _result(arrays["dk"], consts["FRESH"], HEADS_BEHIND),
-        "dv": None if dv is None else _result(dv, consts["FRESH"], HEADS_BEHIND),
-        "flags": OutArray((many, blocks), "int32"), **sizes,
-        "heads_per_swizzle": _key_heads_per_swizzle(many, blocks),
+        "dk": _result(arrays["dk"], consts["FRESH"], BTHD),
+        "dv": None if dv is None else _result(dv, consts["FRESH"], BTHD),
+        "flags": OutArray((heads, blocks), "int32"), **sizes,
+        "heads_per_swizzle": _key_heads_per_swizzle(heads, blocks),
     }  # fmt: skip
-    found = call(
+    results = call(
         backward.bwd_hopper, parameters, {"consts": hopper_consts}, warps=8,
-        programs=many * blocks + helpers,
+        programs=heads * blocks + helpers,
     )  # fmt: skip
-    arrays = arrays | {"only": found.pop("flags")}
-    arrays |= {name: x for name, x in found.items() if name in arrays}
-    return _rest(launch, arrays, {"only_per_head": blocks}, many * blocks, KEYS)
+    arrays = arrays | {"only": results.pop("flags")}
+    arrays |= {name: x for name, x in results.items() if name in arrays}
+    return _run_left_out(launch, arrays, {"only_per_head": blocks}, heads * blocks, KEYS)
 
 
-def _key_heads_per_swizzle(many: int, blocks: int) -> int:
-    """Heads of a swizzle in the backward: few, but enough that programs meet at few queries."""
-    wanted = max(_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE // blocks)
-    return next(n for n in range(min(wanted, many), many + 1) if many % n == 0)
+def _key_heads_per_swizzle(heads: int, blocks: int) -> int:
+    """Return the K/V heads of a swizzle in the backward, a divisor of ``heads``.
+
+    They are few, so that programs that run at once share keys, but enough that few of them add to
+    dQ of the same queries.
+    """
+    least = max(_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE // blocks)
+    return next(n for n in range(min(least, heads), heads + 1) if heads % n == 0)
 
 
 def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
-    """A rank's row; zeros for one that computes nothing now."""
+    """Return this rank's schedule, int32; zeros for a rank that computes nothing in this step."""
     (width,) = {len(x) for x in stream_k.values()}
     table = np.zeros((max(stream_k) + 1, width), np.int32)
     table[list(stream_k)] = list(stream_k.values())
     return InArray(jnp.asarray(table)[arrays[RANK_OPERAND]])
 
 
-def _rest(
+def _run_left_out(
     launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int
 ) -> Arrays:
-    """Do the blocks that ``only`` names, in plain Triton; returns what the launch changed."""
+    """Run the blocks that the flags ``only`` name in plain Triton.
+
+    Returns:
+        The arrays that the launch changed.
+    """
     kernel = kernel_of(launch)
     arrays = {name: x for name, x in arrays.items() if name != RANK_OPERAND}
-    strides, steps = _heads_behind(launch, arrays)
+    strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
-    rest = replace(
+    left_out = replace(
         launch,
         consts=tuple(consts.items()),
         numbers=tuple((dict(launch.numbers) | strides | flags).items()),
     )
-    known = arguments_of(kernel, rest, arrays, has_tma=False)
-    constants = {name: known.pop(name) for name in ("consts", "nan_safe")}
-    parameters: dict[str, Parameter] = dict(known)
-    for name, x in known.items():
+    arguments = arguments_of(kernel, left_out, arrays, has_tma=False)
+    constants = {name: arguments.pop(name) for name in ("consts", "nan_safe")}
+    parameters: dict[str, Parameter] = dict(arguments)
+    for name, x in arguments.items():
         if hasattr(x, "shape"):
-            layout = HEADS_BEHIND if x.ndim == 4 else None
+            layout = BTHD if x.ndim == 4 else None
             parameters[name] = InArray(x, changed=name in _CHANGED[launch.kernel], layout=layout)
     return call(kernel, parameters, constants, warps=4, programs=programs)
 
 
-def _heads_behind(launch: Launch, arrays: Arrays) -> tuple[dict[str, int], dict[str, int]]:
-    """Strides and steps of arrays ``[B, H, T, D]`` that lie in memory as ``[B, T, H, D]``."""
+def _bthd_strides(launch: Launch, arrays: Arrays) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the strides of arrays ``[B, H, T, D]`` that lie in memory as ``[B, T, H, D]``.
+
+    Returns:
+        Strides over batch rows and heads, which are arguments; and over tokens, which are
+        constants.
+    """
     strides: dict[str, int] = {}
     steps: dict[str, int] = {}
-    for name, of in _ROWS.items():
-        x = next((arrays[one] for one in of if one in arrays), None)
+    for name, candidates in _ROWS.items():
+        x = next((arrays[array] for array in candidates if array in arrays), None)
         if x is not None:
-            _, many, length, row = x.shape
-            steps[f"{name.upper()}_STEP"] = many * row
+            _, heads, length, row = x.shape
+            steps[f"{name.upper()}_STEP"] = heads * row
             if f"{name}_batch" in dict(launch.numbers):
-                strides |= {f"{name}_batch": length * many * row, f"{name}_head": row}
+                strides |= {f"{name}_batch": length * heads * row, f"{name}_head": row}
     return strides, steps
 
 
 def _sizes(arrays: Arrays) -> dict[str, int]:
+    """Return the lengths and numbers of heads that both kernels take."""
     (batch, heads, q_len, _), (_, kv_heads, k_len, _) = arrays["q"].shape, _keys(arrays).shape
     return {
         "q_len": q_len, "k_len": k_len, "batch": batch, "heads": heads, "group": heads // kv_heads,
@@ -185,32 +204,39 @@ def _sizes(arrays: Arrays) -> dict[str, int]:
 
 
 def _keys(arrays: Arrays, name: str = "k") -> Any:
-    """The keys, or the values, maybe with the others beside them."""
+    """Return the array that holds the keys, or with ``name="v"`` the values."""
     return arrays["kv"] if "kv" in arrays else arrays[name]
 
 
 def _tiles(x: Any, length: int, dim: int) -> InArray:
-    """``[B, H, T, D]`` as ``[B * T, H * D]``, which it is in memory."""
+    """Pass ``[B, H, T, D]``, in memory ``[B * T, H * D]``, for fetches of ``[length, dim]``."""
     batch, heads, tokens, row = x.shape
-    return InArray(x, Tiles((batch * tokens, heads * row), (length, dim)), layout=HEADS_BEHIND)
+    tiles = TileDescriptor((batch * tokens, heads * row), (length, dim))
+    return InArray(x, tiles, layout=BTHD)
 
 
 def _key_tiles(arrays: Arrays, length: int, dim: int) -> dict[str, Parameter]:
+    """Pass keys and values for fetches of ``[length, dim]``."""
     return {name: _tiles(_keys(arrays, name), length, dim) for name in ("k", "v")}
 
 
-def _numbers(x: Any, length: int) -> InArray:
-    """``[B, H, T]`` in blocks, which begin at multiples of 16 bytes as the copy engine wants."""
+def _row_tiles(x: Any, length: int) -> InArray:
+    """Pass ``[B, H, T]`` for fetches of ``[length]``.
+
+    Heads are padded to whole blocks, as the copy engine needs addresses in multiples of 16 bytes.
+    """
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % length)))
-    return InArray(padded, Tiles((padded.size,), (length,)))
+    return InArray(padded, TileDescriptor((padded.size,), (length,)))
 
 
-def _result(x: Any, is_fresh: bool, layout: tuple[int, ...] | None = None) -> Parameter:
-    if is_fresh:
+def _result(x: Any, overwrite: bool, layout: tuple[int, ...] | None = None) -> Parameter:
+    """Pass an accumulator: as new memory if it may be overwritten, else to be updated."""
+    if overwrite:
         return OutArray(x.shape, x.dtype.name, layout)
     return InArray(x, changed=True, layout=layout)
 
 
 def _processors() -> int:
+    """Return the number of SMs of the first GPU."""
     (device, *_) = jax.local_devices(backend="cuda")
     return int(getattr(device, "core_count", None) or _DEFAULT_PROCESSORS)

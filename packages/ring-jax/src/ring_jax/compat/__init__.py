@@ -1,10 +1,10 @@
-"""Calls in the style of ejkernel and EasyDeL, answered by :func:`ring_jax.ring_attention`.
+"""Drop-in replacements for ejkernel's and EasyDeL's attention by :func:`ring_jax.ring_attention`.
 
 :func:`ring_attention` and :func:`flash_attention` take the arguments of ejkernel's functions of
 these names (0.0.31 to 0.0.80.3), :class:`RingAttn` those of EasyDeL's operation (0.3.0), under the
 names and with the defaults they have there. Each argument is honoured, or it raises
 :class:`ring_core.UnsupportedError`, which names it and what to do instead; a keyword that does not
-exist is a ``TypeError``. What changes for whoever comes from there:
+exist is a ``TypeError``. These things differ:
 
 * Results are those of dense attention on every ring size, backward too, and never depend on which
   kernel ran: ``chunk_size`` always is Llama 4's chunked attention and never the size of a tile.
@@ -13,7 +13,8 @@ exist is a ``TypeError``. What changes for whoever comes from there:
 * Where keys are longer or shorter than queries, ``causal`` and ``sliding_window`` align the last
   query with the last key.
 * A fully masked query gets zeros.
-* Dropout drops the same elements on every device count and kernel, other ones than there.
+* Dropout drops the same elements on every device count and kernel, but not those that ejkernel
+  drops.
 """
 
 from ring_jax.compat.calls import (

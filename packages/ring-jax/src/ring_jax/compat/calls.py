@@ -22,11 +22,11 @@ from ring_jax.compat.translate import (
     MASK_INFO,
     Array,
     SlidingWindow,
-    alike,
     bias_of,
     config_of,
     documents_of,
     logits_dtype_of,
+    pad_to_one_length,
     platform_of,
     rule_of,
     segments_of,
@@ -63,7 +63,7 @@ def ring_attention(
     in_specs: object = None,
     out_specs: object = None,
 ) -> Array:
-    """Exact attention over a sequence whose shards lie, in order, along a mesh axis.
+    """Compute exact attention over a sequence whose shards lie, in order, along a mesh axis.
 
     Args:
         query: ``[B, T_local, H, D]``.
@@ -85,10 +85,10 @@ def ring_attention(
         axis_name: The mesh axis the sequence is split along; ``None`` is one device.
         fwd_params: A mapping or object whose ``q_blocksize`` and ``kv_blocksize`` (or ``block_q``
             and ``block_k``) set the kernel's blocks; its other fields must be ``None``.
-        bwd_params: The same for the backward; sizes must be those of ``fwd_params`` if both are
+        bwd_params: The blocks of the backward; sizes must be those of ``fwd_params`` if both are
             given.
-        fused_backward: Whether the kernel has to compute dQ, dK and dV in one pass; false leaves
-            it to the kernel.
+        fused_backward: True requires a kernel that computes dQ, dK and dV in one pass; false
+            leaves it to the kernel.
         q_position_ids: Refused: positions follow from the axis and the layout.
         kv_position_ids: Refused, likewise.
         mask_info: Refused; pass its segment ids.
@@ -158,7 +158,7 @@ def flash_attention(
     in_specs: object = None,
     out_specs: object = None,
 ) -> Array:
-    """Exact attention on one device.
+    """Compute exact attention on one device.
 
     Args:
         query: ``[B, T, H, D]``.
@@ -172,18 +172,19 @@ def flash_attention(
         dropout_seed: An integer below ``2**64`` or a traced one; needed where something drops.
         cum_seqlens_q: Offsets of documents, ``[n + 1]``, with a batch of one; with a larger batch
             ``[B + 1]``, differences being the lengths of its rows. Tokens behind them are padding.
-        cum_seqlens_k: The same of the keys; equal ones, as ``causal`` and ``sliding_window`` need,
-            start alike, whatever padding follows.
-        sliding_window: As for :func:`ring_attention`.
-        fwd_params: As for :func:`ring_attention`.
-        bwd_params: As for :func:`ring_attention`.
+        cum_seqlens_k: Offsets of the keys' documents. ``causal`` and ``sliding_window`` need the
+            same offsets as the queries', so that each document starts at the same index on both
+            sides, whatever padding follows.
+        sliding_window: See :func:`ring_attention`.
+        fwd_params: See :func:`ring_attention`.
+        bwd_params: See :func:`ring_attention`.
         logits_soft_cap: Scores become ``cap * tanh(scores / cap)``.
-        softmax_aux: As for :func:`ring_attention`.
+        softmax_aux: See :func:`ring_attention`.
         normalize_output: False is refused.
         precision: The default, or the highest for float32, which is what runs; others are refused.
         logits_dtype: float32, which float64 inputs surpass; float64 with these; else refused.
-        q_segment_ids: As for :func:`ring_attention`; not together with ``cum_seqlens_q``.
-        kv_segment_ids: As for :func:`ring_attention`.
+        q_segment_ids: See :func:`ring_attention`; not together with ``cum_seqlens_q``.
+        kv_segment_ids: See :func:`ring_attention`.
         block_tables: Refused: there is no paged cache.
         mask_info: Refused; pass its segment ids or its mask.
         platform: ``auto`` or ``xla``; the others are refused.
@@ -218,7 +219,7 @@ def flash_attention(
         raise ValueError("q_segment_ids and cum_seqlens_q both say what the documents are")
     tokens, bias = query.shape[1], bias_of(bias, attention_mask, query.dtype)
     if documents is not None and aligned:
-        query, key, value, bias, documents = alike(query, key, value, bias, documents)
+        query, key, value, bias, documents = pad_to_one_length(query, key, value, bias, documents)
     out = attend(
         query, key, value, axis_name=None, mask=rule_of(causal, sliding_window),
         segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
@@ -231,21 +232,21 @@ def flash_attention(
 
 @dataclass(frozen=True)
 class OperationMetadata:
-    """What all calls of an operation share.
+    """The settings that all calls of an operation share.
 
     Attributes:
-        runtime_dtype: What queries, keys and values are cast to; ``None`` leaves them.
+        runtime_dtype: The dtype that queries, keys and values are cast to; ``None`` leaves them.
         runtime_softmax_dtype: ``float32`` or ``None``; the softmax is never narrower.
         sequence_axis_name: The mesh axis the sequence is split along; ``None`` is one device.
         mesh: With a mesh calls take global arrays; without one, shards inside ``jax.shard_map``.
         batch_axis_name, head_axis_name: The axes of ``mesh`` that batch and heads are split along.
-        layout: Which device holds which tokens; all but ``contiguous`` take them in the order of
-            ``ring_jax.ContextParallel(...).shard``.
-        strategy: As in :func:`ring_jax.ring_attention`.
-        softmax_scale: For calls that give none; ``None`` is ``D ** -0.5``.
-        blocksize_q, blocksize_k: The kernel's blocks; ``None`` leaves them to the kernel.
-        operation_configs: Under ``ring``, an object or mapping with ``fwd_params``,
-            ``bwd_params`` and ``platform``.
+        layout: The order of tokens over devices; for all but ``contiguous``, arrays must be in the
+            order of ``ring_jax.ContextParallel(...).shard``.
+        strategy: See :func:`ring_jax.ring_attention`.
+        softmax_scale: The default for calls that pass none; ``None`` is ``D ** -0.5``.
+        blocksize_q, blocksize_k: The kernel's block sizes; ``None`` leaves them to the kernel.
+        operation_configs: A mapping with an object or mapping under ``ring``, which has
+            ``fwd_params``, ``bwd_params`` and ``platform``.
     """
 
     runtime_dtype: DTypeLike | None = None
@@ -269,7 +270,7 @@ class OperationMetadata:
 )
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What an operation returns; a pytree.
+    """The result of an operation; a pytree.
 
     Attributes:
         attention_outputs: ``[B, T, H, Dv]``.
@@ -283,13 +284,14 @@ class AttentionOutput:
 
 
 class RingAttn:
-    """Ring attention as an operation.
+    """Ring attention as an operation with EasyDeL's signature.
 
     Args:
-        metadata: What all calls share.
+        metadata: The settings that all calls share.
 
     Raises:
-        ValueError: ``metadata`` is none of ours, or says a thing twice or half.
+        ValueError: ``metadata`` is of another type, or has settings that contradict each other or
+            need another one beside them.
         UnsupportedError: A setting cannot be honoured.
 
     Example::
@@ -317,11 +319,11 @@ class RingAttn:
             )
         )
         self.metadata = metadata
-        self._kernel = _kernel(metadata)
+        self._kernel = _kernel_config(metadata)
 
     @staticmethod
     def get_impl_name() -> str:
-        """The operation's name in a registry."""
+        """Return the operation's name in a registry."""
         return "ring"
 
     def __call__(
@@ -342,7 +344,7 @@ class RingAttn:
         bias: Array | None = None,
         chunk_size: int | None = None,
     ) -> AttentionOutput:
-        """Attend; all arguments are those of :func:`ring_attention`, but ``causal`` is true.
+        """Attend; arguments are those of :func:`ring_attention`, but ``causal`` defaults to true.
 
         With ``metadata.mesh`` arrays are global, ``query [B, T, H, D]``, else this device's shards.
 
@@ -372,12 +374,13 @@ class RingAttn:
         return AttentionOutput(out)
 
 
-def _kernel(metadata: OperationMetadata) -> KernelConfig:
-    own = {"block_q": metadata.blocksize_q, "block_k": metadata.blocksize_k}
+def _kernel_config(metadata: OperationMetadata) -> KernelConfig:
+    """Return the kernel's settings from block sizes or ``operation_configs["ring"]``."""
+    sizes = {"block_q": metadata.blocksize_q, "block_k": metadata.blocksize_k}
     config = (metadata.operation_configs or {}).get("ring")
     if config is None:
-        return config_of(own, None, fused_backward=False)
-    if own != {"block_q": None, "block_k": None}:
+        return config_of(sizes, None, fused_backward=False)
+    if sizes != {"block_q": None, "block_k": None}:
         raise ValueError(
             "blocksize_q, blocksize_k and operation_configs['ring'] say the same thing"
         )

@@ -1,4 +1,4 @@
-"""What each foreign argument means here, or why it cannot be honoured."""
+"""Translate arguments of ejkernel and EasyDeL into options of this package, or refuse them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ CONFIG = "pass its fwd_params and bwd_params"
 
 
 def window_of(sliding_window: SlidingWindow | None) -> Window | None:
-    """``(left, right)``; an integer is both.
+    """Return a sliding window as ``(left, right)``; an integer is both sides.
 
     Raises:
-        ValueError: Not one or two counts of keys.
+        ValueError: It is not one or two numbers of keys.
     """
     if sliding_window is None:
         return None
@@ -56,7 +56,9 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
 def rule_of(
     causal: bool, sliding_window: SlidingWindow | None, chunk_size: int | None = None
 ) -> Mask:
-    """The rule of a call, as a mask: there, causal queries may be more than the keys.
+    """Return the mask options of a call as a :class:`ring_core.Mask`.
+
+    As an explicit mask it may be causal with more queries than keys, which ejkernel allows.
 
     Raises:
         ValueError: An option is malformed.
@@ -71,11 +73,12 @@ def rule_of(
 
 
 def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
-    """Sinks as ``[H, n]``; ``[1, n]`` are shared by all heads.
+    """Return sinks as ``[H, n]``; a ``softmax_aux`` of ``[1, n]`` is repeated for all heads.
 
     Raises:
-        ValueError: ``[H]`` of several heads, which may be one sink per head or ``H`` of them all.
-        UnsupportedError: They are not one row per query head.
+        ValueError: The shape is ``[H]`` with several heads, which may mean one sink a head or
+            ``H`` sinks that all heads share.
+        UnsupportedError: The shape is neither ``[H, n]`` nor ``[1, n]``.
     """
     if softmax_aux is None:
         return None
@@ -98,38 +101,43 @@ def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
 def segments_of(
     q_segment_ids: Array | None, kv_segment_ids: Array | None, q: Array, k: Array
 ) -> tuple[Array, Array] | None:
-    """The ids of queries and keys, int32; one alone is for both.
+    """Return the segment ids of queries and keys, int32; if only one is passed it is for both.
 
     Raises:
-        ValueError: One alone, and there are other numbers of keys than queries; or no integers.
+        ValueError: Only one is passed and the numbers of queries and keys differ, or ids are not
+            integers.
     """
     if q_segment_ids is None and kv_segment_ids is None:
         return None
     pair = {"q_segment_ids": q_segment_ids, "kv_segment_ids": kv_segment_ids}
-    alone = next((name for name, ids in pair.items() if ids is None), None)
-    if alone is not None and q.shape[1] != k.shape[1]:
+    missing = next((name for name, ids in pair.items() if ids is None), None)
+    if missing is not None and q.shape[1] != k.shape[1]:
         raise ValueError(
-            f"{alone} must be given too: {q.shape[1]} queries meet {k.shape[1]} keys a device"
+            f"{missing} must be given too: {q.shape[1]} queries meet {k.shape[1]} keys a device"
         )
     for name, ids in pair.items():
         if ids is not None and not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise ValueError(f"{name} must be integers, got {jnp.result_type(ids)}")
-    given = [ids for ids in pair.values() if ids is not None]
-    return jnp.asarray(given[0], jnp.int32), jnp.asarray(given[-1], jnp.int32)
+    passed = [ids for ids in pair.values() if ids is not None]
+    return jnp.asarray(passed[0], jnp.int32), jnp.asarray(passed[-1], jnp.int32)
 
 
 def documents_of(
     cum_seqlens_q: Array | None, cum_seqlens_k: Array | None, q: Array, k: Array, *, aligned: bool
 ) -> tuple[Array, Array] | None:
-    """Segment ids of cumulative lengths ``[n + 1]``, which may be traced.
+    """Convert cumulative lengths ``[n + 1]``, which may be traced, to segment ids.
 
-    One batch row holds ``n`` documents one after the other; of several rows, each holds one
-    document and then padding. ``aligned`` says that the mask compares positions of queries and
-    keys, which is only meant where both have the same lengths.
+    A batch of one holds ``n`` documents one after the other; a larger batch holds one document a
+    row, and then padding. ``aligned`` says that the mask compares positions of queries and keys,
+    which is only meaningful if both have the same lengths.
+
+    Returns:
+        int32 ids of queries ``[B, T]`` and keys ``[B, T_kv]``, -1 for padding; ``None`` without
+        cumulative lengths.
 
     Raises:
         ValueError: One of the two is missing, or there is not one document per row.
-        UnsupportedError: ``aligned``, and the two differ or are not known to be equal.
+        UnsupportedError: ``aligned`` is set, and the two differ or are not known to be equal.
     """
     if cum_seqlens_q is None and cum_seqlens_k is None:
         return None
@@ -147,12 +155,13 @@ def documents_of(
     )
 
 
-def alike(
+def pad_to_one_length(
     q: Array, k: Array, v: Array, bias: Array | None, documents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Array | None, tuple[Array, Array]]:
-    """Documents that start alike, padded to one length ``T``, where positions compare.
+    """Pad queries and keys to one length, so that equal indices are equal positions.
 
-    Rows of ``q`` ``[B, T_q, H, D]`` that are added see nothing; keys that are added are not seen.
+    Added rows of ``q`` ``[B, T_q, H, D]`` see nothing, and added keys are not seen: their ids in
+    ``documents`` are -1.
 
     Raises:
         ValueError: The bias is not ``[B or 1, H or 1, T_q, T_kv]``.
@@ -160,32 +169,34 @@ def alike(
     lengths = q.shape[1], k.shape[1]
     if lengths[0] == lengths[1]:
         return q, k, v, bias, documents
-    more = tuple(max(lengths) - length for length in lengths)
+    missing = tuple(max(lengths) - length for length in lengths)
     if bias is not None:
         if jnp.ndim(bias) != 4 or jnp.shape(bias)[2:] != lengths:
             raise ValueError(
                 f"bias must have shape [batch or 1, heads or 1, {lengths[0]}, {lengths[1]}], got "
                 f"{list(jnp.shape(bias))}"
             )
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
 
     q, k, v = (
-        jnp.pad(x, ((0, 0), (0, by), (0, 0), (0, 0)))
-        for x, by in zip((q, k, v), (*more, more[1]), strict=True)
+        jnp.pad(x, ((0, 0), (0, count), (0, 0), (0, 0)))
+        for x, count in zip((q, k, v), (*missing, missing[1]), strict=True)
     )
     q_ids, k_ids = (
-        jnp.pad(ids, ((0, 0), (0, by)), constant_values=-1)
-        for ids, by in zip(documents, more, strict=True)
+        jnp.pad(ids, ((0, 0), (0, count)), constant_values=-1)
+        for ids, count in zip(documents, missing, strict=True)
     )
     return q, k, v, bias, (q_ids, k_ids)
 
 
 def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
-    """The kernel's settings; no fused backward, the default there, leaves it to the kernel.
+    """Return the kernel's settings from ``fwd_params`` and ``bwd_params``.
+
+    ``fused_backward=False``, ejkernel's default, leaves the choice to the kernel.
 
     Raises:
         ValueError: A setting is malformed or given twice.
-        UnsupportedError: A setting that is not a block size, or another one for the backward.
+        UnsupportedError: A setting is not a block size, or differs for the backward.
     """
     forward, backward = _blocks("fwd_params", fwd_params), _blocks("bwd_params", bwd_params)
     for name in BLOCK_NAMES:
@@ -199,26 +210,26 @@ def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -
 
 
 def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Array | None:
-    """The bias, ``-inf`` where a mask ``[B or 1, H or 1, T_q, T_k]`` is false or 0.
+    """Return the bias with ``-inf`` where a mask ``[B or 1, H or 1, T_q, T_k]`` is false or 0.
 
     Raises:
         ValueError: The mask is not four-dimensional, or not boolean or integer.
     """
     if attention_mask is None:
         return bias
-    kind = jnp.result_type(attention_mask)
+    mask_dtype = jnp.result_type(attention_mask)
     if jnp.ndim(attention_mask) != 4 or not (
-        kind == jnp.bool_ or jnp.issubdtype(kind, jnp.integer)
+        mask_dtype == jnp.bool_ or jnp.issubdtype(mask_dtype, jnp.integer)
     ):
         raise ValueError(
             f"attention_mask must be boolean or integer [batch or 1, heads or 1, queries, keys], "
-            f"got {kind} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
+            f"got {mask_dtype} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
         )
     return with_mask(bias, jnp.asarray(attention_mask) != 0, dtype)
 
 
 def platform_of(platform: str | None) -> tuple[str | None, str]:
-    """What :func:`refuse` takes of the name of a platform."""
+    """Return the pair that :func:`refuse` takes for a platform; ``auto`` and ``xla`` are fine."""
     return None if platform in (None, "auto", "xla") else platform, (
         f"this package has the kernel 'xla' alone, not {platform!r}; call "
         f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
@@ -226,29 +237,39 @@ def platform_of(platform: str | None) -> tuple[str | None, str]:
 
 
 def logits_dtype_of(dtype: DTypeLike, query: Array) -> tuple[object, str]:
-    """What :func:`refuse` takes of the dtype of scores."""
-    taken = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
-    return None if jnp.dtype(dtype) in taken else dtype, (
+    """Return the pair that :func:`refuse` takes for the dtype of scores.
+
+    float32 is honoured, and float64 for float64 inputs.
+    """
+    honoured = [jnp.dtype("float32"), *[jax.typeof(query).dtype] * (query.dtype == jnp.float64)]
+    return None if jnp.dtype(dtype) in honoured else dtype, (
         "scores are float32, and float64 where the inputs are; cast the inputs for another"
     )
 
 
 def _blocks(name: str, params: object) -> dict[str, int | None]:
-    left = {key: value for key, value in _settings(name, params).items() if value is not None}
+    """Read ``block_q`` and ``block_k`` from block parameters under any of their names.
+
+    Raises:
+        ValueError: A size has two names with different values.
+        UnsupportedError: There is a setting that is not a block size.
+    """
+    settings = {key: value for key, value in _settings(name, params).items() if value is not None}
     sizes: dict[str, int | None] = {}
-    for block, known in BLOCK_NAMES.items():
-        found = [left.pop(x) for x in known if x in left]
-        if len(set(found)) > 1:
-            raise ValueError(f"{name} has several {block}: {found}")
-        sizes[block] = found[0] if found else None
-    if left:
+    for block, names in BLOCK_NAMES.items():
+        values = [settings.pop(x) for x in names if x in settings]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name} has several {block}: {values}")
+        sizes[block] = values[0] if values else None
+    if settings:
         raise UnsupportedError(
-            f"{name}: kernels here have no {', '.join(left)}; leave them out or None"
+            f"{name}: kernels here have no {', '.join(settings)}; leave them out or None"
         )
     return sizes
 
 
 def _settings(name: str, params: object) -> Mapping[str, Any]:
+    """Return the fields of a mapping, dataclass, named tuple or other object by name."""
     if params is None or isinstance(params, Mapping):
         return params or {}
     if is_dataclass(params):
@@ -261,7 +282,7 @@ def _settings(name: str, params: object) -> Mapping[str, Any]:
 
 
 def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
-    """Which document each token of ``[batch, length]`` lies in; -1 behind the last one."""
+    """Return the document number of each token, int32 ``[batch, length]``; -1 for padding."""
     offsets = jnp.asarray(offsets)
     if offsets.ndim != 1 or (batch > 1 and offsets.shape[0] != batch + 1):
         raise ValueError(
@@ -276,6 +297,6 @@ def _ids(name: str, offsets: Array, batch: int, length: int) -> Array:
 
 
 def _are_equal(a: Array, b: Array) -> bool:
-    """Whether two arrays are known to be equal while a call is traced."""
+    """Return True if two arrays are known to be equal while a call is traced."""
     traced = any(isinstance(x, jax.core.Tracer) for x in (a, b))
     return a is b or (not traced and np.array_equal(np.asarray(a), np.asarray(b)))

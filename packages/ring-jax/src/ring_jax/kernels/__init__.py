@@ -1,4 +1,4 @@
-"""The choice among kernels: for each platform the fastest that can do a call."""
+"""Choose, for each platform, the fastest kernel that can do a call."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ _HOPPER = 90
 
 @dataclass(frozen=True)
 class Selection:
-    """The kernels of a call, why not others, and how long those for NVIDIA GPUs should take.
+    """The kernels chosen for a call, with the reasons.
 
-    The platform is not known before the program is compiled, so each is for some platforms, the
-    last one for all others.
+    The platform is not known before the program is compiled, so there is a kernel for each.
+
+    Attributes:
+        kernels: The chosen ones; the last one runs on every platform that no other one names.
+        rejected: Kernels that were not chosen, each with its reasons.
+        forward_only: Chosen kernels whose backward another one does, each with its reasons.
+        expected: The times that kernels for NVIDIA GPUs should take.
     """
 
     kernels: tuple[Kernel, ...]
@@ -37,7 +42,7 @@ class Selection:
     expected: Expected = UNKNOWN
 
     def describe(self) -> str:
-        """A few lines for ``explain``."""
+        """Return the lines of ``explain`` about kernels: one for each, chosen or not."""
         rest = "any other device" if len(self.kernels) > 1 else "any device"
         lines = [
             f"kernel {can.name} ({', '.join(can.devices) or rest})"
@@ -56,7 +61,7 @@ class Selection:
 
 
 def kernel_names(kernels: Sequence[Kernel]) -> tuple[str, ...]:
-    """What ``kernel=`` may name."""
+    """Return the values that ``kernel=`` may have: ``auto`` and each kernel's name."""
     return ("auto", *dict.fromkeys(kernel.capabilities.name for kernel in kernels))
 
 
@@ -67,13 +72,13 @@ def choose(
     program: RingProgram,
     local: LocalShape,
 ) -> Selection:
-    """The kernel a call named, or with ``auto`` the fastest for each platform that can do it.
+    """Choose the kernel a call asked for, or with ``auto`` the fastest for each platform.
 
-    Without times of this GPU, and on other platforms, that is the first. A kernel that can do the
-    forward alone is taken for that.
+    Where no times are known (other platforms, other GPUs) the first that can do the call counts as
+    the fastest. A kernel that can do the forward but not the backward is taken for the forward.
 
     Raises:
-        UnsupportedError: None can; every reason is named.
+        UnsupportedError: No kernel, or not the one asked for, can do the call; with all reasons.
     """
     request = replace(
         request,
@@ -81,14 +86,14 @@ def choose(
         fused_backward=config.fused_backward is not None,
     )
     if config.name != "auto":
-        (kernel,) = (one for one in kernels if one.capabilities.name == config.name)
+        (kernel,) = (kernel for kernel in kernels if kernel.capabilities.name == config.name)
         require(
             kernel.capabilities, _on_its_device(request, kernel), program,
-            others=[one.capabilities for one in kernels],
+            others=[other.capabilities for other in kernels],
         )  # fmt: skip
-        why_not = kernel.refusals("forward", local, config, program)
-        if why_not:
-            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(why_not)}")
+        reasons = kernel.refusals("forward", local, config, program)
+        if reasons:
+            raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(reasons)}")
         times = expected(timed(kernels), request, program, [config.name], grad=True)
         return Selection((kernel,), (), _forward_only((kernel,), local, config, program), times)
     cases = timed(kernels)
@@ -110,16 +115,18 @@ def choose(
     fastest = times.fastest(names, grad=True) if names else ""
     slower = [kernel for kernel in for_gpus if kernel.capabilities.name != fastest]
     chosen = tuple(kernel for kernel in able if kernel not in slower)
-    why_slower = ((one.capabilities, (times.time(one.capabilities.name),)) for one in slower)
+    too_slow = (
+        (can, (times.time(can.name),)) for can in (kernel.capabilities for kernel in slower)
+    )
     return Selection(
-        chosen, (*why_slower, *refused), _forward_only(chosen, local, config, program), times
+        chosen, (*too_slow, *refused), _forward_only(chosen, local, config, program), times
     )
 
 
 def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
-    """The cases of the table in use for GPUs like the one at hand.
+    """Return the measured times for the GPU of this machine, or for Hopper if it has none.
 
-    Without one a program is for one like that of the figures.
+    Empty if none of the kernels is for NVIDIA GPUs.
     """
     if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
         return ()
@@ -127,7 +134,7 @@ def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
 
 
 def compute_capability() -> int | None:
-    """Of the first NVIDIA GPU, as in ``sm_90``; ``None`` where there is none."""
+    """Return the compute capability of the first NVIDIA GPU, 90 for 9.0; ``None`` without one."""
     try:
         (device, *_) = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -139,9 +146,11 @@ def compute_capability() -> int | None:
 def _forward_only(
     kernels: Sequence[Kernel], local: LocalShape, config: KernelConfig, program: RingProgram
 ) -> tuple[tuple[Kernel, tuple[str, ...]], ...]:
-    each = ((one, one.refusals("backward", local, config, program)) for one in kernels)
-    return tuple((kernel, reasons) for kernel, reasons in each if reasons)
+    """Return the kernels that refuse the backward, each with its reasons."""
+    pairs = ((kernel, kernel.refusals("backward", local, config, program)) for kernel in kernels)
+    return tuple((kernel, reasons) for kernel, reasons in pairs if reasons)
 
 
 def _on_its_device(request: Request, kernel: Kernel) -> Request:
+    """Return the request as if made on the first platform that the kernel names."""
     return replace(request, device=next(iter(kernel.capabilities.devices), ""))

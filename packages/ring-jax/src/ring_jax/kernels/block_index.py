@@ -1,7 +1,7 @@
-"""Which blocks of scores a kernel computes: those that are empty, partial or full.
+"""Classify the blocks of scores of a launch as empty, partial or full.
 
-An empty block shows nothing, a full one needs no mask. The kernels write down in their own ways
-which blocks they visit.
+An empty block shows nothing, a full one needs no mask. Kernels turn the kinds into lists of the
+blocks that they visit, each in its own format.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 
-Flags = tuple[Array, Array]  # of each block: whether some of it is shown, and whether all is
+Flags = tuple[Array, Array]  # bool for each block: some of it is visible, all of it is
 
 
 class Bounds(NamedTuple):
-    """An item on the device, int32 scalars."""
+    """The rectangle and the band of one work item, traced int32 scalars."""
 
     q_start: Array
     q_stop: Array
@@ -30,7 +30,7 @@ class Bounds(NamedTuple):
 
 
 def item_bounds(work: ItemTable) -> Array:
-    """What each item shows, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
+    """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
     columns = [work.items[:, TABLE_COLUMNS.index(name)] for name in Bounds._fields]
     return jnp.clip(jnp.stack(columns, axis=1), -_FAR, _FAR)
 
@@ -39,26 +39,30 @@ def kinds_of(
     rows: QueryBlock, columns: KeyBlock, work: ItemTable, in_tiles: Flags | None,
     sizes: tuple[int, int], grid: tuple[int, int],
 ) -> Array:  # fmt: skip
-    """The kind of each block, int32 ``[1 or B, I, J]``.
+    """Return the kind of each block, int32 ``[1 or B, I, J]``: ``EMPTY``, ``PARTIAL`` or ``FULL``.
 
-    ``in_tiles`` is what the tiles of a predicate show; they hold the cells.
+    ``in_tiles`` are the flags of a predicate, ``None`` without one. They account for documents and
+    chunks already. ``sizes`` are the rows and columns of a block, ``grid`` is ``(I, J)``.
     """
     block_q, block_k = sizes
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)
     cells = (rows.cells, columns.cells) if in_tiles is None else (None, None)
-    for mine, theirs in (cells, (rows.ids, columns.ids)):
-        if mine is not None and theirs is not None:
-            meets, alike = _alike(_block_min_max(mine, block_q), _block_min_max(theirs, block_k))
-            live, full = live & meets, full & alike
+    for q_numbers, k_numbers in (cells, (rows.ids, columns.ids)):
+        if q_numbers is not None and k_numbers is not None:
+            some, every = _equal_numbers(
+                _block_min_max(q_numbers, block_q), _block_min_max(k_numbers, block_k)
+            )
+            live, full = live & some, full & every
     if in_tiles is not None:
         live, full = live & in_tiles[0], full & in_tiles[1]
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
 
 
 def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
-    """Whether a bias ``[B or 1, H or 1, T, S]`` shows some of each block to some head.
+    """Return which blocks a bias ``[B or 1, H or 1, T, S]`` does not hide entirely.
 
-    ``[B or 1, I, J]``: others are empty, whatever their kind.
+    Bool ``[B or 1, I, J]``, True where some head has a value above ``-inf``. Other blocks are
+    empty, whatever their kind.
     """
     shown = (bias > -jnp.inf).any(axis=1)
     edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
@@ -68,36 +72,38 @@ def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
 
 
 def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
-    """What any item shows; ``[1, I, J]``."""
+    """Return the flags of blocks from the items' rectangles and bands, ``[1, I, J]``."""
     q_start, q_stop, k_start, k_stop, lo, hi = (x[:, None, None] for x in bounds.T)
     top = (jnp.arange(grid[0], dtype=jnp.int32) * block_q)[None, :, None]
     left = (jnp.arange(grid[1], dtype=jnp.int32) * block_k)[None, None]
     bottom, right = top + block_q, left + block_k
     first_row, last_row = jnp.maximum(top, q_start), jnp.minimum(bottom, q_stop) - 1
     first_col, last_col = jnp.maximum(left, k_start), jnp.minimum(right, k_stop) - 1
-    near = (first_row - q_start) - (last_col - k_start)
-    far = (last_row - q_start) - (first_col - k_start)
-    meets = (first_row <= last_row) & (first_col <= last_col)
+    # The smallest and the largest i - j within the block; the band is lo <= i - j <= hi.
+    least = (first_row - q_start) - (last_col - k_start)
+    most = (last_row - q_start) - (first_col - k_start)
+    overlaps = (first_row <= last_row) & (first_col <= last_col)
     inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
-    live, full = meets & (far >= lo) & (near <= hi), inside & (near >= lo) & (far <= hi)
+    live, full = overlaps & (most >= lo) & (least <= hi), inside & (least >= lo) & (most <= hi)
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 
 def _block_min_max(numbers: Array, size: int) -> tuple[Array, Array]:
-    """Smallest and largest of each block of ``[T]`` or ``[B, T]``; ``[1 or B, blocks]``."""
+    """Return minima and maxima of the blocks of ``[T]`` or ``[B, T]``, as ``[1 or B, blocks]``."""
     numbers = jnp.atleast_2d(numbers)
     numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")
     blocks = numbers.reshape(len(numbers), -1, size)
     return blocks.min(axis=2), blocks.max(axis=2)
 
 
-def _alike(mine: tuple[Array, Array], theirs: tuple[Array, Array]) -> Flags:
-    """Whether numbers may be equal somewhere, and whether all are; negative ones never are.
+def _equal_numbers(q_range: tuple[Array, Array], k_range: tuple[Array, Array]) -> Flags:
+    """Return in which blocks numbers of queries and keys may be equal, and in which all are.
 
-    Cells are never negative.
+    The ranges are minima and maxima of blocks. Negative numbers equal nothing; only segment ids
+    can be negative, numbers of documents and chunks are not.
     """
-    q_min, q_max = (x[:, :, None] for x in mine)
-    k_min, k_max = (x[:, None, :] for x in theirs)
-    meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
-    alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
-    return meets, alike
+    q_min, q_max = (x[:, :, None] for x in q_range)
+    k_min, k_max = (x[:, None, :] for x in k_range)
+    some = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
+    every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
+    return some, every

@@ -1,4 +1,4 @@
-"""How tokens move so that each work item finds its operands, forward and backward.
+"""Strategies: ways to move tokens so that each work item finds its operands.
 
 May import ``kernels``, ``collectives``, ``rank_view`` and ``records``. A new strategy is one file
 here, and a line in ``STRATEGIES``.

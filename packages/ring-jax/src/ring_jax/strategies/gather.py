@@ -1,8 +1,9 @@
-"""The loop over gathered keys: the own ones first, while all others' arrive, and then all of these.
+"""Gathered keys: attend over the own keys while all K/V are gathered, then over all other ranks'.
 
-Two parts in place of as many as there are ranks, so results are merged once, and kernels see as
-much as they can. It costs memory for the keys of all ranks, kept for the backward, and there for
-the sums of their gradients. What overlaps is said by ties.
+There are two kernel launches in place of one a rank, so results are merged once, and kernels get
+as much work as there is. It costs memory for the keys of all ranks, kept for the backward, and
+there for the sums of their gradients. ``overlap`` and ``order_after`` tell the compiler which
+transfers run beside which kernels.
 """
 
 from __future__ import annotations
@@ -16,78 +17,95 @@ from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
+    CallSpec,
+    Direction,
     Grads,
     Inputs,
     KVPayload,
-    Pass,
-    Static,
     nbytes,
 )
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, own_message, to_bhtd
 
-_TOKENS, _ID_TOKENS = 2, 1  # which dimensions of a message
+_KV_TOKEN_DIM, _ID_TOKEN_DIM = 2, 1
 
 
-def _forward(static: Static, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
-    """Attention of this device's queries over all keys, sinks not yet included.
+def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
+    """Compute attention of this device's queries over all keys, before sinks.
 
     Returns:
-        The wide result, and the keys of all ranks (``None`` if no other rank's are seen).
+        The wide result, and the K/V of all ranks (``None`` if no query sees another rank's keys).
     """
-    loop, others, mine = StepRunner.of(static, x), remote_table(static.program), _own_part(static)
+    runner = StepRunner.of(call, x)
+    remote_part, own_part = remote_table(call.program), _own_part(call)
     q, own = to_bhtd(x.q), own_message(x)
-    every = None if others is None else _gathered(loop, own)
-    into = loop.nothing_seen(q, x.v.shape[3])
-    if mine is not None:
-        into = loop.attend(mine, q, own, into, fresh=True, last=others is None)
-    if others is None or every is None:
+    # The K/V of all ranks are in flight ...
+    gathering = None if remote_part is None else _gather_all(runner, own)
+    into = runner.empty_state(q, x.v.shape[3])
+    # ... while the kernel computes with the own ones.
+    if own_part is not None:
+        is_final = remote_part is None
+        into = runner.attend(own_part, q, own, into, overwrite=True, is_final=is_final)
+    if remote_part is None or gathering is None:
         return into, None
-    into, arrived = overlap(into, every)
-    into = loop.attend(others, q, order_after(arrived, into), into, fresh=mine is None, last=True)
-    return into, arrived
+    # They have arrived, no earlier than that kernel ends.
+    into, gathered = overlap(into, gathering)
+    into = runner.attend(
+        remote_part, q, order_after(gathered, into), into, overwrite=own_part is None, is_final=True
+    )
+    return into, gathered
 
 
-def _backward(
-    static: Static, x: Inputs, upstream: BackwardInputs, every: KVPayload | None
+def _gather_backward(
+    call: CallSpec, x: Inputs, upstream: BackwardInputs, gathered: KVPayload | None
 ) -> Grads:
-    """Gradients of this device's shards, wide, heads first.
+    """Compute the gradients of this device's shards, wide, heads first.
 
-    The others' keys come first: the sums of their gradients travel beside the own block.
+    ``gathered`` are the K/V of all ranks, kept since the forward. Other ranks' keys come first, so
+    that the sums of their gradients travel beside the own block.
     """
-    loop, others, mine = StepRunner.of(static, x), remote_table(static.program), _own_part(static)
+    runner = StepRunner.of(call, x)
+    remote_part, own_part = remote_table(call.program), _own_part(call)
     q, own = to_bhtd(x.q), own_message(x)
-    rows = QueryGrads(loop.zeros(q.shape), loop.no_bias_grad(x.bias))
-    at_home = loop.zeros(own.kv.shape)
+    query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
+    own_dkv = runner.zeros(own.kv.shape)
     arriving: Array | None = None
-    if others is not None and every is not None:
-        sums = loop.zeros(every.kv.shape)
-        rows, sums = loop.differentiate(others, q, every, upstream, rows, sums, fresh=True)
-        arriving = loop.ring.scatter(sums, _TOKENS)
-        own = own_message(x, after=rows.dq)
-    if mine is not None:
-        rows, at_home = loop.differentiate(mine, q, own, upstream, rows, at_home, fresh=True)
+    if remote_part is not None and gathered is not None:
+        dkv = runner.zeros(gathered.kv.shape)
+        query_grads, dkv = runner.differentiate(
+            remote_part, q, gathered, upstream, query_grads, dkv, overwrite=True
+        )
+        # In flight: every rank's dK/dV for the keys of all ranks; each gets the sum for its own ...
+        arriving = runner.ranks.scatter(dkv, _KV_TOKEN_DIM)
+        own = own_message(x, after=query_grads.dq)
+    # ... while the kernel computes the own block, in an accumulator of its own.
+    if own_part is not None:
+        query_grads, own_dkv = runner.differentiate(
+            own_part, q, own, upstream, query_grads, own_dkv, overwrite=True
+        )
     if arriving is not None:
-        rows, at_home, came = overlap(rows, at_home, arriving)
-        at_home = at_home + came
-    return Grads(rows.dq, at_home, rows.dbias)
+        query_grads, own_dkv, received = overlap(query_grads, own_dkv, arriving)
+        own_dkv = own_dkv + received
+    return Grads(query_grads.dq, own_dkv, query_grads.dbias)
 
 
-def _gathered(loop: StepRunner, own: KVPayload) -> KVPayload:
-    ids = None if own.ids is None else loop.ring.gather(own.ids, _ID_TOKENS)
-    return KVPayload(loop.ring.gather(own.kv, _TOKENS), ids)
+def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
+    """Gather the K/V and segment ids of all ranks, in the order of the ranks."""
+    ids = None if own.ids is None else runner.ranks.gather(own.ids, _ID_TOKEN_DIM)
+    return KVPayload(runner.ranks.gather(own.kv, _KV_TOKEN_DIM), ids)
 
 
-def _own_part(static: Static) -> StepTable | None:
-    """The step of the own keys, unless no rank sees any of its own."""
-    found = (n for n, step in enumerate(static.program.steps) if step.shift == 0)
-    return next((step_table(static.program, n) for n in found), None)
+def _own_part(call: CallSpec) -> StepTable | None:
+    """Return the step in which ranks meet their own keys; ``None`` if no rank sees any of them."""
+    steps = (n for n, step in enumerate(call.program.steps) if step.shift == 0)
+    return next((step_table(call.program, n) for n in steps), None)
 
 
 def _refusals(program: RingProgram) -> list[str]:
+    """Return why gathered keys cannot serve a program: predicates, documents out of order."""
     if program.plan.blocks is not None:
         return ["a predicate mask is planned in tiles of each rank's own keys"]
-    others, layout = remote_table(program), program.plan.k_layout.name
-    if others is None or not others.has_documents or layout == "contiguous":
+    remote_part, layout = remote_table(program), program.plan.k_layout.name
+    if remote_part is None or not remote_part.has_documents or layout == "contiguous":
         return []
     return [
         (
@@ -98,18 +116,18 @@ def _refusals(program: RingProgram) -> list[str]:
 
 
 def _key_lengths(program: RingProgram) -> tuple[int, ...]:
-    """A rank's own, and those of all ranks together if others' are seen."""
+    """Return a rank's number of keys, and that of all ranks if any query sees another rank's."""
     own, gathers = program.plan.k_layout.local_len, any(step.shift for step in program.steps)
     return (own, own * program.plan.cp_size) if gathers else (own,)
 
 
-def _sent(static: Static, x: Inputs, which: Pass) -> int:
-    """Count the bytes of all keys to all others, or of their gradients back."""
-    if remote_table(static.program) is None:
+def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
+    """Return the bytes that leave all ranks together in one pass over gathered keys."""
+    if remote_table(call.program) is None:
         return 0
-    grads = (x.k.size + x.v.size) * np.dtype(static.wide).itemsize
-    each = nbytes(x.k, x.v, x.k_ids) if which == "forward" else grads
-    return static.plan.cp_size * (static.plan.cp_size - 1) * each
+    grads = (x.k.size + x.v.size) * np.dtype(call.wide).itemsize
+    per_pair = nbytes(x.k, x.v, x.k_ids) if direction == "forward" else grads
+    return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
-GATHER = Strategy(_forward, _backward, _refusals, _key_lengths, _sent)
+GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths, _gather_sent)

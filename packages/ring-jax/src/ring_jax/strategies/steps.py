@@ -1,15 +1,20 @@
-"""The loop of one program on all devices: move K/V, call a kernel for each step, merge.
+"""The parts of a strategy's loop: move K/V, call a kernel for each step, merge.
 
-The stages are the program's. What overlaps is said by data dependencies (``overlap``): the K/V
-that arrive for the next step are tied to the result of this step's kernel (twice, see
-``order_after``), so that the compiler starts the transfer before that kernel, and waits for it when
-it is done. dK/dV travel one step late: while a step's kernel runs, the sum of those before does.
+One program runs on all devices, and its stages are those of :class:`ring_core.RingProgram`. Data
+dependencies say what overlaps (``overlap``): the K/V that arrive for the next step are tied to the
+result of this step's kernel (twice, see ``order_after``), so that the compiler starts the transfer
+before that kernel, and waits for it when it is done. dK/dV travel one step late: while a step's
+kernel runs, the sum of the steps before it is in flight.
+
+With the strategy ``balanced``, a rank that would idle in a step helps another one: it takes that
+rank's queries, computes their attention over its own K/V, and sends the results back. Such a rank
+is called a helper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,39 +30,44 @@ from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
+    CallSpec,
+    Direction,
     Grads,
     Inputs,
     ItemTable,
     KeyBlock,
     KVPayload,
-    Pass,
-    Queries,
+    LaunchSpec,
     QueryBlock,
-    Static,
+    QueryPayload,
 )
 
 
 class Strategy(NamedTuple):
-    """How tokens move so that each work item finds its operands.
+    """A way to move tokens so that each work item finds its operands.
 
     Attributes:
-        forward: Attention of this device's queries, wide, heads first, sinks not yet included; and
-            what the backward starts from.
-        backward: Gradients of this device's shards, wide, heads first.
-        refusals: Why it cannot do a plan.
-        key_lengths: How many keys a kernel is given at once, each number that occurs.
-        sent: How many bytes leave all ranks together in a pass, by the stages that it runs.
+        forward: Computes attention of this device's queries, wide, heads first, before sinks; and
+            returns the K/V that the backward starts from (``None``: its own).
+        backward: Computes gradients of this device's shards, wide, heads first.
+        refusals: Returns the reasons why it cannot run a program; empty if it can.
+        key_lengths: Returns each number of keys that a kernel is given at once.
+        sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
+            that it runs.
     """
 
-    forward: Callable[[Static, Inputs], tuple[AttentionState, KVPayload | None]]
-    backward: Callable[[Static, Inputs, BackwardInputs, KVPayload | None], Grads]
+    forward: Callable[[CallSpec, Inputs], tuple[AttentionState, KVPayload | None]]
+    backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
-    sent: Callable[[Static, Inputs, Pass], int]
+    sent: Callable[[CallSpec, Inputs, Direction], int]
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
-    """:func:`ring_core.merge`: the value of an output whose ``lse`` is ``-inf`` is never read."""
+    """Merge attention over two disjoint sets of keys, like :func:`ring_core.merge`.
+
+    Values of ``out`` are not read where its ``lse`` is ``-inf``; they may be anything.
+    """
     lse = jnp.logaddexp(a.lse, b.lse)
     safe = jnp.where(lse == -jnp.inf, 0.0, lse)
     parts = [
@@ -68,21 +78,22 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
 
 
 def to_bhtd(x: Array) -> Array:
-    """``[B, T, H, D]`` as ``[B, H, T, D]``."""
+    """Transpose ``[B, T, H, D]`` to ``[B, H, T, D]``."""
     return x.swapaxes(1, 2)
 
 
 def own_message(x: Inputs, after: Array | None = None) -> KVPayload:
-    """What this device's keys travel as.
+    """Pack this device's K and V into the message that travels.
 
-    It is packed anew ``after`` some results; else what was packed before them is kept until then.
+    With ``after``, the message is packed again once those results are there, so that an earlier
+    copy need not be kept in memory until then.
     """
     k, v = (x.k, x.v) if after is None else reload_after((x.k, x.v), after)
     return KVPayload(jnp.concatenate([to_bhtd(k), to_bhtd(v)], axis=-1), x.k_ids)
 
 
 class QueryGrads(NamedTuple):
-    """Gradients of some rank's queries and of the bias of all, or some, of the keys."""
+    """Gradients of one rank's queries, and of their bias."""
 
     dq: Array
     dbias: Array | None
@@ -90,34 +101,41 @@ class QueryGrads(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRunner:
-    """What forward and backward need: the ring, this device's side of the plan, accumulators."""
+    """The operations of one pass on this device: send, launch kernels, add up gradients.
 
-    static: Static
+    Attributes:
+        call: The call.
+        inputs: This device's arrays.
+        ranks: The devices that share the sequence.
+        view: This rank's work items and positions.
+    """
+
+    call: CallSpec
     inputs: Inputs
-    ring: Ranks
-    side: RankView
+    ranks: Ranks
+    view: RankView
 
     @classmethod
-    def of(cls, static: Static, x: Inputs) -> StepRunner:
-        """The loop of a call."""
-        ring = Ranks(static.axis_name, static.plan.cp_size)
-        return cls(static, x, ring, RankView(static, x, ring.rank()))
+    def of(cls, call: CallSpec, x: Inputs) -> StepRunner:
+        """Make the runner for this device's arrays."""
+        ranks = Ranks(call.axis_name, call.plan.cp_size)
+        return cls(call, x, ranks, RankView(call, x, ranks.rank()))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
-        """A wide accumulator, which varies over the axes that the inputs do."""
-        return match_varying(jnp.full(shape, fill, self.static.wide), varying_axes(self.inputs))
+        """Make a wide accumulator filled with ``fill``, varying over the inputs' mesh axes."""
+        return match_varying(jnp.full(shape, fill, self.call.wide), varying_axes(self.inputs))
 
-    def nothing_seen(self, q: Array, v_dim: int) -> AttentionState:
-        """The identity of the merge."""
+    def empty_state(self, q: Array, v_dim: int) -> AttentionState:
+        """Return attention over no keys for queries ``q``, the identity of :func:`merge`."""
         return AttentionState(self.zeros((*q.shape[:3], v_dim)), self.zeros(q.shape[:3], -jnp.inf))
 
-    def no_bias_grad(self, bias: Array | None) -> Array | None:
-        """Where the gradient of a bias is added, if it has one."""
-        return self.zeros(bias.shape) if bias is not None and self.static.bias_grad else None
+    def empty_bias_grad(self, bias: Array | None) -> Array | None:
+        """Return zeros shaped like the bias, or ``None`` if there is no gradient to compute."""
+        return self.zeros(bias.shape) if bias is not None and self.call.bias_grad else None
 
     def hop[T](self, x: T, hop: int | None) -> T:
-        """Move what travels round the ring."""
-        return x if hop is None else self.ring.move(x, hop)
+        """Send arrays ``hop`` ranks ahead and return those that arrive; ``None`` moves nothing."""
+        return x if hop is None else self.ranks.move(x, hop)
 
     def attend(
         self,
@@ -126,126 +144,151 @@ class StepRunner:
         held: KVPayload,
         into: AttentionState,
         *,
-        fresh: bool,
-        last: bool,
+        overwrite: bool,
+        is_final: bool,
     ) -> AttentionState:
-        """Run a part's items for this device's own queries."""
-        work = self.side.own_work(part)
+        """Merge attention of this device's queries over the K/V it holds now into ``into``."""
+        work = self.view.own_work(part)
         if work is None:
             return into
-        rows, columns = self._own(part, q, held)
-        static = replace(self.static, fresh=fresh, last=last, items=part.items)
-        return _kernel("attend_into", static, rows, columns, work, into=into)
+        rows, columns = self._own_operands(part, q, held)
+        spec = LaunchSpec(self.call, overwrite=overwrite, is_final=is_final, items=part.items)
+        return _launch("attend_into", spec, rows, columns, work, into=into)
 
     def differentiate(
         self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
-        *, fresh: bool,
+        *, overwrite: bool,
     ) -> tuple[QueryGrads, Array]:  # fmt: skip
-        """Add the gradients of a part's items for this device's own queries."""
-        work = self.side.own_work(part)
+        """Add gradients of this device's queries to ``grads``, and of the K/V held to ``dkv``."""
+        work = self.view.own_work(part)
         if work is None:
             return grads, dkv
-        rows, columns = self._own(part, q, held)
-        into = Grads(grads.dq, dkv, self.no_bias_grad(rows.bias))
-        static = replace(self.static, fresh=fresh, items=part.items)
-        dq, dkv, of_bias = _kernel("grads_into", static, rows, columns, upstream, work, into=into)
-        return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, of_bias)), dkv
+        rows, columns = self._own_operands(part, q, held)
+        into = Grads(grads.dq, dkv, self.empty_bias_grad(rows.bias))
+        spec = LaunchSpec(self.call, overwrite=overwrite, items=part.items)
+        dq, dkv, dbias = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
+        return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, dbias)), dkv
 
-    def ship(
+    def send_to_helper(
         self, stage: Stage | None, q: Array, upstream: BackwardInputs | None = None
-    ) -> Queries | None:
-        """Send this device's queries to its helper in a stage; returns those it helps itself."""
+    ) -> QueryPayload | None:
+        """Send this device's queries to its helper in a stage.
+
+        Returns:
+            The queries that this device is to help with, zeros on ranks that help nobody; ``None``
+            if no rank helps in the stage.
+        """
         if stage is None or not stage.helps:
             return None
-        part = step_table(self.static.program, stage.step)
+        part = step_table(self.call.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)
-        bias = self._bias(self._helpers_keys(part))
-        queries = Queries(q, self.inputs.q_ids, bias, self.inputs.bias_shift, upstream)
-        return self.ring.move(queries, part.shift, part.helpers)
+        bias = self._bias_of_keys(self._helper_key_positions(part))
+        queries = QueryPayload(q, self.inputs.q_ids, bias, self.inputs.bias_shift, upstream)
+        return self.ranks.move(queries, part.shift, part.helpers)
 
-    def help(self, part: StepTable, helping: Queries, own: KVPayload) -> AttentionState:
-        """Attend for another rank's queries, over this device's own keys."""
-        rows, columns, work = self._theirs(part, helping, own)
-        empty = self.nothing_seen(rows.q, own.kv.shape[3] - self.static.head_dim)
-        static = replace(self.static, fresh=True)
-        return _kernel("attend_into", static, rows, columns, work, into=empty)
+    def attend_for_peer(
+        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
+    ) -> AttentionState:
+        """Compute attention of another rank's queries over this device's own keys."""
+        rows, columns, work = self._peer_operands(part, peer_queries, own)
+        empty = self.empty_state(rows.q, own.kv.shape[3] - self.call.head_dim)
+        spec = LaunchSpec(self.call, overwrite=True)
+        return _launch("attend_into", spec, rows, columns, work, into=empty)
 
-    def help_backward(
-        self, part: StepTable, helping: Queries, own: KVPayload, at_home: Array
+    def differentiate_for_peer(
+        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload, own_dkv: Array
     ) -> tuple[QueryGrads, Array]:
-        """The gradients of another rank's queries, and of the own keys."""
-        rows, columns, work = self._theirs(part, helping, own)
-        into = Grads(self.zeros(rows.q.shape), at_home, self.no_bias_grad(rows.bias))
-        grads = _kernel("grads_into", self.static, rows, columns, helping.upstream, work, into=into)
+        """Compute gradients of another rank's queries, and add those of this device's own K/V.
+
+        Returns:
+            The gradients of the peer's queries and bias, and ``own_dkv`` plus those of the K/V.
+        """
+        rows, columns, work = self._peer_operands(part, peer_queries, own)
+        into = Grads(self.zeros(rows.q.shape), own_dkv, self.empty_bias_grad(rows.bias))
+        spec, upstream = LaunchSpec(self.call), peer_queries.upstream
+        grads = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
-    def home[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
-        """Send results to whom they belong; a rank that nobody helped gets the identity."""
-        size, shift = self.static.plan.cp_size, part.shift
-        owners = [(r - shift) % size for r in part.helpers]
-        moved = self.ring.move(results, -shift, owners)
-        if isinstance(moved, QueryGrads):
-            return moved
-        is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
-        return moved._replace(lse=jnp.where(is_helped[self.side.rank], moved.lse, -jnp.inf))
+    def return_to_owner[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
+        """Send a helper's results back to the rank whose queries they are of.
 
-    def add(self, grads: QueryGrads, part: StepTable, found: QueryGrads) -> QueryGrads:
-        """Add what a helper sent home."""
+        Returns:
+            What this device's own helper computed; the identity on a rank that nobody helped.
+        """
+        size, shift = self.call.plan.cp_size, part.shift
+        owners = [(r - shift) % size for r in part.helpers]
+        received = self.ranks.move(results, -shift, owners)
+        if isinstance(received, QueryGrads):
+            return received
+        is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
+        lse = jnp.where(is_helped[self.view.rank], received.lse, -jnp.inf)
+        return received._replace(lse=lse)
+
+    def add_returned(self, grads: QueryGrads, part: StepTable, returned: QueryGrads) -> QueryGrads:
+        """Add the gradients that this device's helper sent back."""
         return QueryGrads(
-            grads.dq + found.dq,
-            self._add_bias_grad(grads.dbias, self._helpers_keys(part), found.dbias),
+            grads.dq + returned.dq,
+            self._add_bias_grad(grads.dbias, self._helper_key_positions(part), returned.dbias),
         )
 
-    def _helpers_keys(self, part: StepTable) -> Array:
-        """Positions of the keys that this device's queries meet at its helper's."""
-        return self.side.key_positions(-part.shift)
+    def _helper_key_positions(self, part: StepTable) -> Array:
+        """Return positions of the keys that this device's queries meet on its helper."""
+        return self.view.key_positions(-part.shift)
 
-    def _own(self, part: StepTable, q: Array, held: KVPayload) -> tuple[QueryBlock, KeyBlock]:
-        side = self.side
+    def _own_operands(
+        self, part: StepTable, q: Array, held: KVPayload
+    ) -> tuple[QueryBlock, KeyBlock]:
+        view = self.view
         if part.gathered:
-            positions = all_positions(self.static.plan.k_layout).reshape(-1)
+            positions = all_positions(self.call.plan.k_layout).reshape(-1)
         else:
-            positions = side.key_positions(part.shift)
-        queries = Queries(q, self.inputs.q_ids, self._bias(positions), self.inputs.bias_shift)
-        return side.rows(part, 0, queries), side.columns(part, positions, held)
+            positions = view.key_positions(part.shift)
+        bias = self._bias_of_keys(positions)
+        queries = QueryPayload(q, self.inputs.q_ids, bias, self.inputs.bias_shift)
+        return view.rows(part, 0, queries), view.columns(part, positions, held)
 
-    def _theirs(
-        self, part: StepTable, helping: Queries, own: KVPayload
+    def _peer_operands(
+        self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
-        side = self.side
-        columns = side.columns(part, side.key_positions(0), own)
-        return side.rows(part, part.shift, helping), columns, not_none(side.helped_work(part))
+        view = self.view
+        columns = view.columns(part, view.key_positions(0), own)
+        rows = view.rows(part, part.shift, peer_queries)
+        return rows, columns, not_none(view.peer_work(part))
 
-    def _bias(self, keys: Array) -> Array | None:
+    def _bias_of_keys(self, positions: Array) -> Array | None:
+        """Return the columns of the bias for keys at some positions."""
         bias = self.inputs.bias
-        return bias if bias is None or self._has_all_keys else jnp.take(bias, keys, axis=3)
+        return bias if bias is None or self._has_all_keys else jnp.take(bias, positions, axis=3)
 
-    def _add_bias_grad(self, dbias: Array | None, keys: Array, part: Array | None) -> Array | None:
+    def _add_bias_grad(
+        self, dbias: Array | None, positions: Array, part: Array | None
+    ) -> Array | None:
+        """Add the gradient of some columns of the bias, those of keys at ``positions``."""
         if dbias is None or part is None:
             return dbias
-        return dbias + part if self._has_all_keys else dbias.at[..., keys].add(part)
+        return dbias + part if self._has_all_keys else dbias.at[..., positions].add(part)
 
     @property
     def _has_all_keys(self) -> bool:
-        """Whether this device's keys are all there are, in the order of the bias's columns."""
-        plan = self.static.plan
+        """Return True if this device has all keys, in the order of the bias's columns."""
+        plan = self.call.plan
         return plan.cp_size == 1 and bool((np.diff(plan.k_positions(0)) == 1).all())
 
 
-def _kernel[State: (AttentionState, Grads)](
-    name: str, static: Static, rows: QueryBlock, *args: Any, into: State
+def _launch[State: (AttentionState, Grads)](
+    method: str, spec: LaunchSpec, rows: QueryBlock, *args: Any, into: State
 ) -> State:
-    """Call the kernel of the platform that is compiled for, if there are queries."""
+    """Call a method of the kernel for the platform that is compiled for; no queries, no launch."""
     if rows.q.size == 0:
         return into
-    left_out = () if name == "attend_into" else static.forward_only
-    kernels = [kernel for kernel in static.kernels if kernel not in left_out]
-    calls = {
-        device: partial(getattr(kernel, name), static)
+    excluded = () if method == "attend_into" else spec.call.forward_only
+    kernels = [kernel for kernel in spec.call.kernels if kernel not in excluded]
+    launches = {
+        device: partial(getattr(kernel, method), spec)
         for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
     }
     if len(kernels) == 1:
-        (call, *_) = calls.values()
-        return cast("State", call(rows, *args, into))
-    return cast("State", lax.platform_dependent(rows, *args, into, **calls))
+        (launch, *_) = launches.values()
+        return cast("State", launch(rows, *args, into))
+    return cast("State", lax.platform_dependent(rows, *args, into, **launches))

@@ -1,4 +1,4 @@
-"""Command line, doctor, bench.
+"""The command line: doctor, support matrix and bench.
 
 May import all of the package.
 """

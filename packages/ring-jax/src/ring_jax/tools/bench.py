@@ -1,4 +1,4 @@
-"""``python -m ring_jax bench``: what a ring keeps of one device's rate on this machine."""
+"""``python -m ring_jax bench``: time a ring on this machine against one device that does it all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Attend = Callable[[Array, Array, Array], Array]
 
 
 def defaults() -> BenchCase:
-    """What is timed where nothing else is asked for: all local devices."""
-    on_host, others = (4096, 8, 2, 64, "float32"), (32768, 32, 8, 128, "bfloat16")
-    sizes = on_host if jax.default_backend() == "cpu" else others
+    """Return the default setting of the benchmark: all local devices, smaller sizes on a CPU."""
+    on_cpu, on_others = (4096, 8, 2, 64, "float32"), (32768, 32, 8, 128, "bfloat16")
+    sizes = on_cpu if jax.default_backend() == "cpu" else on_others
     return BenchCase(jax.local_device_count(), *sizes, None, "zigzag", "auto", "auto")
 
 
@@ -33,28 +33,28 @@ def bench(
 ) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
     """Check a ring against float64 on a short sequence, then time it, and one device alone.
 
-    Host devices share the host's cores, which one device also has for itself: there the times
+    CPU devices share the host's cores, which one device also has for itself: there the times
     themselves are compared, elsewhere the rates per device.
 
     Args:
         context: The class with the kernels to use.
-        setting: What to run.
-        seconds: For all rounds together.
+        setting: Sizes, mask, layout, kernel and strategy.
+        seconds: Time limit of all rounds together.
 
     Returns:
         The checks, and no timings if one of them failed.
 
     Raises:
-        ValueError: More ranks than devices, or what the attention refuses.
+        ValueError: There are fewer devices than ranks, or the attention refuses the setting.
     """
     devices = jax.local_devices()
     if setting.ranks > len(devices):
         raise ValueError(f"--ranks {setting.ranks}: there are {len(devices)} local devices")
-    ring, one = (_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
+    ring, single = (_make_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
     short = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(ring.cp_size, setting.head_dim)
     ]
-    results = out_and_grads(_attend(ring, setting))(*(ring.shard(x) for x in short))
+    results = out_and_grads(_attention(ring, setting))(*(ring.shard(x) for x in short))
     checks = list(compared(
         setting.kernel, [ring.unshard(x) for x in results], short,
         where=f"{ring.cp_size} {jax.default_backend()}", mask=setting.mask,
@@ -62,23 +62,23 @@ def bench(
     if not all(check.passed for check in checks):
         return checks, ()
     work_fraction = 1.0 if devices[0].platform == "cpu" else 1 / setting.ranks
-    runs = [_run(cp, setting, check) for cp, check in ((one, 0), (ring, 0), (ring, 1))]
+    runs = [_run(cp, setting, check) for cp, check in ((single, 0), (ring, 0), (ring, 1))]
     return checks, timings(*runs, work_fraction=work_fraction, seconds=seconds)
 
 
-def _ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
+def _make_ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 
-def _attend(cp: ContextParallel, setting: BenchCase) -> Attend:
+def _attention(cp: ContextParallel, setting: BenchCase) -> Attend:
     return partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy
     )
 
 
 def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tuple[Array, ...]]:
-    """``(q, k, v, dout) -> (out, dq, dk, dv)``, compiled."""
+    """Return a jitted function ``(q, k, v, dout) -> (out, dq, dk, dv)``."""
 
     @jax.jit
     def both(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
@@ -91,23 +91,34 @@ def out_and_grads(attend: Attend) -> Callable[[Array, Array, Array, Array], tupl
 def compared(
     name: str, results: list[Array], inputs: list[Array], *, where: str, mask: Mask
 ) -> Iterator[doctor.Check]:
-    """Results beside those of JAX's own dense attention on the same inputs."""
-    every = np.arange(inputs[0].shape[1])
+    """Compare results with float64; errors may be a few times those of JAX's dense attention.
+
+    Args:
+        name: The kernel's name.
+        results: ``out, dq, dk, dv`` in natural order.
+        inputs: ``q, k, v, dout`` that they were computed from.
+        where: Number and platform of the devices.
+        mask: The mask.
+    """
+    positions = np.arange(inputs[0].shape[1])
     dense = partial(
-        jax.nn.dot_product_attention, mask=mask.dense(every, every)[None, None],
+        jax.nn.dot_product_attention, mask=mask.dense(positions, positions)[None, None],
         implementation="xla",
     )  # fmt: skip
-    found, exact, plain = (
+    actual, exact, plain = (
         [np.asarray(x, np.float64) for x in arrays]
         for arrays in (results, inputs, out_and_grads(dense)(*inputs))
     )
     eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]
-    yield from doctor.compared(name, where, doctor.example_of(exact, mask), found, plain, eps)
+    yield from doctor.compared(name, where, doctor.example_of(exact, mask), actual, plain, eps)
 
 
 def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
-    """A round; ``check`` is one in how many calls the tripwire checks."""
-    attend = _attend(cp, setting)
+    """Return a function of a seed that times one forward, and one forward with backward.
+
+    The tripwire checks one in ``check`` calls; 0 checks none.
+    """
+    attend = _attention(cp, setting)
     forward, both = jax.jit(attend), out_and_grads(attend)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
 

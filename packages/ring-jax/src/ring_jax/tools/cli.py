@@ -1,4 +1,4 @@
-"""``python -m ring_jax``: what can run here, and whether it is right.
+"""``python -m ring_jax``: show what can run on this machine, test it and time it.
 
 ``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
 all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
@@ -34,22 +34,23 @@ from ring_jax.tools.doctor import (
 
 
 def _ask_for_host_devices() -> None:
-    """Let the host show two devices to make a ring of, unless JAX was told how many, or started."""
-    told = jax.config.jax_num_cpu_devices >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
-    if not told:
-        with suppress(RuntimeError):  # it has started: the devices are what they are
+    """Make the CPU show two devices for a ring, unless the user set a number or JAX has started."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices < 0 and "device_count" not in flags:
+        with suppress(RuntimeError):  # raised if JAX has started
             jax.config.update("jax_num_cpu_devices", HOST_DEVICES)
 
 
 def matrix() -> str:
-    """What each kernel of the installed packages supports, as a Markdown table."""
+    """Return what each kernel of the installed packages supports, as a Markdown table."""
     return support_matrix([kernel.capabilities for _, kernel in kernels()[0]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 1 when something fails.
+    """Run the command line.
 
-    It is 2 for what the user got wrong.
+    Returns:
+        The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
     parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -65,40 +66,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "bench":
         return _bench(args)
     try:
-        found = diagnose()
+        diagnosis = diagnose()
     except RuntimeError as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 1
-    facts = asdict(found) | {"healthy": found.healthy}
-    print(json.dumps(facts, indent=2) if args.json else shown(found))
-    return 0 if found.healthy else 1
+    facts = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+    print(json.dumps(facts, indent=2) if args.json else shown(diagnosis))
+    return 0 if diagnosis.healthy else 1
 
 
 def _bench(args: argparse.Namespace) -> int:
+    """Run the command ``bench`` and print its table; return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_jax.defaults())
-        checks, found = _bench_jax.bench(_context(), setting, args.seconds)
+        checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 2
-    if not found:
+    if not results:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     where = f"devices: {jax.devices()[0].device_kind}"
-    if found[0].work_fraction == 1:
+    if results[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
     facts = {"versions": versions(), "setting": asdict(setting), "where": where}
     rows = [
         asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-        for timing in found
+        for timing in results
     ]
-    text = bench.shown(setting, where, found)
+    text = bench.shown(setting, where, results)
     print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
     return 0
 
 
-def _context() -> type[ContextParallel]:
-    """The class whose kernels suit the default devices, of the packages there are."""
+def _context_class() -> type[ContextParallel]:
+    """Return the ``ContextParallel`` with kernels for the default devices, if it is installed."""
     module = _module_of(
         {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
     )

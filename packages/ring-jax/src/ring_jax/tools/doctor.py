@@ -1,4 +1,4 @@
-"""``python -m ring_jax doctor``: what can run here, and whether it is right."""
+"""``python -m ring_jax doctor``: show which kernels can run on this machine, and test them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ MOST_DEVICES, HOST_DEVICES = 8, 2
 
 @dataclass(frozen=True)
 class KernelReport:
-    """Whether a kernel can run here; ``why`` is empty if it can."""
+    """The doctor's finding on one kernel."""
 
     name: str
     package: str
-    available: bool
-    why: str
+    available: bool  # it can run on this machine
+    why: str  # the reasons if it cannot, else empty
 
 
 @dataclass(frozen=True)
 class Diagnosis(doctor.Diagnosis):
-    """All that the doctor found."""
+    """The doctor's findings on this machine."""
 
     backend: str
     devices: tuple[str, ...]
@@ -55,12 +55,14 @@ def diagnose() -> Diagnosis:
     """
     try:
         devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # which one, depends on the platform
-        told = os.environ.get("JAX_PLATFORMS", "")
-        raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={told!r}. {error}") from error
-    found, missing = kernels()
-    reports = [_report(package, kernel.capabilities) for package, kernel in found]
-    able = [kernel for (_, kernel), one in zip(found, reports, strict=True) if one.available]
+    except (RuntimeError, AssertionError) as error:  # which of the two depends on the platform
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={platforms!r}. {error}") from error
+    installed, missing = kernels()
+    reports = [_report(package, kernel.capabilities) for package, kernel in installed]
+    able = [
+        kernel for (_, kernel), report in zip(installed, reports, strict=True) if report.available
+    ]
     libraries, checks = versions(), (check for kernel in able for check in self_test(kernel))
     return Diagnosis(
         versions=libraries,
@@ -73,31 +75,34 @@ def diagnose() -> Diagnosis:
 
 
 def versions() -> dict[str, str]:
-    """Python and the libraries of :data:`LIBRARIES` that there are."""
-    here = (
+    """Return the versions of Python, of the installed :data:`LIBRARIES` and of our packages."""
+    packages = (
         x for x in ("ring_core", "ring_jax", *BACKENDS) if isinstance(_module_of(x), ModuleType)
     )
-    return doctor.versions(LIBRARIES, [name.replace("_", "-") for name in here])
+    return doctor.versions(LIBRARIES, [name.replace("_", "-") for name in packages])
 
 
 def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
-    """Kernels with the packages they are from, and packages that bring none here."""
-    found = [("ring_jax", kernel) for kernel in ring_attention.kernels]
+    """Return the kernels of all installed packages, and reports of packages that have none.
+
+    Each kernel comes with the name of its package.
+    """
+    installed = [("ring_jax", kernel) for kernel in ring_attention.kernels]
     missing = []
     for package, device in BACKENDS.items():
         module = _module_of(package)
-        known = {kernel.capabilities.name for _, kernel in found}
-        every = getattr(getattr(module, "ring_attention", None), "kernels", ())
-        own = [(package, one) for one in every if one.capabilities.name not in known]
-        found += own
+        known = {kernel.capabilities.name for _, kernel in installed}
+        exported = getattr(getattr(module, "ring_attention", None), "kernels", ())
+        own = [(package, kernel) for kernel in exported if kernel.capabilities.name not in known]
+        installed += own
         if not own:
             why = "has no kernels yet" if isinstance(module, ModuleType) else module
             missing.append(KernelReport("-", package, False, f"{why}; it is for {device}"))
-    return found, missing
+    return installed, missing
 
 
 def _module_of(package: str) -> ModuleType | str:
-    """A package, or why there is none."""
+    """Import a package and return it, or return why it cannot be imported."""
     if importlib.util.find_spec(package) is None:
         return "not installed"
     try:
@@ -107,13 +112,13 @@ def _module_of(package: str) -> ModuleType | str:
 
 
 def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
-    """A causal ring with grouped heads over all local devices, forward and backward.
+    """Check a causal ring with grouped heads over all local devices, forward and backward.
 
-    It is compared with JAX's own dense attention on the same devices, which also covers platforms
-    whose matmuls round their inputs.
+    Its errors are compared with those of JAX's own dense attention on the same devices, so that it
+    also passes on platforms whose matmuls round their inputs.
     """
     can, devices = kernel.capabilities, jax.local_devices()[:MOST_DEVICES]
-    request, where = _request(can), f"{len(devices)} {_platform()}"
+    request, where = _sample_request(can), f"{len(devices)} {_platform()}"
     inputs = [
         jnp.asarray(x, request.dtype) for x in doctor.inputs_for(len(devices), request.head_dim)
     ]
@@ -123,43 +128,45 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     try:
         results = list(jax.block_until_ready(out_and_grads(ring)(*inputs)))
-    except Exception:  # noqa: BLE001 - whatever it is, it is the finding
+    except Exception:  # noqa: BLE001 - any error is a finding
         yield doctor.failed(can.name, where, traceback.format_exc())
         return
     yield from compared(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
 
 
 def _report(package: str, can: Capabilities) -> KernelReport:
-    """Whether a kernel could do the self-test on the default devices."""
+    """Report whether a kernel could do the self-test on the default devices."""
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    reasons = refusals(can, replace(_request(can), device=_platform()), program)
+    reasons = refusals(can, replace(_sample_request(can), device=_platform()), program)
     return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
 
 
-def _request(can: Capabilities) -> Request:
-    """A call that suits a kernel, on no device in particular."""
+def _sample_request(can: Capabilities) -> Request:
+    """Return a request that fits a kernel's capabilities, for no device in particular."""
     dtype = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
     return Request("", dtype, 64, 64, grad=True)
 
 
 def _platform() -> str:
-    """The platform that programs are compiled for by default, as kernels name it."""
+    """Return the platform that programs are compiled for by default, as kernels name it."""
     backend = jax.default_backend()
     if backend != "gpu":
         return backend
     return "rocm" if "rocm" in jax.local_devices()[0].client.platform_version.lower() else "cuda"
 
 
-def shown(found: Diagnosis) -> str:
-    """A diagnosis for people."""
+def shown(diagnosis: Diagnosis) -> str:
+    """Format a diagnosis as text for people."""
     lines = [
-        *doctor.shown_versions(found.versions, found.clashes),
-        "", f"backend       {found.backend}, {len(found.devices)} local devices",
-        *(f"              {device}" for device in found.devices),
+        *doctor.shown_versions(diagnosis.versions, diagnosis.clashes),
+        "", f"backend       {diagnosis.backend}, {len(diagnosis.devices)} local devices",
+        *(f"              {device}" for device in diagnosis.devices),
         "", "kernels",
     ]  # fmt: skip
-    for kernel in found.kernels:
+    for kernel in diagnosis.kernels:
         state = "available" if kernel.available else f"no: {kernel.why}"
         lines.append(f"  {kernel.name:10}{kernel.package:14}{state}")
     title = "a causal ring over the local devices"
-    return "\n".join(lines + doctor.shown_checks(title, found.checks, healthy=found.healthy))
+    return "\n".join(
+        lines + doctor.shown_checks(title, diagnosis.checks, healthy=diagnosis.healthy)
+    )

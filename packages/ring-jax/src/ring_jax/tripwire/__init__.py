@@ -1,9 +1,9 @@
-"""A check that a job can leave on: some rows of some calls, computed once more, densely.
+"""The tripwire, a check that a job can leave on: some rows of some calls, computed again densely.
 
-``settings`` says which calls; ``dense`` is the formula in float64, over positions and the mask's
-rule alone; ``samples`` asks all ranks for it and hands what it finds to the host, which compares
-and raises; ``traffic`` counts the bytes of a traced pass, and times it. It may import what
-strategies import, and no strategy.
+``settings`` decides which calls are checked; ``dense`` is attention in float64, from positions and
+the mask's rule alone; ``samples`` computes it over all ranks and hands the numbers to the host,
+which compares and raises; ``traffic`` counts the bytes that a traced pass sends, and times it. May
+import what strategies import, and no strategy.
 """
 
 from ring_jax.tripwire.samples import (
@@ -11,12 +11,12 @@ from ring_jax.tripwire.samples import (
     check_forward as check_forward,
 )
 from ring_jax.tripwire.settings import (
-    Turn as Turn,
+    CheckedCall as CheckedCall,
     check as check,
     checked_every as checked_every,
 )
 from ring_jax.tripwire.traffic import (
     check_rate as check_rate,
     check_traffic as check_traffic,
-    start as start,
+    start_clock as start_clock,
 )

@@ -1,9 +1,9 @@
-"""Attention of some queries to some keys, densely: the formula and the mask's rule, nothing else.
+"""Dense attention of some queries over some keys, from the formula and the mask's rule alone.
 
-All is of one batch row: ``n`` queries, ``m`` keys; heads are ``[K, G]``, the key heads and the
-query heads of each. The exact numbers are float64, also where jax has 64 bits switched off: call
-this under ``jax.enable_x64(True)``. The plain ones round where a framework in the call's dtype
-would, for the 2x rule.
+Everything is of one batch row, with ``n`` queries and ``m`` keys; heads are ``[K, G]``, the K/V
+heads and the query heads of each. Results come twice. The exact ones are float64, also where JAX
+has 64 bits switched off: call this under ``jax.enable_x64(True)``. The plain ones round where a
+plain implementation in the call's dtype would; a call's error may be twice theirs.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from ring_jax.dropout import dropout_keep
 from ring_jax.records import Array
 from ring_jax.search import searchsorted
 
-_BLOCK = 1024  # of the longer side at a time
+_BLOCK = 1024  # keys, or queries, that are processed at a time
 
 
 class Precision(NamedTuple):
-    """Where numbers are rounded."""
+    """The rounding of an implementation: dtypes of sums and of the weights in matmuls."""
 
     wide: Any  # dtype of sums
-    narrow: Any = None  # of probabilities and of gradients of scores
-    reverse: bool = False  # sums over the head dim run backwards: float64's own rounding
+    narrow: Any = None  # dtype of probabilities and of gradients of scores; None does not round
+    reverse: bool = False  # sum over the head dim backwards, to show float64's own rounding
 
     def round(self, x: Array) -> Array:
-        """As a kernel hands it to a matmul."""
+        """Round an array to ``narrow`` and back, as a kernel does before a matmul."""
         return x if self.narrow is None else x.astype(self.narrow).astype(self.wide)
 
     def products(
         self, product: Callable[[Array, Array], Array], terms: Sequence[tuple[Array, Array]]
     ) -> list[Array]:
-        """Multiply rounded weights and what they weigh, and after these products their squares.
+        """Multiply pairs of weights and values, and then the squares of both.
 
-        A sum of numbers that were rounded is off by about the root of the sum of their squares.
-        Where no weights are rounded the squares are zeros.
+        The error of a sum of rounded numbers is about the root of the sum of their squares.
+
+        Returns:
+            The products of rounded weights and values, and after these the products of squares,
+            which are zeros if nothing is rounded.
         """
         sums = [product(self.round(weights), x) for weights, x in terms]
         if self.narrow is None:
@@ -54,14 +57,14 @@ EXACT = Precision(np.float64)
 
 
 def plain_precision(dtype: str) -> Precision:
-    """Of a plain implementation in a dtype."""
+    """Return the rounding of a plain implementation in a dtype."""
     if dtype == "float64":
         return Precision(np.float64, reverse=True)
     return Precision(np.float32, None if dtype == "float32" else jnp.dtype(dtype))
 
 
 class Rule(NamedTuple):
-    """What all scores of a batch row share."""
+    """The options that all scores of a batch row share."""
 
     mask: Mask
     scale: float
@@ -69,24 +72,24 @@ class Rule(NamedTuple):
     dropout_p: float
     slopes: Array | None  # ALiBi's, [H]
     seed: Array | None  # uint32 [2]
-    batch: Array  # the batch row's global number
-    head: Array  # the first head's
+    batch: Array  # global index of the batch row
+    head: Array  # global index of the first head
 
 
 class SampledQueries(NamedTuple):
-    """Some queries."""
+    """Queries of one batch row, with the options that belong to them."""
 
     q: Array  # [n, H, D]
-    indices: Array  # int32 [n], global
-    position: Array  # int32 [n], among the keys
+    indices: Array  # int32 [n], global, among the queries
+    position: Array  # int32 [n], global, among the keys
     ids: Array | None  # [n]
     bias: Array | None  # [n, H or 1, m]
-    bias_shift: Array | None = None  # [n, H or 1], taken off the bias
+    bias_shift: Array | None = None  # [n, H or 1], subtracted from the bias
     dout: Array | None = None  # [n, H, Dv]
 
 
 class SampledKeys(NamedTuple):
-    """Some keys."""
+    """Keys and values of one batch row."""
 
     k: Array  # [m, K, D]
     v: Array  # [m, K, Dv]
@@ -95,14 +98,14 @@ class SampledKeys(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Means over keys, weighted by softmax over these keys alone."""
+    """Means over some keys, weighted by softmax over these keys alone."""
 
     lse: Array  # [n, H]
     means: Array  # [n, H, W]
-    squares: Array  # [n, H, W]: sums of the squares of what was rounded and added up
+    squares: Array  # [n, H, W], sums of squares of the rounded terms of the means
 
     def with_sinks(self, sinks: Array) -> Partial:
-        """Softmax mass taken by sinks ``[H]`` or ``[H, s]``, logits that yield no value."""
+        """Add sinks ``[H]`` or ``[H, s]`` to the softmax: logits that yield no value."""
         folded = jax.nn.logsumexp(sinks.astype(self.lse.dtype).reshape(len(sinks), -1), axis=1)
         lse = jnp.logaddexp(self.lse, folded)
         weight = _weight(self.lse, lse)[..., None]
@@ -110,7 +113,7 @@ class Partial(NamedTuple):
 
 
 def merged(parts: Partial) -> Partial:
-    """Means over the keys of all parts, which lie along a first dimension."""
+    """Merge parts over disjoint keys, stacked along the first dimension of each array."""
     lse = jax.nn.logsumexp(parts.lse, axis=0)
     weights = _weight(parts.lse, lse)[..., None]
     means, squares = (weights * parts.means, weights * weights * parts.squares)
@@ -120,20 +123,21 @@ def merged(parts: Partial) -> Partial:
 def query_means(
     rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
 ) -> Partial:
-    """What the results of queries are made of.
+    """Compute the means over keys that results of queries are made of.
 
-    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp * slope *
-    k`` and of ``slope * k``; then ``dq = scale * (first - (delta - dlse) * second)``, with ``dp =
-    dout @ v``, the soft cap's ``slope`` and ``delta = rowsum(dout * out)``.
+    Without ``dout`` they are means of ``keep * v``, which are ``out``. With it they are means of
+    ``keep * dp * slope * k`` and, side by side, of ``slope * k``, with ``dp = dout @ v``, dropout's
+    factor ``keep`` and the soft cap's derivative ``slope``. Then ``dq = scale * (first - (delta -
+    dlse) * second)``, where ``delta = rowsum(dout * out)``.
     """
 
-    def of_block(block: tuple[SampledKeys, Array | None]) -> Partial:
-        some, columns = block
+    def block_means(block: tuple[SampledKeys, Array | None]) -> Partial:
+        block_keys, columns = block
         bias = None if columns is None else jnp.moveaxis(columns, 0, -1)
-        return _means_of_block(rule, queries._replace(bias=bias), some, precision)
+        return _means_of_block(rule, queries._replace(bias=bias), block_keys, precision)
 
     columns = None if queries.bias is None else jnp.moveaxis(queries.bias, -1, 0)
-    return merged(_in_blocks(of_block, (keys, columns)))
+    return merged(_map_blocks(block_means, (keys, columns)))
 
 
 def key_sums(
@@ -144,27 +148,28 @@ def key_sums(
     delta: Array,
     precision: Precision,
 ) -> Array:
-    """Compute what queries add to keys, side by side, ``[m, K, 2 * (D + Dv) + 1]``.
+    """Compute the gradients that queries add to keys, side by side, ``[m, K, 2 * (D + Dv) + 1]``.
 
-    It is dK, dV, the sums of squares of what was rounded and added up to them, and the weights.
+    They are dK, dV, the sums of squares of the rounded terms of both, and the sums of the softmax
+    weights.
 
     Args:
-        rule: What scores share.
-        queries: With ``dout``.
+        rule: Options that all scores share.
+        queries: The queries, with ``dout``.
         keys: The keys.
-        lse: Of the queries, over all keys, ``[n, H]``.
+        lse: ``lse`` of the queries over all keys, ``[n, H]``.
         delta: ``rowsum(dout * out) - dlse``, ``[n, H]``.
-        precision: Where to round.
+        precision: The rounding.
     """
     wide, (_, kv_heads, _) = precision.wide, keys.k.shape
 
-    def of_block(block: tuple[SampledQueries, Array, Array]) -> Array:
-        some, some_lse, some_delta = block
-        scores = _scores(rule, some, keys, precision)
-        q, dout, _, v = _finite(scores.visible, some, keys, wide)
+    def block_sums(block: tuple[SampledQueries, Array, Array]) -> Array:
+        block_queries, block_lse, block_delta = block
+        scores = _scores(rule, block_queries, keys, precision)
+        q, dout, _, v = _zero_hidden(scores.visible, block_queries, keys, wide)
         rows_lse, rows_delta = (
             x.astype(wide).T.reshape(kv_heads, -1, len(x), 1)  # [K, G, n, 1]
-            for x in (some_lse, some_delta)
+            for x in (block_lse, block_delta)
         )
         safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
@@ -173,23 +178,24 @@ def key_sums(
         sums = precision.products(_by_key, [(ds, q), (p * scores.keep, dout)])
         return jnp.concatenate([*sums, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
-    return cast("Array", _in_blocks(of_block, (queries, lse, delta)).sum(axis=0))
+    return cast("Array", _map_blocks(block_sums, (queries, lse, delta)).sum(axis=0))
 
 
-class _Scores(NamedTuple):
-    """Scores and what belongs to them, ``[K, G, n, m]`` or broadcast to it."""
+class _DenseScores(NamedTuple):
+    """Scores of queries and keys, ``[K, G, n, m]`` or broadcastable to that."""
 
-    x: Array  # after cap, bias and ALiBi
+    x: Array  # after soft cap, bias and ALiBi, before the mask
     slope: Array | float  # derivative of the soft cap
-    visible: Array
-    keep: Array | float  # dropout's factor
+    visible: Array  # bool
+    keep: Array | float  # dropout's factor, 0 or 1 / (1 - p)
 
 
 def _scores(
     rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
-) -> _Scores:
+) -> _DenseScores:
+    """Compute the scores of all pairs of queries and keys."""
     wide, heads, kv_heads = precision.wide, queries.q.shape[1], keys.k.shape[1]
-    visible = _visible(rule.mask, queries, keys)[None, None]
+    visible = _visible_pairs(rule.mask, queries, keys)[None, None]
     bias = None
     if queries.bias is not None:
         bias = jnp.moveaxis(queries.bias, 1, 0).astype(wide)
@@ -198,7 +204,7 @@ def _scores(
         visible = visible & (bias > -jnp.inf)
         if queries.bias_shift is not None:
             bias = bias - queries.bias_shift.astype(wide).T.reshape(*bias.shape[:3], 1)
-    q, _, k, _ = _finite(visible, queries, keys, wide)
+    q, _, k, _ = _zero_hidden(visible, queries, keys, wide)
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]
     x = _by_pair(q, k) * rule.scale
@@ -213,18 +219,18 @@ def _scores(
         x = x - rule.slopes.astype(wide).reshape(kv_heads, -1, 1, 1) * distance
     if rule.dropout_p > 0:
         assert rule.seed is not None
-        each = (rule.head + jnp.arange(heads, dtype=jnp.int32)).reshape(kv_heads, -1, 1, 1)
-        kept = dropout_keep(
-            rule.dropout_p, rule.seed, rule.batch, each, queries.indices[:, None], keys.position
+        head = (rule.head + jnp.arange(heads, dtype=jnp.int32)).reshape(kv_heads, -1, 1, 1)
+        is_kept = dropout_keep(
+            rule.dropout_p, rule.seed, rule.batch, head, queries.indices[:, None], keys.position
         )
-        keep = kept.astype(wide) / (1 - rule.dropout_p)
-    return _Scores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
+        keep = is_kept.astype(wide) / (1 - rule.dropout_p)
+    return _DenseScores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
 
 
-def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
-    """The mask's rule, ``[n, m]``."""
+def _visible_pairs(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
+    """Return which keys queries see by the mask's rule, documents and segments, bool ``[n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
-    seen = jnp.broadcast_to(
+    visible = jnp.broadcast_to(
         jnp.asarray(mask.rule(q_pos, k_pos), bool), (len(queries.position), len(keys.position))
     )
     if mask.document_offsets is not None:
@@ -232,17 +238,18 @@ def _visible(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
         q_doc, k_doc = (
             searchsorted(offsets, x, "right") for x in (queries.position, keys.position)
         )
-        seen = seen & (q_doc[:, None] == k_doc)
+        visible = visible & (q_doc[:, None] == k_doc)
     if queries.ids is not None and keys.ids is not None:
-        seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
-    return seen
+        visible = visible & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
+    return visible
 
 
 def _means_of_block(
     rule: Rule, queries: SampledQueries, keys: SampledKeys, precision: Precision
 ) -> Partial:
+    """Compute :func:`query_means` over one block of keys."""
     scores = _scores(rule, queries, keys, precision)
-    _, dout, k, v = _finite(scores.visible, queries, keys, precision.wide)
+    _, dout, k, v = _zero_hidden(scores.visible, queries, keys, precision.wide)
     x = jnp.where(scores.visible, scores.x, -jnp.inf)
     top = x.max(axis=-1, keepdims=True)
     weights = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
@@ -258,24 +265,28 @@ def _means_of_block(
     return Partial(lse, *jnp.split(sums, 2, axis=-1))
 
 
-def _finite(
+def _zero_hidden(
     visible: Array, queries: SampledQueries, keys: SampledKeys, wide: Any
 ) -> tuple[Array, Array, Array, Array]:
-    """``q``, ``dout`` ``[n, K, G, D]`` and ``k``, ``v``, zero where nothing is seen."""
+    """Set queries that see no key, and keys that no query sees, to zero: they may be NaN.
+
+    Returns:
+        Wide ``q`` and ``dout`` ``[n, K, G, D]``, and ``k`` and ``v`` ``[m, K, D]``.
+    """
     (n, heads, _), kv_heads = queries.q.shape, keys.k.shape[1]
     dout = jnp.zeros((n, heads, keys.v.shape[2]), wide) if queries.dout is None else queries.dout
-    some = visible.any(axis=(0, 1))
-    sees, seen = some.any(axis=1)[:, None, None], some.any(axis=0)[:, None, None]
+    by_pair = visible.any(axis=(0, 1))
+    sees, is_seen = by_pair.any(axis=1)[:, None, None], by_pair.any(axis=0)[:, None, None]
     q, dout = (
         jnp.where(sees, x.astype(wide), 0).reshape(n, kv_heads, heads // kv_heads, -1)
         for x in (queries.q, dout)
     )
-    k, v = (jnp.where(seen, x.astype(wide), 0) for x in (keys.k, keys.v))
+    k, v = (jnp.where(is_seen, x.astype(wide), 0) for x in (keys.k, keys.v))
     return q, dout, k, v
 
 
-def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
-    """A function of blocks of arrays along their first dimension, all results stacked."""
+def _map_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
+    """Apply a function to blocks of arrays along their first dimension, and stack the results."""
     length = len(jax.tree.leaves(arrays)[0])
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
     blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
@@ -283,36 +294,38 @@ def _in_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
 
 
 def _by_pair(x: Array, y: Array) -> Array:
-    """``[n, K, G, d]`` and ``[m, K, d]`` as products ``[K, G, n, m]``."""
-    return _dot(x, y, ((3,), (2,)), (1, 1)).transpose(0, 2, 1, 3)
+    """Multiply ``[n, K, G, d]`` and ``[m, K, d]`` to ``[K, G, n, m]``, a product for each pair."""
+    return _multiply_by_head(x, y, ((3,), (2,)), (1, 1)).transpose(0, 2, 1, 3)
 
 
 def _by_key(weights: Array, x: Array) -> Array:
-    """Sums over queries: ``[K, G, n, m]`` and ``[n, K, G, d]`` as ``[m, K, d]``."""
-    return _dot(weights, x, ((1, 2), (2, 0)), (0, 1)).transpose(1, 0, 2)
+    """Sum over queries: multiply ``[K, G, n, m]`` and ``[n, K, G, d]`` to ``[m, K, d]``."""
+    return _multiply_by_head(weights, x, ((1, 2), (2, 0)), (0, 1)).transpose(1, 0, 2)
 
 
 def _by_query(weights: Array, y: Array) -> Array:
-    """Sums over keys: ``[K, G, n, m]`` and ``[m, K, d]`` as ``[n, H, d]``."""
-    return lax.collapse(_dot(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3)
+    """Sum over keys: multiply ``[K, G, n, m]`` and ``[m, K, d]`` to ``[n, H, d]``."""
+    return lax.collapse(
+        _multiply_by_head(weights, y, ((3,), (0,)), (0, 1)).transpose(2, 0, 1, 3), 1, 3
+    )
 
 
-def _dot(
+def _multiply_by_head(
     x: Array, y: Array, over: tuple[tuple[int, ...], tuple[int, ...]], heads: tuple[int, int]
 ) -> Array:
-    """A product of matrices for each key head.
+    """Multiply matrices for each K/V head.
 
-    It names no dtype of the result, as ``einsum`` does: ``vmap`` comes to it outside of
-    ``enable_x64``, where a float64 that is named becomes a float32.
+    Unlike ``einsum`` it names no dtype of the result: ``vmap`` evaluates it outside of
+    ``enable_x64``, where a named float64 becomes a float32.
     """
     return lax.dot_general(x, y, (over, (heads[:1], heads[1:])), precision=lax.Precision.HIGHEST)
 
 
 def _weight(part: Array, total: Array) -> Array:
-    """The share of a part's softmax mass; 0 where there is none."""
+    """Return a part's share of the softmax mass, from the ``lse`` of both; 0 if there is none."""
     return jnp.exp(part - jnp.where(total == -jnp.inf, 0.0, total))
 
 
 def _by_row(x: Array) -> Array:
-    """``[K, G, n]`` as ``[n, H]``."""
+    """Reshape ``[K, G, n]`` to ``[n, H]``."""
     return x.reshape(-1, x.shape[-1]).T

@@ -1,8 +1,8 @@
-"""Some rows of a call's results, asked of all ranks, and compared on the host.
+"""Sample rows of a call's results, compute them again over all ranks, and compare on the host.
 
-Every rank shows the others its rows, computes for theirs over its own keys, and gets back what
-belongs to its own. What each has found is gathered, so that the hosts of all ranks see the same,
-and raise the same.
+Every rank gathers the sampled rows of all ranks, computes their attention over its own keys, and
+sends the results back to each row's rank, which merges them. The comparisons are gathered, so that
+the hosts of all ranks see the same numbers and raise the same error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
 from ring_jax.rank_view import all_positions, local_positions
-from ring_jax.records import Array, Inputs, Static
+from ring_jax.records import Array, CallSpec, Inputs
 from ring_jax.tripwire.dense import (
     EXACT,
     Partial,
@@ -35,55 +35,58 @@ from ring_jax.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_jax.tripwire.settings import Turn, mixed
+from ring_jax.tripwire.settings import CheckedCall, mixed
 
-#: Got, exact, plain, size of terms and what was rounded, of each name, as ``SampledRows``.
+#: The fields of a ``SampledRows`` by name of the result: the call's rows, exact and plain ones, the
+#: size of the terms that they are sums of, and the size of what was rounded.
 Results = dict[str, tuple[Array, ...]]
 _KINDS: tuple[Kind, ...] = ("queries", "keys")
 
 
-def check_forward(turn: Turn, static: Static, inputs: Inputs, out: Array, lse: Array) -> None:
-    """Check a forward, if it is this call's turn: ``out [B, T, H, Dv]`` and ``lse [B, H, T]``."""
+def check_forward(
+    checked_call: CheckedCall, call: CallSpec, inputs: Inputs, out: Array, lse: Array
+) -> None:
+    """Check ``out [B, T, H, Dv]`` and ``lse [B, H, T]`` of a forward, if this call is checked."""
 
     def run() -> None:
-        sample = _Sample.of(static, inputs, turn.number)
+        sample = _Sample.of(call, inputs, checked_call.number)
         b, rows = sample.batch, sample.own("queries")
         exact, plain = sample.means(None)
         size = jnp.broadcast_to(_largest(inputs.v), (SAMPLES,))
-        of_lse = (x[..., None] for x in (lse[b][:, rows].T, exact.lse, plain.lse))
+        lse_rows = (x[..., None] for x in (lse[b][:, rows].T, exact.lse, plain.lse))
         results: Results = {
             "out": (out[b, rows], exact.means, plain.means.astype(out.dtype), size, jnp.sqrt(plain.squares)),
-            "lse": (*of_lse, jnp.ones(SAMPLES), jnp.zeros((*plain.lse.shape, 1))),
+            "lse": (*lse_rows, jnp.ones(SAMPLES), jnp.zeros((*plain.lse.shape, 1))),
         }  # fmt: skip
         sample.compare("forward", {"queries": results})
 
-    turn.run(partial(_in_float64, run), lambda: None)
+    checked_call.run(partial(_in_float64, run), lambda: None)
 
 
 def check_backward(
-    turn: Turn, static: Static, inputs: Inputs, results: tuple[Array, Array], upstream: tuple[Array, Array],
-    grads: tuple[Array, Array, Array],
+    checked_call: CheckedCall, call: CallSpec, inputs: Inputs, results: tuple[Array, Array],
+    upstream: tuple[Array, Array], grads: tuple[Array, Array, Array],
 ) -> None:  # fmt: skip
-    """Check a backward, if it is this call's turn.
+    """Check the gradients of a backward, if this call is checked.
 
     Args:
-        turn: Of the call.
-        static: The call.
-        inputs: This rank's.
+        checked_call: The number of the call.
+        call: The call.
+        inputs: This rank's arrays.
         results: The forward's ``out [B, T, H, Dv]`` and ``lse [B, H, T]``.
-        upstream: Their gradients.
+        upstream: The gradients of ``out`` and ``lse``.
         grads: dQ, dK and dV, ``[B, T, heads, D]``.
     """
 
     def run() -> None:
-        sample = _Sample.of(static, inputs, turn.number)
+        sample = _Sample.of(call, inputs, checked_call.number)
         b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
         (dout, _), (dq, dk, dv) = upstream, grads
         lengths = jnp.linalg.norm(dout[b, rows].astype(jnp.float64), axis=-1).max(axis=-1)
-        # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
+        # A backward computes exp(scores - lse) again, and loses as many digits as lse has.
         lse = results[1][b].astype(jnp.float64)
         digits = 1 + jnp.abs(jnp.where(jnp.isfinite(lse), lse, 0))
-        scale, v_long = abs(static.scale), _longest(inputs.v)
+        scale, v_long = abs(call.scale), _longest(inputs.v)
         size = scale * lengths * _largest(inputs.k) * v_long * digits[:, rows].max(axis=0)
         exact_dq, plain_dq, rounded = sample.dq(results, upstream)
         q_side: Results = {"dq": (dq[b, rows], exact_dq, plain_dq, size, rounded)}
@@ -100,92 +103,106 @@ def check_backward(
         }  # fmt: skip
         sample.compare("backward", {"queries": q_side, "keys": k_side})
 
-    turn.run(partial(_in_float64, run), lambda: None)
+    checked_call.run(partial(_in_float64, run), lambda: None)
 
 
 def _in_float64(run: Callable[[], None]) -> None:
+    """Run a function with 64-bit types, whatever the user's settings."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         run()
 
 
 class _Sample(NamedTuple):
-    """One batch row of a call, and four queries and keys of each rank."""
+    """A batch row of a call, and four queries and four keys of each rank."""
 
-    static: Static
+    call: CallSpec
     inputs: Inputs
-    number: Array
-    batch: Array  # which row
+    number: Array  # of the CheckedCall, which decides on rows
+    batch: Array  # int32, local index of the batch row
     rule: Rule
 
     @classmethod
-    def of(cls, static: Static, x: Inputs, number: Array) -> _Sample:
+    def of(cls, call: CallSpec, x: Inputs, number: Array) -> _Sample:
+        """Choose the batch row of a call by its number, the same on all ranks."""
         batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
         slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
         offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
         rule = Rule(
-            static.plan.mask, static.scale, static.softcap, static.dropout_p, slopes, x.seed,
+            call.plan.mask, call.scale, call.softcap, call.dropout_p, slopes, x.seed,
             batch + offsets[0], offsets[1],
         )  # fmt: skip
-        return cls(static, x, number, batch, rule)
+        return cls(call, x, number, batch, rule)
 
     @property
-    def ring(self) -> Ranks:
-        return Ranks(self.static.axis_name, self.static.plan.cp_size)
+    def ranks(self) -> Ranks:
+        """The devices that share the sequence."""
+        return Ranks(self.call.axis_name, self.call.plan.cp_size)
 
-    def of_all(self, kind: Kind) -> Array:
-        """Local indices of the samples of all ranks, int32 ``[P, 4]``."""
-        plan, size = self.static.plan, self.ring.size
+    def all_indices(self, kind: Kind) -> Array:
+        """Return the local indices of the samples of all ranks, int32 ``[P, 4]``."""
+        plan, size = self.call.plan, self.ranks.size
         length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
         counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
         numbers = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
         return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
     def own(self, kind: Kind) -> Array:
-        return self.of_all(kind)[self.ring.rank()]
+        """Return the local indices of this rank's samples, int32 ``[4]``."""
+        return self.all_indices(kind)[self.ranks.rank()]
 
     def positions(self, kind: Kind) -> Array:
-        """Global indices of the samples of all ranks, int32 ``[P * 4]``."""
-        plan = self.static.plan
+        """Return the global indices of the samples of all ranks, int32 ``[P * 4]``."""
+        plan = self.call.plan
         layout = plan.q_layout if kind == "queries" else plan.k_layout
-        return jnp.take_along_axis(all_positions(layout), self.of_all(kind), axis=1).reshape(-1)
+        indices = self.all_indices(kind)
+        return jnp.take_along_axis(all_positions(layout), indices, axis=1).reshape(-1)
 
     def means(self, dout: Array | None) -> tuple[Partial, Partial]:
-        """Of this rank's queries over all keys and sinks: exact, and by a plain implementation."""
-        x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
+        """Compute :func:`query_means` of this rank's samples over all keys and sinks.
+
+        Returns:
+            The exact means, and those of a plain implementation.
+        """
+        x, b, plan, ranks = self.inputs, self.batch, self.call.plan, self.ranks
         rows, indices = self.own("queries"), self.positions("queries")
+        # Every rank gets the samples of all ranks ...
         queries = SampledQueries(
-            ring.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
-            None if x.q_ids is None else ring.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
-            None if x.bias_shift is None else ring.gather(self._shift()[rows], 0),
-            None if dout is None else ring.gather(dout[b, rows], 0),
+            ranks.gather(x.q[b, rows], 0), indices, indices + plan.q_offset,
+            None if x.q_ids is None else ranks.gather(x.q_ids[b, rows], 0), self._bias_of(rows),
+            None if x.bias_shift is None else ranks.gather(self._shift()[rows], 0),
+            None if dout is None else ranks.gather(dout[b, rows], 0),
         )  # fmt: skip
         keys = SampledKeys(
-            x.k[b], x.v[b], local_positions(plan.k_layout, ring.rank()),
+            x.k[b], x.v[b], local_positions(plan.k_layout, ranks.rank()),
             None if x.k_ids is None else x.k_ids[b],
         )  # fmt: skip
 
+        # ... meets them with its own keys, and sends each part to the sample's rank, to be merged.
         def means(precision: Precision) -> Partial:
             parts = query_means(self.rule, queries, keys, precision)
-            whole = merged(Partial(*(self._home(y) for y in parts)))
-            return whole if x.sinks is None else whole.with_sinks(x.sinks)
+            total = merged(Partial(*(self._return_to_owner(y) for y in parts)))
+            return total if x.sinks is None else total.with_sinks(x.sinks)
 
-        return means(EXACT), means(plain_precision(self.static.dtype))
+        return means(EXACT), means(plain_precision(self.call.dtype))
 
     def dq(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
     ) -> tuple[Array, Array, Array]:
-        """The gradients of this rank's queries: exact, by a plain implementation, what it rounds.
+        """Compute dQ of this rank's samples.
 
-        Both take delta from ``out`` as the forward rounded it, which is all that a backward has;
-        so do those of keys. An exact delta would differ by one number a row and head. In the
-        plain gradients it can vanish behind other roundings by chance, and twice their error is
-        no bound of it.
+        Delta comes from ``out`` as the forward rounded it, which is all that a backward has, here
+        and in :meth:`key_sums`. An exact delta would differ by one number a row and head; in the
+        plain gradients that difference can vanish behind other roundings by chance, so that twice
+        their error would not bound it.
+
+        Returns:
+            The exact dQ, that of a plain implementation, and the size of what that one rounds.
         """
         b, rows = self.batch, self.own("queries")
         dout, out = (y[b, rows].astype(jnp.float64) for y in (upstream[0], results[0]))
         dlse = upstream[1][b][:, rows].T.astype(jnp.float64)[..., None]
         delta = (dout * out).sum(axis=-1, keepdims=True) - dlse
-        scale, (exact, plain) = self.static.scale, self.means(upstream[0])
+        scale, (exact, plain) = self.call.scale, self.means(upstream[0])
         dq = [
             scale * (first - delta * second)
             for first, second in (
@@ -199,14 +216,14 @@ class _Sample(NamedTuple):
     def key_sums(
         self, results: tuple[Array, Array], upstream: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """Compute :func:`key_sums` for this rank's keys: exact, and plain."""
-        x, b, plan, ring = self.inputs, self.batch, self.static.plan, self.ring
+        """Compute :func:`key_sums` of this rank's samples over all queries: exact, and plain."""
+        x, b, plan, ranks = self.inputs, self.batch, self.call.plan, self.ranks
         columns, position = self.own("keys"), self.positions("keys")
         keys = SampledKeys(
-            ring.gather(x.k[b, columns], 0), ring.gather(x.v[b, columns], 0), position,
-            None if x.k_ids is None else ring.gather(x.k_ids[b, columns], 0),
+            ranks.gather(x.k[b, columns], 0), ranks.gather(x.v[b, columns], 0), position,
+            None if x.k_ids is None else ranks.gather(x.k_ids[b, columns], 0),
         )  # fmt: skip
-        indices, bias = local_positions(plan.q_layout, ring.rank()), None
+        indices, bias = local_positions(plan.q_layout, ranks.rank()), None
         if x.bias is not None:
             bias = jnp.moveaxis(jnp.take(x.bias[b % len(x.bias)], position, axis=2), 0, 1)
         queries = SampledQueries(
@@ -218,18 +235,18 @@ class _Sample(NamedTuple):
 
         def sums(precision: Precision) -> Array:
             parts = key_sums(self.rule, queries, keys, results[1][b].T, delta, precision)
-            return self._home(parts).sum(axis=0)
+            return self._return_to_owner(parts).sum(axis=0)
 
-        return sums(EXACT), sums(plain_precision(self.static.dtype))
+        return sums(EXACT), sums(plain_precision(self.call.dtype))
 
     def _bias_of(self, rows: Array) -> Array | None:
-        """The bias of all ranks' samples for this rank's keys, ``[P * 4, H or 1, m]``."""
+        """Return the bias of all ranks' samples for this rank's keys, ``[P * 4, H or 1, m]``."""
         x = self.inputs
         if x.bias is None:
             return None
-        mine = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
+        own_rows = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
         parts = jnp.moveaxis(
-            jnp.take(mine, all_positions(self.static.plan.k_layout), axis=2), 2, 0
+            jnp.take(own_rows, all_positions(self.call.plan.k_layout), axis=2), 2, 0
         )  # [P, 4, H or 1, m]
         return lax.collapse(self._all_to_all(parts), 0, 2)
 
@@ -238,83 +255,93 @@ class _Sample(NamedTuple):
         shift = not_none(self.inputs.bias_shift)
         return shift[self.batch % len(shift)].T
 
-    def _home(self, x: Array) -> Array:
-        """What all ranks have found of this rank's samples, ``[P, 4, ...]``."""
-        return self._all_to_all(x.reshape(self.ring.size, SAMPLES, *x.shape[1:]))
+    def _return_to_owner(self, x: Array) -> Array:
+        """Send parts ``[P * 4, ...]`` to the samples' ranks.
+
+        Returns:
+            The parts of all ranks for this rank's samples, ``[P, 4, ...]``.
+        """
+        return self._all_to_all(x.reshape(self.ranks.size, SAMPLES, *x.shape[1:]))
 
     def _all_to_all(self, x: Array) -> Array:
-        """Part ``n`` goes to rank ``n``."""
-        if self.static.axis_name is None:
+        """Send part ``n`` of ``[P, ...]`` to rank ``n``, and return what all ranks sent here."""
+        if self.call.axis_name is None:
             return x
-        return cast("Array", lax.all_to_all(x, self.static.axis_name, 0, 0, tiled=True))
+        return cast("Array", lax.all_to_all(x, self.call.axis_name, 0, 0, tiled=True))
 
     def compare(self, which: str, results: dict[Kind, Results]) -> None:
-        """Show the hosts of all ranks what was found; they compare and raise."""
-        names = [(kind, name) for kind, found in results.items() for name in found]
+        """Pass the results of all ranks to every rank's host, which compares and raises."""
+        names = [(kind, name) for kind, by_name in results.items() for name in by_name]
         arrays = [
-            self.ring.gather(self._for_host(x)[None], 0)
+            self.ranks.gather(self._for_host(x)[None], 0)
             for kind, name in names
             for x in results[kind][name]
         ]
         shapes = result_shapes(*(x.shape for x in self.inputs[:3]))
         jax.debug.callback(
-            partial(_compare, self.static, which, shapes, names),
-            self.number, self.batch, *(self.of_all(kind) for kind in _KINDS), *arrays,
+            partial(_compare_rows, self.call, which, shapes, names),
+            self.number, self.batch, *(self.all_indices(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip
 
     def _for_host(self, x: Array) -> Array:
-        """A float64 as two float32, which callbacks take where jax has no 64 bits."""
+        """Split float64 into two float32, as callbacks take no float64 if JAX has no 64 bits."""
         x = x.astype(jnp.float64)
-        if self.static.dtype == "float64":
+        if self.call.dtype == "float64":
             return x
         high = x.astype(jnp.float32)
         low = jnp.where(jnp.isfinite(high), x - high.astype(jnp.float64), 0)
         return jnp.stack([high, low.astype(jnp.float32)])
 
 
-def _compare(
-    static: Static, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
+def _compare_rows(
+    call: CallSpec, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
     number: Any, batch: Any, *arrays: Any,
 ) -> None:  # fmt: skip
-    picked = dict(zip(_KINDS, arrays[:2], strict=True))
-    found = []
+    """Raise ``WrongResultError`` if a row of any rank is wrong; runs on the host.
+
+    ``arrays`` are the local indices of queries and of keys, and five arrays for each of ``names``.
+    """
+    indices = dict(zip(_KINDS, arrays[:2], strict=True))
+    faults = []
     for n, (kind, name) in enumerate(names):
-        parts = [_joined(static.dtype, x) for x in arrays[2 + 5 * n : 7 + 5 * n]]
+        parts = [_joined(call.dtype, x) for x in arrays[2 + 5 * n : 7 + 5 * n]]
         for rank, rows in enumerate(zip(*parts, strict=True)):
-            worst = SampledRows(*rows).worst(static.dtype)
+            worst = SampledRows(*rows).worst(call.dtype)
             if worst is not None:
-                token = int(picked[kind][rank][worst.row])
+                token = int(indices[kind][rank][worst.row])
                 text = worst.describe(name, int(batch), token, shapes[name])
-                found.append(f"rank {rank}: {text}")
-    if found:
+                faults.append(f"rank {rank}: {text}")
+    if faults:
         raise WrongResultError(
-            f"call {int(number):08x} ({which}) is wrong. {'; '.join(found)}. {_described(static)}. "
+            f"call {int(number):08x} ({which}) is wrong. {'; '.join(faults)}. {_described(call)}. "
             f"Every rank raises this. To find out more: python -m ring_jax doctor, and the same "
             f"call with kernel='xla' and strategy='ring'"
         )
 
 
-def _described(static: Static) -> str:
-    kernels = ", ".join(repr(kernel.capabilities.name) for kernel in static.kernels)
+def _described(call: CallSpec) -> str:
+    """Return the part of the error that names kernel, strategy, layout, mask and ranks."""
+    kernels = ", ".join(repr(kernel.capabilities.name) for kernel in call.kernels)
     return (
-        f"Kernel {kernels}, strategy {static.strategy!r}, layout "
-        f"{str(static.plan.q_layout.name)!r}, mask {static.plan.mask.describe()!r}, "
-        f"{static.plan.cp_size} ranks"
+        f"Kernel {kernels}, strategy {call.strategy!r}, layout "
+        f"{str(call.plan.q_layout.name)!r}, mask {call.plan.mask.describe()!r}, "
+        f"{call.plan.cp_size} ranks"
     )
 
 
 def _joined(dtype: str, x: Any) -> npt.NDArray[np.float64]:
-    """``[P, ...]`` in float64, from one array or from pairs."""
-    found: npt.NDArray[np.float64] = np.asarray(x, np.float64)
-    return found if dtype == "float64" else found[:, 0] + found[:, 1]
+    """Undo :meth:`_Sample._for_host` on the host: ``[P, ...]`` in float64."""
+    wide: npt.NDArray[np.float64] = np.asarray(x, np.float64)
+    return wide if dtype == "float64" else wide[:, 0] + wide[:, 1]
 
 
 def _largest(x: Array) -> Array:
+    """Return the largest finite magnitude of an array."""
     size = jnp.abs(x.astype(jnp.float64))
     return jnp.where(jnp.isfinite(size), size, 0).max()
 
 
 def _longest(x: Array) -> Array:
-    """The largest length of a finite vector of the last dimension."""
+    """Return the largest norm of the finite vectors along the last dimension."""
     size = jnp.linalg.norm(x.astype(jnp.float64), axis=-1)
     return jnp.where(jnp.isfinite(size), size, 0).max()

@@ -1,8 +1,9 @@
-"""What the collectives of a traced pass carry, and what they have to; how fast a pass was.
+"""Checks of the bytes that a pass sends, and of its speed.
 
-One that is faster than the device can be left work out. The host's clock is read before the queries
-(in a backward, and the gradients of the output) go into the pass, and when its result is there, so
-what is measured is no shorter than the pass.
+The bytes of a traced pass's collectives must be those that its program needs. A pass that is
+faster than the device's peak has left work out. The host's clock is read before the queries (and in
+a backward the gradients of the output) enter the pass, and when its result is there, so that the
+time measured is no shorter than the pass.
 """
 
 from __future__ import annotations
@@ -21,49 +22,46 @@ from ring_core import WrongResultError
 from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
 from ring_jax.collectives import Ranks
-from ring_jax.records import Array, Inputs, Pass, Static, nbytes
-from ring_jax.tripwire.settings import Turn
+from ring_jax.records import Array, CallSpec, Direction, Inputs, nbytes
+from ring_jax.tripwire.settings import CheckedCall
 
 _COLLECTIVES = frozenset({"ppermute", "all_gather", "reduce_scatter", "all_to_all", "psum"})
 
 
 def check_traffic(
-    static: Static,
-    inputs: Inputs,
-    which: Pass,
-    expected: int,
-    run: Callable[..., Any],
+    call: CallSpec, inputs: Inputs, which: Direction, expected: int, run: Callable[..., Any],
     *arrays: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Trace a pass of a strategy once more, and count the bytes that its collectives carry.
 
     Args:
-        static: The call.
-        inputs: This device's.
+        call: The call.
+        inputs: This device's arrays.
         which: The pass.
-        expected: Bytes that leave all ranks together, by the strategy.
-        run: The pass, to be traced.
-        arrays: What it is given.
+        expected: The bytes that leave all ranks together, by the strategy.
+        run: The strategy's function of ``arrays``.
+        arrays: Its arguments.
 
     Raises:
-        WrongResultError: They are not those of the program.
+        WrongResultError: The bytes are not those of the program.
     """
-    size = static.plan.cp_size
-    if static.axis_name is None or size == 1:
+    size = call.plan.cp_size
+    if call.axis_name is None or size == 1:
         return
     moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
     if which == "forward" and inputs.bias_shift is not None:
-        expected += size * (size - 1) * nbytes(inputs.k_ids)  # to know what rows of a bias see
+        # The shift of a bias needs the segment ids of all keys, see bias_shift.
+        expected += size * (size - 1) * nbytes(inputs.k_ids)
     if moved != expected:
         raise WrongResultError(
             f"the collectives of a {which} carry {moved:,} bytes between {size} ranks, and the "
-            f"program {expected:,}: strategy {static.strategy!r}, layout "
-            f"{str(static.plan.q_layout.name)!r}, mask {static.plan.mask.describe()!r}"
+            f"program {expected:,}: strategy {call.strategy!r}, layout "
+            f"{str(call.plan.q_layout.name)!r}, mask {call.plan.mask.describe()!r}"
         )
 
 
 def _moved(jaxpr: Any, size: int) -> Iterator[int]:
-    """Bytes that leave all ranks together, of each collective."""
+    """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _COLLECTIVES:
@@ -83,64 +81,73 @@ def _moved(jaxpr: Any, size: int) -> Iterator[int]:
                 yield from _moved(getattr(inner, "jaxpr", inner), size)
 
 
-def start(turn: Turn, inputs: Inputs, *arrays: Array) -> tuple[Array | None, list[Array]]:
-    """Read the clock, then give back the arrays that a pass computes with.
+def start_clock(
+    checked_call: CheckedCall, inputs: Inputs, *arrays: Array
+) -> tuple[Array | None, list[Array]]:
+    """Read the host's clock before the arrays that a pass computes with are available.
 
     Returns:
-        Microseconds, ``None`` where a rate is not checked, and the arrays.
+        The time in microseconds, uint32, or ``None`` if rates are not checked for this call; and
+        the arrays, tied to that reading.
     """
     if _peak(inputs) is None:
         return None, list(arrays)
-    at = turn.run(lambda: _read(turn.number), lambda: turn.number)
-    at, *held = lax.optimization_barrier((at, *arrays))
-    return at, held
+    number = checked_call.number
+    start_time = checked_call.run(lambda: _read_clock(number), lambda: number)
+    start_time, *tied = lax.optimization_barrier((start_time, *arrays))
+    return start_time, tied
 
 
 def check_rate(
-    turn: Turn, static: Static, inputs: Inputs, which: Pass, at: Array | None, *results: Array
-) -> None:
-    """Compare a pass with the device's peak, if it is this call's turn."""
+    checked_call: CheckedCall, call: CallSpec, inputs: Inputs, which: Direction,
+    start_time: Array | None, *results: Array,
+) -> None:  # fmt: skip
+    """Compare the speed of a pass with the device's peak, if this call is checked.
+
+    ``start_time`` is that of :func:`start_clock`; the pass ends when ``results`` are there.
+    """
     peak = _peak(inputs)
-    if peak is None or at is None:
+    if peak is None or start_time is None:
         return
     q, v = inputs.q, inputs.v
     model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
-    pairs = static.program.work().sum(axis=0) * model.flops_per_pair
+    pairs = call.program.work().sum(axis=0) * model.flops_per_pair
     flops = jnp.asarray(pairs * (1.0 if which == "forward" else BACKWARD_FLOPS), jnp.float32)
-    ring = Ranks(static.axis_name, static.plan.cp_size)
+    ring = Ranks(call.axis_name, call.plan.cp_size)
 
     def compare() -> None:
-        sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # all of them has to be there
-        took = jnp.maximum(_read(*sums) - at, 1)  # unsigned: it may wrap
+        sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # needs every element
+        took = jnp.maximum(_read_clock(*sums) - start_time, 1)  # unsigned: the clock may wrap
         rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
-        jax.debug.callback(partial(_compare, which, peak), rates)
+        jax.debug.callback(partial(_compare_rates, which, peak), rates)
 
-    turn.run(compare, lambda: None)
+    checked_call.run(compare, lambda: None)
 
 
 def _peak(inputs: Inputs) -> float | None:
-    """The device's, where the plan knows a call's work."""
+    """Return the device's peak in TFLOP/s; ``None`` if unknown, or if arrays decide the work."""
     hidden = inputs.q_ids is not None or inputs.bias is not None
     return None if hidden else peak_tflops(jax.devices()[0].device_kind)
 
 
-def _read(*before: Array) -> Array:
-    """Microseconds of the host's clock, uint32, once some arrays are there.
+def _read_clock(*after: Array) -> Array:
+    """Read the host's clock in microseconds, uint32, once some arrays are there.
 
-    To the compiler no reading is another's: each has a function of its own.
+    Each reading has a function of its own, so that the compiler cannot merge two of them.
     """
     return cast(
         "Array",
         jax.pure_callback(
             lambda *_: np.uint32(time.perf_counter_ns() // 1000 % (1 << 32)),
             jax.ShapeDtypeStruct((), jnp.uint32),
-            *before,
+            *after,
             vmap_method="sequential",
         ),
     )
 
 
-def _compare(which: Pass, peak: float, rates: Any) -> None:
+def _compare_rates(which: Direction, peak: float, rates: Any) -> None:
+    """Raise ``WrongResultError`` if a rank's rate exceeds the peak; runs on the host."""
     for rank, rate in enumerate(rates):
         if rate > peak:
             raise WrongResultError(
