@@ -226,7 +226,7 @@ def test_what_the_kernels_for_hopper_leave(
             flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
         else:
             programs = many
-        found = run._rest(launch, x, flags, programs, size)
+        found = run._run_left_out(launch, x, flags, programs, size)
         return [found[name] for name in names[len(names) - num_changed :]]
 
     monkeypatch.setattr(run, "call", call)

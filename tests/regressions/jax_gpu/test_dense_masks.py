@@ -80,7 +80,7 @@ def test_hidden_blocks_are_on_no_list(shape: tuple[int, ...]) -> None:
         return jax.grad(loss)(qkv)
 
     listed = mock.patch.object(operands, "block_index", counting(block_index))
-    with listed, mock.patch.object(operands.Call, "bwd_dbias") as bwd_dbias:
+    with listed, mock.patch.object(operands.StepWork, "bwd_dbias") as bwd_dbias:
         jax.block_until_ready(grads(qkv, mask))
         jax.effects_barrier()
     blocks = np.asarray(mask).any(axis=1).reshape(-1, T // BLOCK, BLOCK, T // BLOCK, BLOCK)
