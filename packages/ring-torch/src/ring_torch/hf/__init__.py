@@ -1,10 +1,13 @@
-"""Ring attention for the models of transformers 5: an attention and a mask function.
+"""Context-parallel attention for the models of transformers 5.
 
-What ties a model to a ring is the batch: :func:`shard_batch` puts who
-holds the sequence, and its documents, in the place of ``attention_mask``. So nothing here has
-state, models and rings may be mixed, and half of the change alone is an error: other attention
-cannot read such a mask, and this one takes no other. :func:`parallelize` makes both changes, with
-hooks on the model, and what has to be done to a Trainer.
+:func:`parallelize` prepares a model or a Trainer in one call: it sets ring attention as the model's
+``attn_implementation`` and installs forward hooks that split each batch and join the results.
+
+The same can be done by hand: :func:`register` adds ring attention to transformers, and
+:func:`shard_batch` splits a batch. The split batch carries, in place of ``attention_mask``, an
+object that says which ranks hold the sequence and where its documents are. There is no global
+state, so one process may use several models and several process groups. Doing one half alone is an
+error: other attention implementations cannot read such a mask, and ring attention accepts no other.
 """
 
 from ring_torch.hf.batch import shard_batch

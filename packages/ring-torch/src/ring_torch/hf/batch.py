@@ -1,4 +1,4 @@
-"""Split the batches of a model of transformers by hand, without hooks on the model."""
+"""Split batches for a transformers model by hand, without hooks on the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, check_model
 
-#: Reports of models that were checked, for as long as these live.
+#: Cached reports of checked models; an entry goes when its model is freed.
 _REPORTS: WeakKeyDictionary[nn.Module, ModelReport] = WeakKeyDictionary()
 
 
@@ -24,42 +24,44 @@ def shard_batch(
     model: nn.Module,
     dropout_seed: int | None = None,
 ) -> dict[str, Any]:
-    """Return this rank's part of the batch of a language model of transformers.
+    """Return this rank's part of a batch, as keyword arguments of the model's forward.
 
-    Every rank gives the same whole batch. Sequences are padded on the right to a length that the
-    layout divides, and split.
+    Every rank passes the same whole batch. Sequences are padded on the right to a length that the
+    layout can divide, and then split. The ranks compare a checksum of their batches.
 
-    The model is checked the first time (:func:`check_model`): one that would not compute what it
-    does on whole sequences is refused. What wraps it (DDP, FSDP, PEFT, ``torch.compile``) may be
-    given as well. A module that is none of transformers is not checked, and counts as a causal
-    language model with positions from 0.
+    The model is checked the first time (:func:`check_model`), and refused if it would not compute
+    on split sequences what it computes on whole ones. It may be wrapped (DDP, FSDP, PEFT,
+    ``torch.compile``). A module that does not come from transformers is not checked; it is assumed
+    to be a causal language model whose positions start at 0.
 
     Args:
-        cp: The ranks, and the layout.
-        batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``, and where wanted
-            ``labels`` int ``[B, T]`` (label ``i`` is of token ``i``; -100 is ignored),
-            ``attention_mask`` ``[B, T]`` (1, or 0 for padding, anywhere), ``position_ids`` int
-            ``[B, T]`` (default: as the model counts; without an attention mask, a document begins
-            where they do not go on by one), ``token_type_ids``, ``shift_labels``,
-            ``num_items_in_batch``.
-        model: The model that is called with what is returned.
+        cp: The ranks that share a sequence, and the layout.
+        batch: ``input_ids`` int ``[B, T]`` or ``inputs_embeds [B, T, dim]``. Optional are
+            ``labels`` int ``[B, T]`` (unshifted: label ``i`` belongs to token ``i``; -100 is
+            ignored), ``attention_mask`` ``[B, T]`` (1 for a token, 0 for padding, which may be
+            anywhere; or the number of each token's document, from 1 on), ``position_ids`` int
+            ``[B, T]`` (default: counted as the model counts them; without an attention mask, a
+            position that is not its predecessor plus one begins a new document),
+            ``token_type_ids``, ``shift_labels`` and ``num_items_in_batch``.
+        model: The model that will be called with the returned arguments.
         dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on all
             ranks and new with every batch.
 
     Returns:
-        Keyword arguments of the model's forward: the tensors given, ``[B, T_local, ...]``, and
-        ``position_ids``, global ones; an ``attention_mask`` that ring attention alone can read; for
-        ``labels``, ``shift_labels`` (label ``i`` is of token ``i + 1``, shifted before the split)
-        and ``num_items_in_batch``, the labels of the whole batch that are not ignored. Where the
-        model's loss is of labels as they are (masked language models, classes of tokens),
-        ``labels`` that a cross entropy alone can read, and divides by that number. The loss of the
-        model then is this rank's part: the sum over ranks is the mean over all tokens.
+        Keyword arguments of the model's forward. Tensors of the batch become ``[B, T_local, ...]``.
+        ``position_ids`` are counted in the whole sequence, before the split. ``attention_mask`` is
+        an object that only ring attention can read. ``labels`` become ``shift_labels`` (entry ``i``
+        is the label of token ``i + 1``, shifted before the split), with ``num_items_in_batch``, the
+        number of labels of the whole batch that are not ignored. For models whose loss does not
+        shift labels (masked language models, token classification), ``labels`` are an object that
+        only cross entropy can read, which then divides by that number. The model's loss is this
+        rank's part: the sum over ranks is the mean over all tokens.
 
     Raises:
         ValueError: Shapes do not fit; labels of padding are not -100; ``cp`` is no
             :class:`ring_torch.ContextParallel`, or ``model`` no module.
-        UnsupportedError: The model is not exact on split sequences, or the batch holds what cannot
-            be split; the message says what to do.
+        UnsupportedError: The model is not exact on split sequences, or the batch has an entry that
+            cannot be split; the message says what to do.
         RankMismatchError: Ranks were given different batches.
 
     Example::

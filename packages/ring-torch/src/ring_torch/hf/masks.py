@@ -1,4 +1,4 @@
-"""The mask function that transformers is given: it names a pattern, in place of building a mask."""
+"""Mask function for transformers that records a layer's mask pattern and builds no tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_SHARD = (
 )
 
 
-#: Functions of ``transformers.masking_utils`` by which patterns are told.
+#: Functions of ``transformers.masking_utils`` that define the patterns recognized here.
 _PATTERNS = (
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_causal_mask_function",
 )  # fmt: skip
@@ -34,14 +34,16 @@ _PATTERNS = (
 
 @dataclass(frozen=True, eq=False)
 class LayerMask(AnyDevice):
-    """What a layer's attention needs: the batch's documents and the layer's pattern.
+    """Stand-in for a layer's attention mask: the batch's documents and the layer's mask pattern.
 
     Attributes:
-        batch: The sequences that queries are of.
-        causal: Whether a token sees what comes before it alone.
-        window: Other keys to the left and right.
-        chunk_size: A token sees its own chunk alone.
-        keys: The sequences that keys are of, where they are others (cross attention).
+        batch: The batch whose tokens are the queries, and the keys too in self-attention.
+        causal: True if a token attends only to itself and earlier tokens.
+        window: Numbers of keys to the left and right that a token attends to besides its own;
+            ``None`` for no limit.
+        chunk_size: Length of the chunks to which attention is confined (Llama 4); ``None`` for
+            none.
+        keys: The batch whose tokens are the keys in cross attention; ``None`` in self-attention.
     """
 
     batch: ShardedMask
@@ -58,7 +60,19 @@ class LayerMask(AnyDevice):
     def documents(
         self, device: torch.device
     ) -> tuple[tuple[int, ...] | None, Tensor | tuple[Tensor, Tensor] | None]:
-        """``cu_seqlens`` and ``segment_ids`` of a call of attention."""
+        """Return the ``cu_seqlens`` and ``segment_ids`` arguments of the attention call.
+
+        Documents are stated by offsets where they are the same in all rows, and by one id a token
+        otherwise. Cross attention has no documents; ids are used only to hide padding among the
+        keys: queries have id 0, keys 0 or -1.
+
+        Args:
+            device: Device to put the segment ids on.
+
+        Returns:
+            ``cu_seqlens`` or ``None``, and segment ids or ``None``: int32 ``[B, T_local]``, or a
+            pair of them for queries and keys.
+        """
         if self.keys is None:
             ids = None if self.batch.cu_seqlens is not None else self.batch.segment_ids
             return self.batch.cu_seqlens, None if ids is None else ids.to(device)
@@ -70,7 +84,10 @@ class LayerMask(AnyDevice):
 
 
 class NoMask(Sealed):
-    """Where a model was given no mask: as good as an error, but for layers that use none."""
+    """Stand-in for an absent attention mask, which raises an error when a layer reads it.
+
+    Layers that use no mask can still run with it.
+    """
 
     _words = _NO_SHARD.format("no attention_mask")
 
@@ -94,14 +111,16 @@ def ring_mask(
     allow_is_bidirectional_skip: bool = False,
     **unknown: object,
 ) -> LayerMask | NoMask:
-    """Name the pattern that transformers asks for, in place of building a mask.
+    """Return the mask pattern that transformers asks for, instead of a mask tensor.
 
-    The arguments are those of the mask functions of ``transformers.masking_utils`` (before 5.2
-    with ``cache_position`` for lengths and offset of the queries).
+    It is registered as transformers' mask function for ring attention. The arguments are those of
+    the mask functions in ``transformers.masking_utils``; releases before 5.2 pass
+    ``cache_position`` instead of ``q_length`` and ``q_offset``.
 
     Raises:
-        ValueError: The batch is not one of ``shard_batch``.
-        UnsupportedError: The pattern is not known, or keys are others than the batch's.
+        ValueError: ``attention_mask`` does not come from ``shard_batch``.
+        UnsupportedError: The pattern is unknown, or the keys are not the batch's own tokens (a KV
+            cache, a prefix).
     """
     del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
     if unknown:  # in place of a TypeError
@@ -138,7 +157,7 @@ def ring_mask(
 
 
 def check_mask_functions() -> None:
-    """Raise an UnsupportedError if transformers lacks a function that names a pattern."""
+    """Raise an UnsupportedError if transformers lacks a mask function needed to name patterns."""
     for name in _PATTERNS:
         if not inspect.isfunction(getattr(masking_utils, name, None)):
             raise UnsupportedError(lacks("masking_utils", f"{name}()"))
@@ -147,6 +166,11 @@ def check_mask_functions() -> None:
 def _cross_mask(
     mask: CrossMask, mask_function: MaskFunction, lengths: tuple[int, int | None, int]
 ) -> LayerMask:
+    """Return the mask of cross attention: each query attends to all keys that are no padding.
+
+    Raises:
+        UnsupportedError: Lengths are not those of the batch, or the mask function hides more.
+    """
     if lengths != (*mask.queries.shape, mask.keys.shape[1]):
         raise UnsupportedError(
             f"cross attention of [B, T_local, T_kv_local] = {lengths}, where the batch holds "
@@ -158,10 +182,10 @@ def _cross_mask(
 
 
 def sharded(attention_mask: object) -> ShardedMask:
-    """The batch that a mask is of.
+    """Return a batch's :class:`ShardedMask`; of anything else, say where to get one.
 
     Raises:
-        ValueError: It is none of ``shard_batch``.
+        ValueError: It is not one, so it does not come from ``shard_batch``.
     """
     if isinstance(attention_mask, ShardedMask):
         return attention_mask
@@ -172,9 +196,13 @@ def sharded(attention_mask: object) -> ShardedMask:
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
-    """``causal`` and ``window`` of a mask function of transformers.
+    """Return ``causal`` and ``window`` of a mask function of transformers.
 
-    It is told by building the known ones again and comparing: their closures hold all they do.
+    transformers passes a closure without a name. The known closures are built again and compared
+    with it: two closures are equal if they have the same code and equal enclosed values.
+
+    Raises:
+        UnsupportedError: It is none of the known ones.
     """
     if _is_same(mask_function, masking_utils.causal_mask_function):
         return True, None
@@ -193,7 +221,10 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Whether functions are of one definition and enclose the same."""
+    """Return True if two functions have the same code and enclose equal values, recursively.
+
+    Tensors are equal only if they are one object.
+    """
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
         return one.__code__ is other.__code__ and _is_same(_inner_values(one), _inner_values(other))
     if isinstance(one, tuple) and isinstance(other, tuple):
@@ -204,4 +235,5 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def _inner_values(function: FunctionType) -> tuple[object, ...]:
+    """Return the values that a closure encloses."""
     return tuple(cell.cell_contents for cell in function.__closure__ or ())

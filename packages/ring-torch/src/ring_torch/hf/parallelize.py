@@ -1,4 +1,4 @@
-"""One line after which a model of transformers, or a Trainer, takes whole batches."""
+"""Parallelize a transformers model or Trainer in one call, after which it takes whole batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ring_torch.hf.wiring import wire
 
 
 class Handle:
-    """What :func:`parallelize` has done."""
+    """Result of :func:`parallelize`: undoes its changes, and verifies the model."""
 
     def __init__(
         self,
@@ -51,31 +51,34 @@ class Handle:
         self._target = model if isinstance(model, Target) else Target(*model, self._undo)
 
     def verify(self, batch: Mapping[str, Any]) -> VerifyReport:
-        """Compare the model on the ring with the whole model, in a forward and backward of a batch.
+        """Run one batch on the ring and on the whole model, forward and backward, and compare them.
 
-        Every rank runs the batch split, and twice whole, with attention of transformers: ``eager``
-        and ``sdpa``. The difference of these two is noise. Where a model has no ``sdpa``, its
-        modules' outputs are changed by a unit in the last place at random, in place of it. Loss,
-        outputs and the gradients of parameters may differ from the whole ones by four times that,
-        and a floor for what rounding makes of a single operation: ``2**-18`` of their size, in
-        float16 ``2**-8``, in bfloat16 ``2**-5``. Outputs are compared token by token, without
-        padding. Layers whose attention, masks or positions are wrong are off by far more.
+        Every rank runs the batch split over the ring once, and whole twice, with transformers'
+        ``eager`` and ``sdpa`` attention. The difference between the two whole runs is the noise. A
+        model without ``sdpa`` runs ``eager`` twice, the second time with module outputs changed at
+        random by a unit in the last place.
 
-        Parameters, gradients, buffers, random generators, modes and hooks are as before
-        afterwards, also when it raises. Dropout is off; checkpoints of activations are taken where
-        they are enabled. In bfloat16 experts of a token may be others by rounding alone: give a
-        mixture of experts in float32.
+        The split run's loss, outputs and parameter gradients may differ from the whole run's by
+        four times the noise plus a floor for the rounding of a single operation, relative to their
+        size: ``2**-18``, in float16 ``2**-8``, in bfloat16 ``2**-5``. Outputs are compared token by
+        token, padding left out. Wrong attention, masks or positions cause far larger differences.
+
+        Parameters, gradients, buffers, random generators, training modes and hooks are restored
+        afterwards, also when an error is raised. Dropout is off; activation checkpointing is used
+        where the model has it enabled. In bfloat16, rounding alone can send a token to other
+        experts: verify a mixture of experts in float32.
 
         Args:
             batch: A short batch as the model takes it, the same on all ranks of the ring, with
                 labels if the loss is to be compared.
 
         Returns:
-            The differences, all of which are rounding.
+            The differences, all of which are small enough to be rounding.
 
         Raises:
-            WrongResultError: Something differs by more, on all ranks of the ring; the message names
-                the first module whose output, or the first parameter whose gradient, does.
+            WrongResultError: A difference is larger than that. It is raised on all ranks of the
+                ring; the message names the first module whose output, or the first parameter whose
+                gradient, differs.
             ValueError: The batch is malformed, the whole model's loss is not finite, or the handle
                 was removed.
             UnsupportedError: There is too little memory; or the model or the batch cannot be run
@@ -90,7 +93,7 @@ class Handle:
         return verify_target(self._target, batch)
 
     def remove(self) -> None:
-        """Undo it: the model is as it was before. A second call does nothing."""
+        """Undo all changes: the model is as it was before. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -102,35 +105,36 @@ def parallelize(
     logits: Logits = "local",
     reduction: Reduction | None = None,
 ) -> Handle:
-    """Let a model of transformers take ordinary whole batches, computed over the ranks of a ring.
+    """Make a transformers model take whole batches and compute them over the ranks of a ring.
 
-    The model's attention becomes that of :func:`register`, and hooks split what goes in and sum or
-    join what comes out. Modules, and the keys of ``state_dict``, stay as they are. The same call
-    again changes nothing.
+    The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
+    loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
+    stay as they are. A second call with the same options changes nothing.
 
-    A ``transformers.Trainer`` that is built already, or a trainer of TRL, is given in place of the
-    model: its ranks of a ring then draw the same batches, to train, evaluate and predict, and count
-    as one. Methods are replaced on the instance alone.
+    Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
+    ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
+    one device in its statistics. Methods are replaced on this instance, not on its class.
 
     Args:
-        model: A model of transformers, or what wraps it (DDP, FSDP, PEFT), or a Trainer. LoRA comes
-            before.
-        cp: The ranks that hold a sequence. They are given equal batches.
-        logits: ``"local"``: each rank's part, ``[B, T_local, V]`` in the order of the layout;
-            ``"gather"``: of the whole sequence, on every rank. A Trainer predicts whole ones either
-            way.
-        reduction: How gradients are reduced over the ranks, outside of the model. ``"sum"``, the
-            default: by :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``, that of a
-            Trainer: by DDP or ``fully_shard``, over the ranks of the ring or of several. The loss
-            is the whole batch's either way; its gradient is this rank's part, times ``cp_size`` for
-            a mean.
+        model: A model of transformers, bare or wrapped (DDP, FSDP, PEFT), or a Trainer. Add LoRA
+            adapters before.
+        cp: The ranks that share a sequence. They must be given equal batches.
+        logits: ``"local"`` returns each rank's part, ``[B, T_local, V]`` in the order of the
+            layout; ``"gather"`` returns the whole sequence's, ``[B, T, V]``, on every rank. A
+            Trainer's predictions are of whole sequences either way.
+        reduction: The reduction of gradients over the ranks that runs outside the model. ``"sum"``
+            (default) is for :meth:`ring_torch.ContextParallel.reduce_gradients`; ``"mean"``
+            (default of a Trainer) is for DDP or ``fully_shard``, over the ranks of one ring or of
+            several. Either way the returned loss is the whole batch's, and its gradient this rank's
+            part, which for ``"mean"`` is multiplied by ``cp_size``.
 
     Returns:
-        A handle to undo it.
+        A handle that can undo the changes and verify the model.
 
     Raises:
-        ValueError: ``model`` is none of transformers; an option is unknown, or other than before;
-            later, in a forward: a batch that was split before, or a ``reduction`` that is wrong.
+        ValueError: ``model`` does not come from transformers; an option is unknown, or differs from
+            an earlier call's. Later, in a forward: the batch is already split, or ``reduction``
+            does not fit the model's wrapper.
         UnsupportedError: The model, or a setting of the Trainer, is not exact on split sequences;
             the message says why.
         RankMismatchError: In a forward: ranks were given different batches.
@@ -158,21 +162,23 @@ def parallelize(
 
 
 def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]) -> VerifyReport:
-    """Compare a model on a ring with the whole model: :meth:`Handle.verify` of any model.
+    """Compare a model on a ring with the whole model on one batch; see :meth:`Handle.verify`.
 
     Args:
-        model: As in :func:`parallelize`; parallelized already, or else only for this call.
+        model: A model or Trainer as in :func:`parallelize`. One that is not parallelized yet is
+            parallelized for this call alone.
         cp: The ranks of the ring.
-        batch: A short batch.
+        batch: A short batch, the same on all ranks.
 
     Returns:
-        The differences, all of which are rounding.
+        The differences, all of which are small enough to be rounding.
 
     Raises:
-        WrongResultError: Something differs by more; the message names the module.
-        ValueError: ``model`` is none of transformers, or on another ring; else as
+        WrongResultError: A difference is larger than that; the message names the module.
+        ValueError: ``model`` does not come from transformers, or is parallelized over another ring;
+            or a reason of :meth:`Handle.verify`.
+        UnsupportedError: The model is not exact on split sequences; or a reason of
             :meth:`Handle.verify`.
-        UnsupportedError: The model is not exact on split sequences; else as :meth:`Handle.verify`.
         RankMismatchError: Ranks were given different batches.
 
     Example::
@@ -194,10 +200,20 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
 def _trainer(
     trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None
 ) -> Handle:
+    """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
+
+    Either all of it is done or, if an error is raised, nothing.
+
+    Raises:
+        ValueError: ``reduction`` is ``"sum"``, a loss function needs whole logits, or options
+            differ from an earlier call's.
+        UnsupportedError: A model or a setting is not exact on split sequences.
+    """
     if reduction == "sum":
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
     check_trainer(trainer, logits)
-    models = trainer.model, getattr(trainer, "ref_model", None)  # of TRL, which is not trained
+    # TRL's frozen reference model, if there is one, sees the same split sequences.
+    models = trainer.model, getattr(trainer, "ref_model", None)
     done: list[Callable[[], object]] = []
     try:
         done.extend(_model(x, cp, logits, "mean").remove for x in models if x is not None)
@@ -217,6 +233,12 @@ def _trainer(
 
 
 def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction) -> Handle:
+    """Parallelize a model: check it, set ring attention and install the hooks.
+
+    Raises:
+        ValueError: It does not come from transformers, or was parallelized with other options.
+        UnsupportedError: It is not exact on split sequences.
+    """
     if not isinstance(model, nn.Module) or not is_of_transformers(unwrapped(model)):
         raise ValueError(
             f"model must be a model of transformers, or DDP, FSDP or PEFT round one, or a Trainer, "
@@ -225,7 +247,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     if (before := hooks_of(model)) is not None:
         return _handle_of(before, cp, logits, reduction)
     inner: Any = unwrapped(model)
-    # Such a model takes the row of each sequence's last token from what ``score`` makes of all.
+    # The generic classifier computes ``score`` for all tokens and picks each sequence's last token
+    # from the result. So its base model is split, and the output of ``score`` is joined.
     is_pooling = isinstance(inner, GenericForSequenceClassification) and (
         forward_of(type(inner)) is forward_of(GenericForSequenceClassification)
     )
@@ -246,7 +269,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
-    """Put the hooks on; yields what takes each off."""
+    """Install the hooks that split batches and join outputs; yield a function that removes each."""
     if hasattr(inner, "generate"):
         yield replace_attribute(inner, "generate", refuse_generation)
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
@@ -262,10 +285,10 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
 
 
 def _handle_of(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
-    """The handle of the first call.
+    """Return the handle of an earlier call of :func:`parallelize` with the same options.
 
     Raises:
-        ValueError: That had other options.
+        ValueError: The earlier call had other options.
     """
     same = before.sharding is cp._sharding  # noqa: SLF001 - one package
     if not same or (before.logits, before.reduction) != (logits, reduction):
@@ -279,7 +302,11 @@ def _handle_of(before: ModelHooks, cp: ContextParallel, logits: str, reduction: 
 
 
 def _split_module(model: nn.Module) -> nn.Module:
-    """The module whose ``__call__`` runs the model: PEFT calls the model's ``forward`` past it."""
+    """Return the module to hook: the outermost wrapper whose ``__call__`` is sure to run.
+
+    PEFT calls the ``forward`` of the model it wraps, not its ``__call__``, so hooks on that would
+    not run; in its case it is the PEFT model.
+    """
     return next(
         part
         for part in wrappers(model)
@@ -288,9 +315,12 @@ def _split_module(model: nn.Module) -> nn.Module:
 
 
 def _attend(model: Any) -> Callable[[], object]:
-    """Give the model ring attention, unless it has it; what gives it back its own.
+    """Set ring attention on the model, unless it has it; return a function that sets its own back.
 
-    Towers that see images or sound see whole ones, and keep theirs.
+    Towers for images or sound get whole inputs on every rank, and keep their attention.
+
+    Raises:
+        UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
     """
     if is_ring(_attention_of(model)):
         return lambda: None
@@ -300,7 +330,8 @@ def _attend(model: Any) -> Callable[[], object]:
     ]
     kept = [(module.config, _attention_of(module)) for module in towers(model)]
     set_attention = model.set_attn_implementation
-    if has_written_attention(model):  # of which transformers has no other to set
+    # transformers refuses to set attention on a model that writes out its own: set the field.
+    if has_written_attention(model):
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
     # A model whose own module has attention of images alone sets that of its text part only.
@@ -313,7 +344,7 @@ def _attend(model: Any) -> Callable[[], object]:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Yield configs of a model and of its parts, each before those within it."""
+    """Yield the configs of a model and of its parts, each before the configs nested in it."""
     found = [model.config, *(x.config for x in model.modules() if is_of_transformers(x))]
     while found:
         config = found.pop(0)
@@ -323,11 +354,12 @@ def _configs(model: Any) -> Iterator[Any]:
 
 
 def _set(attention: Iterable[tuple[Any, str]]) -> None:
-    """Set the attention of configs, in this order: each sets those within it, too."""
+    """Set the attention of configs in the order given; each also sets those nested in it."""
     for config, name in attention:
         config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
 
 
 def _attention_of(model: Any) -> str:
+    """Return the name of a model's attention implementation."""
     name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
     return name

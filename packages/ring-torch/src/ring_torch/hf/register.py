@@ -1,4 +1,7 @@
-"""The attention and mask function that transformers is given, and what they refuse."""
+"""Register ring attention as an ``attn_implementation`` of transformers.
+
+The registered function refuses, by name, every argument that it cannot honour.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from ring_torch.kernels import kernel_names
 from ring_torch.strategies import strategy_names
 from ring_torch.transports import transport_names
 
+#: Substrings of an implementation's name to which transformers gives a meaning.
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
 _FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 
-#: What models hand to attention functions beside what these compute with.
+#: Arguments that models pass to attention functions and that do not change their result.
 _IGNORED = frozenset({
     "cache_position", "labels", "num_items_in_batch", "output_hidden_states", "position_embeddings",
     "position_ids", "return_dict", "shift_labels", "use_cache",
@@ -46,21 +50,23 @@ def register(
     transport: str = "auto",
     deterministic: bool = False,
 ) -> str:
-    """Give transformers an ``attn_implementation`` that computes over all ranks of a ring.
+    """Register ring attention with transformers as an ``attn_implementation``, and return its name.
 
     Args:
-        name: What it is called there; another for each set of options.
-        kernel: As in :func:`ring_torch.ring_attention`.
-        strategy: As there.
-        transport: As there.
-        deterministic: As there.
+        name: Name to register under; each set of options needs its own.
+        kernel: Kernel of each call, as in :func:`ring_torch.ring_attention`.
+        strategy: Strategy of each call, as in :func:`ring_torch.ring_attention`.
+        transport: Transport of each call, as in :func:`ring_torch.ring_attention`.
+        deterministic: True for gradients that are equal bit by bit in every run, as in
+            :func:`ring_torch.ring_attention`.
 
     Returns:
-        The name.
+        ``name``, to be given as ``attn_implementation``.
 
     Raises:
-        ValueError: The name is taken, or means something to transformers; an option is unknown.
-        UnsupportedError: transformers makes masks in a way that is not known.
+        ValueError: The name is registered as something else or with other options, or has a meaning
+            in transformers; or an option is unknown.
+        UnsupportedError: The installed transformers has no mask functions of the expected names.
 
     Example::
 
@@ -89,13 +95,20 @@ def register(
 
 
 def is_ring(name: str) -> bool:
-    """Whether an ``attn_implementation`` of this name is one of :func:`register`."""
+    """Return True if :func:`register` registered an ``attn_implementation`` of this name."""
     return isinstance(AttentionInterface().get(name, None), RingAttention)
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """An attention function of transformers."""
+    """Attention function for transformers, with the options that it passes to ``ring_attention``.
+
+    Attributes:
+        kernel: Kernel of each call.
+        strategy: Strategy of each call.
+        transport: Transport of each call.
+        deterministic: True for gradients that are equal bit by bit in every run.
+    """
 
     kernel: KernelConfig
     strategy: StrategyConfig
@@ -118,10 +131,29 @@ class RingAttention:
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention ``[B, T_local, H, D]`` of ``query [B, H, T_local, D]`` to all ranks' keys.
+        """Compute the attention of a layer over the keys of all ranks, as transformers calls it.
+
+        Args:
+            module: The layer, read for its config and ``layer_idx``.
+            query: ``[B, H, T_local, D]``.
+            key: ``[B, Hkv, T_kv_local, D]``.
+            value: ``[B, Hkv, T_kv_local, Dv]``.
+            attention_mask: The layer's :class:`~ring_torch.hf.masks.LayerMask`.
+            dropout: Dropout probability.
+            scaling: Softmax scale; ``None`` for ``1 / sqrt(D)``.
+            sliding_window: Checked against the mask, which decides.
+            softcap: Scores become ``softcap * tanh(scores / softcap)``.
+            is_causal: Checked against the mask, which decides.
+            s_aux: Attention sinks, ``[H]``.
+            position_bias: ``[1 or B, 1 or H, T_local, T_kv]``, added to the scores of all ranks'
+                keys.
+            **kwargs: Refused, unless known not to change the result.
+
+        Returns:
+            The output ``[B, T_local, H, Dv]``, and ``None`` for the attention weights.
 
         Raises:
-            ValueError: The batch is not one of ``shard_batch``.
+            ValueError: The batch does not come from ``shard_batch``.
             UnsupportedError: An argument would change the result and cannot be honoured.
         """
         mask = _layer_mask(attention_mask)
@@ -159,10 +191,23 @@ class RingAttention:
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """The same of a mask that is known; ``bias [1 or B, 1 or H, T_local, T_kv]`` of all keys.
+        """Compute attention under a known mask; arguments not named here are those of ``__call__``.
+
+        Args:
+            module: The layer, read for its ``layer_idx``.
+            query: ``[B, H, T_local, D]``.
+            key: ``[B, Hkv, T_kv_local, D]``.
+            value: ``[B, Hkv, T_kv_local, Dv]``.
+            mask: The batch and the pattern.
+            sinks: Attention sinks, ``[H]``.
+            bias: ``[1 or B, 1 or H, T_local, T_kv]``, of this rank's queries and all ranks' keys.
+            alibi_slopes: ALiBi slopes, ``[H]``.
+
+        Returns:
+            The output ``[B, T_local, H, Dv]``.
 
         Raises:
-            UnsupportedError: Queries or keys are others than the batch's.
+            UnsupportedError: Queries or keys have other lengths than the batch's part on this rank.
         """
         batch, keys = mask.batch, mask.keys or mask.batch
         if (query.shape[0], query.shape[2], key.shape[2]) != (*batch.shape, keys.shape[1]):
@@ -172,6 +217,7 @@ class RingAttention:
                 f"attention"
             )
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+        # Causal attention hides padding at the end of a row by itself, so it needs no documents.
         is_known = mask.causal and batch.single
         cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         batch.sharding.check_group()
@@ -187,6 +233,7 @@ class RingAttention:
 
 
 def _layer_mask(attention_mask: object) -> LayerMask:
+    """Return a layer's mask if :func:`ring_mask` made it; raise an error for any other mask."""
     if isinstance(attention_mask, LayerMask):
         return attention_mask
     if isinstance(attention_mask, Tensor):
@@ -202,7 +249,11 @@ def _layer_mask(attention_mask: object) -> LayerMask:
 
 
 def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
-    """A bias of a rank's queries and all keys; none where it is a single zero."""
+    """Return a bias of this rank's queries and all ranks' keys; ``None`` for the scalar 0.
+
+    Raises:
+        UnsupportedError: Its columns are not all ranks' keys.
+    """
     if bias is None or bias.ndim == 0:
         return None
     if bias.shape[-1] != (mask.keys or mask.batch).seq_len:
@@ -214,7 +265,7 @@ def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
 
 
 def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool | None) -> None:
-    """Refuse arguments that say something else than the mask, as some attention obeys these."""
+    """Refuse a layer whose arguments contradict its mask."""
     left = None if mask.window is None else mask.window[0]
     if sliding_window is not None and mask.causal and left != sliding_window - 1:
         raise UnsupportedError(
@@ -229,7 +280,11 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
 
 
 def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
-    """Refuse what models compute from positions of a rank's tokens, where ranks would differ."""
+    """Refuse rotary embeddings that ranks would scale differently.
+
+    With ``longrope`` and ``dynamic`` the frequencies depend on the largest position in the input,
+    which differs between ranks of a split sequence.
+    """
     if batch.sharding.ring.size == 1:
         return
     config = getattr(module, "config", None)
@@ -250,7 +305,10 @@ def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
 
 
 def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = None) -> int:
-    """A seed that is equal on all ranks and differs by batch and layer, and for cross attention."""
+    """Return the dropout seed of a layer, equal on all ranks.
+
+    It differs by batch and layer, and between self-attention and cross attention of one layer.
+    """
     layer = getattr(module, "layer_idx", None)
     if batch.dropout_seed is None or layer is None:
         raise UnsupportedError(
@@ -262,6 +320,6 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """In the dtype of autocast, as torch does for its own attention."""
+    """Cast float32 to the dtype of autocast where it is on, as torch's own attention does."""
     is_cast = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
     return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x

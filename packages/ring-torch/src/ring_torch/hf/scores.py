@@ -1,9 +1,10 @@
-"""Attention that a model writes out itself: its products and sums are named, and a ring does them.
+"""Ring attention for models that write out their attention as matrix products and a softmax.
 
 Some models of transformers do not call an attention function: they multiply queries and keys, add a
-mask, take a softmax and multiply by values. Within such a module the product of queries and keys is
-a :class:`Scores`, which holds what is done to it instead of numbers. Its product with values is
-ring attention. Whatever else is done to it is refused by name.
+mask, take a softmax and multiply by values. While such a module runs, the product of queries and
+keys is a :class:`Scores` object, which has no numbers and records the operations applied to it. Its
+product with the values then calls ring attention. Any operation that ring attention cannot express
+is refused with an error.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.classes import Written
 from ring_torch.hf.models.sealed import AnyDevice, Sealed, SealedError
 
-_HIDDEN = -1e4  # what is added or filled in to hide is below
+_HIDDEN = -1e4  # models hide a score by a value at or below this
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
 
 @dataclass(frozen=True, eq=False)
 class Term(AnyDevice):
-    """What a model adds to its scores, in the accumulators' dtype: a mask, a bias, slopes of ALiBi.
+    """Summand of the attention scores: a mask, a bias, ALiBi slopes, or several of these.
 
     Attributes:
-        shape: As the model sees it.
-        mask: Who sees whom.
-        bias: ``[1 or B, 1 or H, T_local, T_kv]``.
-        slopes: ``[H]``.
+        shape: Shape of the tensor that the model expects in its place.
+        mask: Mask that it stands for, if any.
+        bias: Bias ``[1 or B, 1 or H, T_local, T_kv]``, if any.
+        slopes: ALiBi slopes ``[H]``, if any.
     """
 
     shape: tuple[int, ...]
@@ -50,11 +51,11 @@ class Term(AnyDevice):
     )
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the shape or one of its sizes, as :meth:`torch.Tensor.size` does."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
     def __getitem__(self, _: object) -> Term:  # type: ignore[override]
-        """Itself: what models cut off lies past the last key, and there is none."""
+        """Return self: models index it to cut off columns past the last key, and it has none."""
         return self
 
     def __add__(self, other: object) -> Term:
@@ -75,7 +76,7 @@ class Term(AnyDevice):
     __radd__ = __add__
 
     def baddbmm(self, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-        """The product of queries and keys, times ``alpha``, and this added."""
+        """Return the scores ``alpha * batch1 @ batch2``, with this term added."""
         if beta != 1:
             raise SealedError(self._words)
         scores: Any = torch.bmm(batch1, batch2)
@@ -87,18 +88,18 @@ _TERMS = ("mask", "bias", "slopes")
 
 @dataclass(frozen=True, eq=False)
 class Scores(Sealed):
-    """The product of queries and keys, and what was done to it since.
+    """Product of queries and keys, without its numbers, and the operations applied to it so far.
 
     Attributes:
-        layer: That of the module whose they are.
-        q: ``[..., T_local, D]``.
-        k: The same, of keys.
-        shape: As the model sees it, ``[..., T_local, T_kv_local]``.
-        dtype: As the model sees it.
-        scale: What they were multiplied by.
-        term: What was added, in all.
-        is_softmax: Whether they are weights already.
-        dropout: Of the weights.
+        layer: Watcher of the running module; it computes the attention in the end.
+        q: Queries ``[..., T_local, D]``.
+        k: Keys ``[..., T_kv_local, D]``.
+        shape: Shape that the model sees, ``[..., T_local, T_kv_local]``.
+        dtype: Dtype that the model sees.
+        scale: Product of all factors applied: the softmax scale.
+        term: Sum of all that was added; ``None`` for nothing.
+        is_softmax: True once the softmax was taken.
+        dropout: Dropout probability of the attention weights.
     """
 
     layer: _Products
@@ -123,15 +124,15 @@ class Scores(Sealed):
 
     @property
     def device(self) -> torch.device:
-        """Of the queries."""
+        """Device of the queries."""
         return self.q.device
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the shape or one of its sizes, as :meth:`torch.Tensor.size` does."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
     def view(self, *shape: int) -> Scores:
-        """The same, with batch and heads apart or in one."""
+        """Return the scores with batch and heads merged into one dimension, or split again."""
         known = torch.empty(self.shape, device="meta").view(*shape).shape
         if known[-2:] != self.shape[-2:]:
             raise SealedError(self._words)
@@ -140,16 +141,20 @@ class Scores(Sealed):
     reshape = view
 
     def to(self, *args: Any, **kwargs: Any) -> Scores:
-        """In another dtype."""
+        """Return the scores in another dtype. A device is ignored."""
         dtypes = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype))
         return replace(self, dtype=next(dtypes, self.dtype))
 
     def type_as(self, other: Any) -> Scores:
-        """In another's dtype."""
+        """Return the scores in the dtype of another tensor."""
         return self.to(other.dtype)
 
     def __mul__(self, factor: object) -> Scores:
-        """Scaled; what was added to them is, too, but for a mask, which hides either way."""
+        """Return the scores multiplied by a positive number.
+
+        It must come before a bias is added, which it would scale too; a mask may be there, as it
+        hides at any scale.
+        """
         term = self.term
         has_sums = term is not None and (term.bias is not None or term.slopes is not None)
         if self.is_softmax or has_sums:
@@ -164,7 +169,7 @@ class Scores(Sealed):
     __itruediv__ = __truediv__
 
     def _number(self, x: object) -> float:
-        """That by which scores are scaled; no learned one, whose gradient would be lost."""
+        """Return a factor as a float; refuse one with a gradient, which would be lost."""
         if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
             x = x.item()
         if not isinstance(x, Real) or not float(x) > 0:
@@ -172,7 +177,7 @@ class Scores(Sealed):
         return float(x)
 
     def __add__(self, term: object) -> Scores:
-        """With a mask or a bias."""
+        """Return the scores with a mask or a bias added, which must come before the softmax."""
         if isinstance(term, LayerMask):
             term = Term(self.shape, mask=term)
         if isinstance(term, Tensor):
@@ -184,13 +189,13 @@ class Scores(Sealed):
     __radd__ = __iadd__ = __add__
 
     def masked_fill(self, mask: object, value: float) -> Scores:
-        """Hidden where a mask hides."""
+        """Return the scores with the mask's hidden entries filled by ``value``, at most -1e4."""
         if not isinstance(mask, Term | LayerMask) or value > _HIDDEN:
             raise SealedError(self._words)
         return self + mask
 
     def maximum(self, least: Tensor) -> Scores:
-        """Bounded below, by what is as good as no bound."""
+        """Return self for a lower bound of at most -1e4, which has no effect on the softmax."""
         if least.numel() != 1 or least.item() > _HIDDEN:
             raise SealedError(self._words)
         return self
@@ -198,20 +203,20 @@ class Scores(Sealed):
     def softmax(
         self, dim: int = -1, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Scores:
-        """As weights."""
+        """Return the attention weights: the softmax over keys."""
         if dim not in (-1, len(self.shape) - 1) or self.is_softmax:
             raise SealedError(self._words)
         return replace(self, is_softmax=True, dtype=dtype or self.dtype)
 
     def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Scores:
-        """With dropout."""
+        """Return the attention weights with dropout."""
         del inplace
         if not self.is_softmax or self.dropout:
             raise SealedError(self._words)
         return replace(self, dropout=p if training else 0.0)
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        """Attention, ``[..., T_local, Dv]`` as the values are."""
+        """Return the attention output: weights times values ``[..., T_kv_local, Dv]``."""
         if not self.is_softmax or not isinstance(v, Tensor):
             raise SealedError(self._words)
         return self.layer.attend(self, v)
@@ -220,6 +225,8 @@ class Scores(Sealed):
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = cls._functions.get(func)
         if name == "where":
+            # GPT-Neo hides later tokens by its own buffer. The mask that it adds afterwards hides
+            # them too, so the buffer becomes a term without effect.
             _, scores, value = args
             if isinstance(scores, Scores) and scores.layer.hides_by_itself:
                 return scores.masked_fill(Term(scores.shape), float(value))
@@ -228,16 +235,20 @@ class Scores(Sealed):
         raise SealedError(f"{cls._words} (asked for {getattr(func, '__name__', func)})")
 
     def float(self) -> Scores:  # last: in a class body it would hide the type
-        """In float32."""
+        """Return the scores in float32."""
         return self.to(torch.float32)
 
 
 class _Products(TorchFunctionMode):
-    """While a module of written attention runs: its product of queries and keys are scores.
+    """Torch function mode that replaces the product of queries and keys by :class:`Scores`.
+
+    It is active while a module with written-out attention runs. A product counts as that of queries
+    and keys if its last two sizes are the batch's ``(T_local, T_kv_local)``.
 
     Args:
-        layer: That of the module.
-        masks: What it was given to add.
+        layer: Hooks of the module.
+        module: The module.
+        masks: Masks among the module's arguments, whose batches have these lengths.
     """
 
     def __init__(self, layer: WrittenAttention, module: nn.Module, masks: list[LayerMask]) -> None:
@@ -259,7 +270,11 @@ class _Products(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attend(self, scores: Scores, v: Tensor) -> Tensor:
-        """Ring attention of the scores' queries and keys to ``v [..., T_kv_local, Dv]``."""
+        """Return ring attention of the scores' queries and keys to ``v [..., T_kv_local, Dv]``.
+
+        Raises:
+            UnsupportedError: No mask was added to the scores, so the batch is not known.
+        """
         term = scores.term
         if term is None or term.mask is None:
             raise UnsupportedError(
@@ -271,6 +286,8 @@ class _Products(TorchFunctionMode):
             x.reshape(term.mask.batch.shape[0], -1, *x.shape[-2:]).to(v.dtype)
             for x in (scores.q, scores.k, v)
         )
+        # GPT-Neo's local layers see a window only, by their own buffer. That has no effect here, so
+        # the window is given to ring attention.
         module, form = self.module, self.layer.form
         is_local = form.local and getattr(module, form.local) == "local"
         mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
@@ -282,11 +299,12 @@ class _Products(TorchFunctionMode):
         return out.transpose(1, 2).reshape(*scores.shape[:-1], v.shape[-1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Scores:
-        """Of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
+        """Return the scores of ``q [..., T_local, D]`` and ``keys [..., D, T_kv_local]``."""
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
         return Scores(self, q, keys.mT, (*batch, q.shape[-2], keys.shape[-1]), q.dtype)
 
     def _are_scores(self, one: object, other: object) -> bool:
+        """Return True if the product of two tensors has the shape of this batch's scores."""
         return (
             isinstance(one, Tensor)
             and isinstance(other, Tensor)
@@ -297,12 +315,12 @@ class _Products(TorchFunctionMode):
 
 @dataclass(eq=False)
 class WrittenAttention:
-    """The hooks of one module whose attention is written out.
+    """Forward hooks of one module whose attention is written out.
 
     Attributes:
-        form: What is known of its class.
-        config: Of its model, which names the attention.
-        products: Those of its forwards that are under way.
+        form: Facts about its class.
+        config: Config of its model, which names the attention implementation.
+        products: Watchers of its forwards under way, the innermost last.
     """
 
     form: Written
@@ -310,14 +328,14 @@ class WrittenAttention:
     products: list[_Products] = field(default_factory=list)
 
     def __deepcopy__(self, _: object) -> WrittenAttention:
-        """Another, which does not run."""
+        """Return hooks for a copy of the module, with no forward under way."""
         return WrittenAttention(self.form, self.config)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before its forward: masks as terms, and products watched."""
+        """Turn masks into terms before the forward, and start watching the module's products."""
         products = _Products(
             self, module, [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         )
@@ -327,7 +345,12 @@ class WrittenAttention:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
-        """After it, also where it failed."""
+        """Stop watching after the forward, also when it raised, and check that it attended once.
+
+        Raises:
+            UnsupportedError: It attended never or several times, so something saw local tokens
+                only.
+        """
         products = self.products.pop()
         products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if output is not None and products.calls != 1:
@@ -338,6 +361,7 @@ class WrittenAttention:
 
 
 def _as_term(x: object) -> object:
+    """Return a mask as a term ``[B, 1, T_local, T_kv_local]``, and anything else unchanged."""
     if not isinstance(x, LayerMask):
         return x
     rows, length = x.batch.shape

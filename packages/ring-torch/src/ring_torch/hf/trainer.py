@@ -1,4 +1,7 @@
-"""What a Trainer that is already built does otherwise on a ring, replaced on the instance alone."""
+"""Methods that replace a Trainer's own, so that the ranks of a ring count as one device to it.
+
+They are set on the instance of a Trainer that is built already, not on its class.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ring_core import UnsupportedError
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
 
-#: Methods that are replaced, of an Accelerator and of a Trainer.
+#: Names of the methods replaced on the Accelerator, and on the Trainer.
 _ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metrics")
 _METHODS = (
     "evaluation_loop", "prediction_step", "get_total_train_batch_size", "floating_point_ops",
@@ -27,17 +30,22 @@ _METHODS = (
 
 
 def trainer_class(x: object) -> Any:
-    """The class ``transformers.Trainer``, where it is one, without importing that."""
+    """Return the class ``transformers.Trainer`` if the object is an instance of it, else ``None``.
+
+    It is found by name, as importing it takes long.
+    """
     name = ("transformers.trainer", "Trainer")
     return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
 
 
 def check_trainer(trainer: Any, logits: str) -> None:
-    """Refuse a Trainer that splits batches, or adds up gradients, in a way of its own.
+    """Refuse a Trainer whose settings split batches or reduce gradients in another way.
 
     Raises:
-        ValueError: Its loss function needs logits of the whole sequence.
-        UnsupportedError: The message names the setting.
+        ValueError: Its loss function reads logits of the whole sequence, and ``logits`` is
+            ``"local"``.
+        UnsupportedError: A setting conflicts, which the message names; or the installed release has
+            no method of a name that is replaced.
     """
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(accelerator, "parallelism_config", None)
@@ -74,21 +82,33 @@ def check_trainer(trainer: Any, logits: str) -> None:
 
 
 def _own_loss(trainer: Any) -> str | None:
-    """Return the name of a user's ``compute_loss`` that reads logits, if there is one."""
+    """Return the name of a user's ``compute_loss`` that reads logits; ``None`` if there is none.
+
+    Found from the names and string constants in its code.
+    """
     method = trainer.compute_loss
     function = inspect.unwrap(getattr(method, "__func__", method))
     if function.__module__.partition(".")[0] in ("transformers", "trl"):
-        return None  # trl's metrics are of a rank's logits, its losses of the whole batch
+        return None  # TRL's losses are of the whole batch; its metrics read this rank's logits
     code = function.__code__
     is_reading = "logits" in {*code.co_names, *map(str, code.co_consts)}
     return f"compute_loss ({function.__qualname__})" if is_reading else None
 
 
 class TrainerHooks:
-    """The methods that stand in place of a Trainer's and its Accelerator's own.
+    """Methods that replace those of a Trainer and of its Accelerator.
 
-    Ranks of a ring are copies of one device to it: they draw the same batches, have the same loss,
-    and count as one where tokens, samples and results are counted.
+    The ranks of a ring work on one batch, so to the Trainer they are one device: they draw the same
+    batches, report the same loss, and count once in tokens, samples and results.
+
+    Args:
+        trainer: The Trainer; its model is parallelized already.
+        hooks: Hooks of its model.
+
+    Raises:
+        ValueError: The Trainer's ranks are not divided into rings of one size.
+        UnsupportedError: The installed transformers counts labels in an unknown way, or in a way
+            that the model's loss does not allow.
     """
 
     def __init__(self, trainer: Any, hooks: ModelHooks) -> None:
@@ -100,8 +120,9 @@ class TrainerHooks:
         self.firsts, self.ring_index = _first_ranks(hooks)
         self.cp_size = hooks.sharding.ring.size
         counts_all = trainer.args.average_tokens_across_devices
-        # Before transformers 5.20 its loss asks for no get_tp_size: labels are counted on each rank
-        # then, in what the sum is divided by and in what it is multiplied by.
+        # Since transformers 5.20 compute_loss divides the number of ranks by get_tp_size. Older
+        # releases count the labels of each rank: the loss is divided by the count of all ranks, and
+        # multiplied by the number of all ranks.
         is_asked = "get_tp_size" in trainer_class(trainer).compute_loss.__code__.co_names
         if not is_asked and tuple(map(int, installed_release().split(".")[:2])) >= (5, 20):
             raise UnsupportedError(lacks(trainer_class(trainer).__name__, "get_tp_size"))
@@ -115,7 +136,7 @@ class TrainerHooks:
             hooks.undivided_share = 1 / self.cp_size
 
     def install(self) -> Iterator[Callable[[], object]]:
-        """Put the methods on the instances; yields what takes each off."""
+        """Set the methods on the instances; yield a function that undoes each replacement."""
         for name in _ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (*_METHODS, "get_tp_size"):
@@ -132,9 +153,10 @@ class TrainerHooks:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """As of the Accelerator; the ranks of a ring draw the same batches.
+        """Prepare a data loader so that the ranks of a ring draw the same batches.
 
-        Streams are read on every rank.
+        It replaces the Accelerator's method, which gives each rank its own batches. Iterable
+        datasets are read on every rank, not read on rank 0 and sent to the others.
         """
         from accelerate.data_loader import prepare_data_loader
 
@@ -164,10 +186,10 @@ class TrainerHooks:
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As of the Accelerator, once to evaluate and once to train.
+        """Prepare a model as the Accelerator does, but separately for evaluation and for training.
 
-        It takes a model that was evaluated for prepared, and would train it without DDP: weights of
-        ranks would drift apart.
+        The Accelerator takes a model prepared for evaluation as prepared for training too. It would
+        then train without DDP, and the weights of the ranks would drift apart.
         """
         if model is self.evaluated and not evaluation_mode:
             model._is_accelerate_prepared = False  # noqa: SLF001 - its only sign of that
@@ -180,7 +202,7 @@ class TrainerHooks:
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As of the Accelerator; what the ranks of a ring have alike is gathered once."""
+        """Gather results of all ranks as the Accelerator does, but only once from each ring."""
         own = self._own(self.accelerator, "gather_for_metrics")
         if use_gather_object:
             is_first = self.hooks.sharding.ring.rank == 0
@@ -192,7 +214,7 @@ class TrainerHooks:
             undo()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the Trainer; steps a second are those of a ring's ranks, which count as one."""
+        """Run the Trainer's evaluation, and count steps a second by rings, not by ranks."""
         output = self._own(self.trainer, "evaluation_loop")(*args, **kwargs)
         batch = self.trainer.args.eval_batch_size
         counted, steps = (
@@ -210,30 +232,33 @@ class TrainerHooks:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """As of the Trainer; logits are those of the whole sequence, where they are wanted."""
+        """Run the Trainer's prediction step, with whole logits if predictions are wanted."""
         with self.hooks.with_whole_logits(not prediction_loss_only):
             return self._own(self.trainer, "prediction_step")(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
             )
 
     def get_tp_size(self) -> int:
-        """How many ranks hold the same batch: so the Trainer counts the labels of each once.
+        """Return the number of ranks with the same batch, by which the Trainer divides its counts.
 
-        Where it counts a rank's own alone, each is counted once already.
+        If the Trainer averages each rank's loss by that rank's own count
+        (``average_tokens_across_devices=False``), labels count once already, and it is the
+        Trainer's own number.
         """
         own: int = self._own(self.trainer, "get_tp_size")()
         return own * (self.cp_size if self.counts_once else 1)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of a step."""
+        """Return the number of samples of an optimizer step, each ring's counted once."""
         own: int = self._own(self.trainer, "get_total_train_batch_size")(args)
         return own if self.counts_once else own // self.cp_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """This rank's part of those of the whole batch."""
+        """Return this rank's share of a batch's floating point operations."""
         return int(self._own(self.trainer, "floating_point_ops")(inputs)) // self.cp_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Add a batch's tokens to the Trainer's count once for each ring, not for each rank."""
         state = self.trainer.state
         before = state.num_input_tokens_seen
         self._own(self.trainer, "_track_num_input_tokens")(inputs)
@@ -242,6 +267,7 @@ class TrainerHooks:
         )
 
     def _gather(self, tensors: Any) -> Any:
+        """Gather tensors of all ranks, and keep those of each ring's first rank."""
         from accelerate.utils import recursively_apply
 
         ranks = self.accelerator.num_processes
@@ -252,25 +278,27 @@ class TrainerHooks:
 
     @staticmethod
     def _own(owner: Any, name: str) -> Callable[..., Any]:
+        """Return the class's own method, bound to the instance on which it is replaced."""
         return partial(getattr(type(owner), name), owner)
 
 
 def trainer_hooks_of(trainer: Any) -> TrainerHooks | None:
-    """Those that a Trainer has."""
+    """Return the hooks that a Trainer has, or ``None``."""
     found = getattr(vars(trainer.accelerator).get("prepare_data_loader"), "__self__", None)
     return found if isinstance(found, TrainerHooks) else None
 
 
 def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
-    """The first rank of each ring, and which ring is this rank's.
+    """Return the first global rank of each ring, and the index of this rank's ring among them.
 
     Raises:
-        ValueError: Rings are no parts of the Trainer's ranks, of equal sizes.
+        ValueError: The Trainer's ranks are not divided into rings of one size.
     """
     ring = hooks.sharding.ring
     world = dist.get_world_size() if dist.is_initialized() else 1
     first = 0 if ring.group is None else min(dist.get_process_group_ranks(ring.group))
     firsts, sizes = [first], [ring.size]
+    # Every rank tells all others the first rank and the size of its ring.
     if world > 1:
         mine = torch.tensor(
             [first, ring.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -289,15 +317,19 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
 
 
 class _Metrics(dict[str, float]):
-    """Metrics of an evaluation: the Trainer adds its speed, and counts a step of each rank.
+    """Dict of evaluation metrics that corrects steps per second when the Trainer adds its speed.
 
-    It divides samples by its batches on all ranks, in the middle of methods that log the result.
+    The Trainer computes steps as if each rank ran its own, and logs the result within the method
+    that does it, so the correction takes place where the dict is updated.
+
+    Attributes:
+        steps_of_one_counted: Real steps over the steps that the Trainer counts.
     """
 
     steps_of_one_counted = 1.0
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As of a dictionary, with steps a second of rings."""
+        """Update the dict, with corrected values of entries named ``*_steps_per_second``."""
         more = dict(*args, **kwargs)
         share = self.steps_of_one_counted
         super().update(
@@ -308,7 +340,12 @@ class _Metrics(dict[str, float]):
 
 @dataclass(frozen=True)
 class _LabelSmoother:
-    """In place of the Trainer's: the loss of the whole batch, from each rank's part of logits."""
+    """Label-smoothing loss of the whole batch, computed from each rank's part of the logits.
+
+    Attributes:
+        own: The Trainer's label smoother.
+        hooks: Hooks of the model.
+    """
 
     own: Any
     hooks: ModelHooks
@@ -320,6 +357,15 @@ class _LabelSmoother:
         shift_labels: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
+        """Return the loss of the whole batch; its gradient is this rank's part.
+
+        Args:
+            model_output: Output with logits: ``[B, T, V]`` if the model joins them, else ``[B,
+                T_local, V]``.
+            labels: Labels of the whole batch, int ``[B, T]``.
+            shift_labels: True if token ``i`` predicts label ``i + 1``.
+            num_items_in_batch: Divisor of the sum; ``None`` for the number of labels of this batch.
+        """
         share = self.hooks.undivided_share if num_items_in_batch is None else 1
         if self.hooks.joins_logits:
             more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}

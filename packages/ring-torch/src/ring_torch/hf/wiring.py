@@ -1,4 +1,8 @@
-"""Hooks inside a model, where its attention function alone is not enough."""
+"""Forward hooks inside a transformers model, for what its attention function alone cannot do.
+
+Examples are position ids that a module counts itself, relative position biases, ALiBi, chunked
+masks, and recurrent layers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ _Undo = Callable[[], object]
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
-    """Put on what a report's ``hooks`` name; yields what takes each off."""
+    """Install the hooks that a model's report names; yield a function that removes each."""
     if (text := text_model(model)) is not None:
         hooks.takes_merged = True
         yield text.register_forward_pre_hook(hooks.split_text, with_kwargs=True).remove
@@ -67,10 +71,10 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
 
 
 class _Forward:
-    """The batch that a module's forward is of, while it is under way.
+    """Hooks that keep the mask of a module's forward while it runs, for others to look up.
 
-    It is told by the mask that the forward is given: where checkpointing runs it again, other
-    batches may have come since.
+    The mask is taken from the forward's own arguments. With activation checkpointing the forward
+    runs again in the backward, when the model may have seen another batch in the meantime.
     """
 
     def __init__(self) -> None:
@@ -78,10 +82,10 @@ class _Forward:
 
     @property
     def mask(self) -> ShardedMask:
-        """The batch.
+        """Mask of the forward under way.
 
         Raises:
-            UnsupportedError: None is known.
+            UnsupportedError: The module was not given the mask of a split batch.
         """
         if self._mask is None:
             raise UnsupportedError(
@@ -93,28 +97,31 @@ class _Forward:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward: keep the batch that it is given."""
+        """Keep the mask that the forward is given."""
         mask = by_name(module, args, kwargs).get("attention_mask")
         mask = mask.batch if isinstance(mask, LayerMask) else mask
         self._mask = mask if isinstance(mask, ShardedMask) else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, *_: object) -> None:
-        """After the forward, also where it failed: forget it."""
+        """Forget the mask after the forward, also when it raised."""
         self._mask = None
 
 
 class _WholeLayer(_Forward):
-    """The hooks of a layer that mixes tokens one after another: it is given whole sequences."""
+    """Hooks that run a recurrent or convolutional layer on whole sequences, on every rank.
+
+    Such a layer mixes tokens one after another, which no rank can do with its part alone.
+    """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Before it: the whole sequence in place of this rank's part."""
+        """Replace the layer's input by the whole sequence, gathered from all ranks."""
         self.begin(module, args, kwargs)
         given = by_name(module, args, kwargs)
-        name = next(iter(given))
+        name = next(iter(given))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
         given[name] = self.mask.unshard(given[name])
         given["attention_mask"] = self.mask.whole
         if isinstance(given.get("position_ids"), Tensor):
@@ -123,10 +130,10 @@ class _WholeLayer(_Forward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """After it: this rank's part of what it made.
+        """Return this rank's part of the layer's output, after its forward.
 
         Raises:
-            UnsupportedError: It made something else than one row of each token.
+            UnsupportedError: The output is not ``[B, T, ...]``.
         """
         first = output[0] if isinstance(output, tuple) else output
         if first.shape[:2] != (self.mask.shape[0], self.mask.length):
@@ -136,19 +143,22 @@ class _WholeLayer(_Forward):
 
 
 class _Positions(_Forward):
-    """The positions of this rank's tokens, for a module that would count them from 0."""
+    """Hooks that give a module the positions of this rank's tokens, where it would count from 0."""
 
     def count(self, *_: object, **__: object) -> Tensor:
-        """In place of positions that are counted among tokens: ``[B, T_local]``."""
+        """Return the batch's position ids ``[B, T_local]`` instead of the module's own."""
         return self.mask.position_ids
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a module that is told a sequence's length: where the tokens stand.
+        """Pass ``position_ids [B, T_local]`` to a module that would make them from a length.
 
-        The module that calls it makes positions from 0 on, or none.
+        Positions that it was given already are taken to count from 0, and are replaced.
+
+        Raises:
+            UnsupportedError: It was given positions of another shape.
         """
         mask = self.mask
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
@@ -163,7 +173,10 @@ class _Positions(_Forward):
 
 
 def _positions(model: nn.Module) -> Iterator[_Undo]:
-    """Put hooks on modules that make positions of what they are given, and on those round them."""
+    """Install hooks on modules that make position ids, and on the modules around them.
+
+    The inner module is given no mask, so the nearest module around it that is given one keeps it.
+    """
     for name, module in model.named_modules():
         is_told = makes_positions(module)
         if not is_told and not counts_positions(module):
@@ -178,7 +191,7 @@ def _positions(model: nn.Module) -> Iterator[_Undo]:
 
 
 def _stack_of(model: nn.Module, name: str) -> nn.Module:
-    """Return the nearest module round that of a name which is given a mask."""
+    """Return the nearest module around the named one whose forward takes an ``attention_mask``."""
     while name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
@@ -188,10 +201,10 @@ def _stack_of(model: nn.Module, name: str) -> nn.Module:
 
 
 class _PositionBias:
-    """The bias of relative positions of a module: rows of this rank's queries, all columns.
+    """Hooks that compute the relative position bias of this rank's queries and all ranks' keys.
 
     Args:
-        module: As T5's attention, which makes it of as many queries and keys as it sees.
+        module: An attention module like T5's, whose ``compute_bias`` is replaced.
     """
 
     def __init__(self, module: Any) -> None:
@@ -201,18 +214,22 @@ class _PositionBias:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before its forward: whom its queries see."""
+        """Keep the layer's mask, which says where its queries are, before the forward."""
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         self.mask = masks[0] if len(masks) == 1 else None
 
     def end(self, *_: object) -> None:
-        """After it, also where it failed."""
+        """Forget the mask after the forward, also when it raised."""
         self.mask = None
 
     def compute(
         self, queries: int, keys: int, device: Any = None, past_seen_tokens: object = 0
     ) -> Tensor:
-        """``[1, H, T_local, T_kv]``; of cross attention, which has none, a single zero."""
+        """Return the bias ``[1, H, T_local, T_kv]``; a scalar 0 for cross attention.
+
+        Raises:
+            UnsupportedError: There is no mask, or it does not fit the kind of attention.
+        """
         del queries, keys, past_seen_tokens
         mask = self.mask
         if mask is None or (mask.keys is None) is not self.has_bias:
@@ -220,15 +237,17 @@ class _PositionBias:
         if mask.keys is not None:
             return torch.zeros((), device=device)
         at = mask.batch.sharding.positions(mask.batch.seq_len)
+        # The module's queries are at `arange(T_local) + past_seen_tokens`: let that be their
+        # positions in the whole sequence.
         offsets = (at - torch.arange(len(at)))[:, None].to(device)
         return self.own(len(at), mask.batch.seq_len, device=device, past_seen_tokens=offsets)
 
 
 def _slopes(model: Any) -> Iterator[_Undo]:
-    """In place of ALiBi's tensor, of positions from 0 on: its slopes; attention makes the rest.
+    """Replace functions that build ALiBi's tensor by ones that return slopes only.
 
-    A model adds ``slope * j``. Softmax does not see what is added to a whole row, so that is
-    as ``-slope * (i - j)``.
+    The ring kernel computes the bias ``-slope * (i - j)`` from positions. A model adds ``slope *
+    j`` instead. The difference, ``slope * i``, is equal in a whole row, so the softmax is the same.
     """
     names = {form.slopes for _, x in text_parts(model) if (form := written_form(x)) is not None}
     for _, module in text_parts(model):
@@ -240,6 +259,11 @@ def _slopes(model: Any) -> Iterator[_Undo]:
 def _of_mask(
     own: Callable[..., Tensor], attention_mask: ShardedMask, *args: Any, **kwargs: Any
 ) -> Term:
+    """Return the ALiBi slopes of a model whose function takes the mask (Bloom, Falcon).
+
+    Raises:
+        UnsupportedError: There is padding between tokens, which the model would not count.
+    """
     if attention_mask.has_holes:
         raise UnsupportedError(
             "attention_mask with padding between tokens: this model's ALiBi counts distances without "
@@ -253,11 +277,12 @@ def _of_mask(
 def _of_length(
     own: Callable[..., Tensor], heads: int, length: int, *args: Any, **kwargs: Any
 ) -> Term:
+    """Return the ALiBi slopes of a model whose function takes heads and length (MPT)."""
     return Term((heads, 1, length), slopes=_step(own(heads, 2, *args, **kwargs)))
 
 
 def _step(pair: Tensor) -> Tensor:
-    """Slopes of ALiBi, from what is added at two neighbours, ``[H, 1, 2]``."""
+    """Return ALiBi slopes ``[H]`` from a model's bias at two neighbouring keys, ``[H, 1, 2]``."""
     return (pair[..., 1] - pair[..., 0]).flatten()
 
 
@@ -270,6 +295,11 @@ _SLOPES: Mapping[str, Callable[..., Term]] = {
 def _chunk_masks(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace a model's mask by one for each kind of layer: full, and chunked attention (Llama 4).
+
+    Otherwise the model would read its mask to make them. Without documents the kernel knows chunks;
+    with documents each chunk becomes a document of its own.
+    """
     mask = kwargs.get("attention_mask")
     if isinstance(mask, ShardedMask):
         size = module.config.attention_chunk_size
@@ -283,23 +313,26 @@ def _chunk_masks(
 
 
 class _Offsets:
-    """In place of a cache: it holds no keys, and says where tokens stand.
+    """Stand-in for a KV cache that holds no keys, and tells a layer where this rank's tokens are.
 
     Args:
-        offsets: From a token's place on its rank to its position, ``[T_local]``.
+        offsets: Position of each local token minus its index on this rank, ``[T_local]``.
     """
 
     def __init__(self, offsets: Tensor) -> None:
         self.offsets = offsets
 
     def get_seq_length(self, _: int = 0) -> Tensor:
-        """What a model adds to a token's place."""
+        """Return the offsets, which the model adds to a token's index to get its position."""
         return self.offsets
 
     def update(
         self, key: Tensor, value: Tensor, _: int, kwargs: object = None
     ) -> tuple[Tensor, Tensor]:
-        """Keep nothing. Since transformers 5.24 it is given what attention takes besides."""
+        """Return the new keys and values as they are, and keep nothing.
+
+        Since transformers 5.24 a layer passes its attention arguments too; they are not used.
+        """
         del kwargs
         return key, value
 
@@ -307,7 +340,11 @@ class _Offsets:
 def _add_offsets(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Before attention that scales queries by where they stand, counted from a rank's first."""
+    """Give attention that scales queries by position a stand-in cache with this rank's positions.
+
+    Raises:
+        UnsupportedError: It is given a cache already, or no mask of the batch.
+    """
     given = by_name(module, args, kwargs)
     (cache,) = CACHES & parameters_of(type(module))
     masks = [x for x in given.values() if isinstance(x, LayerMask)]

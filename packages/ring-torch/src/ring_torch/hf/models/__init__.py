@@ -1,4 +1,4 @@
-"""Language models of transformers: batches that are split, and which models are exact on them.
+"""Models of transformers: which of them are exact on split sequences, and how their batches split.
 
-May import ``sharding`` and what is below; transformers is not imported.
+Imports nothing of transformers, and in this package ``sharding`` and modules below it.
 """

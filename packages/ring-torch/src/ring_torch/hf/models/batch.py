@@ -1,4 +1,4 @@
-"""A model's batch, split over ranks: what each holds, and what its attention has to know."""
+"""Splitting of a text model's batch over ranks: its tensors, its labels and its mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ring_torch.hf.models.documents import STATED, Ints, check_positions, stated
 from ring_torch.hf.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
 from ring_torch.sharding import Sharding
 
-#: Tensors ``[B, T, ...]`` that are split, and what they are padded with.
+#: Tensors ``[B, T, ...]`` that are split, and the values they are padded with.
 _SPLIT = {
     "input_ids": 0,
     "inputs_embeds": 0,
@@ -30,7 +30,7 @@ _SPLIT = {
     "shift_labels": IGNORED,
 }
 
-#: Switches and numbers that mean the same on a part of a sequence.
+#: Arguments that are passed on unchanged: they mean the same for a part of a sequence.
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
 _NO_CACHE = (
@@ -59,9 +59,21 @@ def split_batch(
     *,
     with_ids: bool = False,
 ) -> dict[str, Any]:
-    """:func:`ring_torch.hf.shard_batch`; ``weight`` is one that ranks should have alike.
+    """Return this rank's part of a batch, as :func:`ring_torch.hf.shard_batch` describes it.
 
-    So are ``others``, which are not split. ``with_ids``: there are ids where documents would do.
+    Args:
+        sharding: Which rank holds which tokens.
+        batch: The whole batch, the same on all ranks.
+        report: Report of the model, which says how it counts positions and shifts labels.
+        dropout_seed: Seed of attention dropout, if there is any.
+        weight: Checksum of the model's weights, which ranks compare.
+        others: More entries that ranks compare, which are not split.
+        with_ids: True to make segment ids even where ``cu_seqlens`` would do.
+
+    Raises:
+        ValueError: The batch is malformed.
+        UnsupportedError: The model is not exact on split sequences, or an entry cannot be split.
+        RankMismatchError: Ranks have different batches or weights.
     """
     checks.check_seed(dropout_seed)
     if not report.exact:
@@ -87,6 +99,7 @@ def split_batch(
         _check_one_document(_array(positions), real)
     given["position_ids"] = positions.expand(size, length)
     given.pop("attention_mask", None)
+    # Shift labels and count them before the split, as both need the whole sequence.
     _set_labels(given, segments, report)
     _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
@@ -94,6 +107,7 @@ def split_batch(
     # With one token on a rank transformers takes a forward for a step of decoding, without a mask.
     least = max(length, sharding.ring.size + 1) if gathers else length
     more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
+    # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
             continue
@@ -103,6 +117,7 @@ def split_batch(
         given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
     is_real = segments >= 0
     segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    # Largest position id on each rank, padding left out.
     last = [
         int(_array(positions)[:, at[at < length]].max(initial=0))
         for at in (
@@ -138,7 +153,7 @@ def split_batch(
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Any:
-    """Its ``input_ids [B, T]``, or the embeddings ``[B, T, dim]`` in their place."""
+    """Return a batch's ``input_ids [B, T]``, else its ``inputs_embeds [B, T, dim]``."""
     ids = batch.get("input_ids")
     return batch.get("inputs_embeds") if ids is None else ids
 
@@ -149,10 +164,10 @@ def _positions(
     real: npt.NDArray[np.bool_] | None,
     report: ModelReport,
 ) -> Tensor:
-    """Position ids, int64 ``[1, T]`` or ``[B, T]``, as the model makes them where it is given none.
+    """Return position ids as the model makes them itself, int64 ``[1, T]`` or ``[B, T]``.
 
-    With an offset padding has the position before the first, and is not counted; among embeddings
-    nobody can tell what is padding.
+    Models with a position offset (RoBERTa) give padding the position before the first token's, and
+    do not count it. They find padding by token ids, so among embeddings every token counts.
     """
     offset = report.position_offset
     if offset and "input_ids" in given:
@@ -165,7 +180,12 @@ def _positions(
 
 
 def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> None:
-    """Shift labels where the model's loss does, and count those of the whole batch."""
+    """Shift labels if the model's loss does, and count the labels of the whole batch.
+
+    Raises:
+        ValueError: A label of padding is not -100, or ``shift_labels`` are given to a model that
+            does not shift.
+    """
     if report.shifts_labels:
         labels = given.pop("labels", None)
         if labels is not None and "shift_labels" not in given:
@@ -190,6 +210,12 @@ def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> N
 
 
 def _check_names(given: Mapping[str, Any]) -> None:
+    """Refuse a batch without tokens, or with an entry that cannot be split.
+
+    Raises:
+        ValueError: There are not exactly one of ``input_ids`` and ``inputs_embeds``.
+        UnsupportedError: An entry cannot be split; the message says why.
+    """
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
     known = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
@@ -206,6 +232,12 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
+    """Refuse entries that are no tensors ``[B, T]``, or ``[B, T, dim]`` for embeddings.
+
+    Raises:
+        ValueError: An entry is no tensor, or of other sizes than the tokens.
+        UnsupportedError: An entry has another number of dimensions.
+    """
     first = "input_ids" if "input_ids" in given else "inputs_embeds"
     for name, value in ({first: tokens} | dict(given)).items():
         if name in _KEPT or name in STATED:
@@ -227,11 +259,16 @@ def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
 
 
 def _array(x: Tensor) -> Ints:
+    """Copy a tensor to a numpy array on the host."""
     return x.detach().cpu().numpy()
 
 
 def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
-    """Which tokens are no padding, ``[B, T]``; all where there is no mask."""
+    """Return a mask of tokens that are no padding, bool ``[B, T]``; ``None`` if the batch has none.
+
+    Raises:
+        UnsupportedError: ``attention_mask`` has other values than 0 and 1.
+    """
     if "attention_mask" not in given:
         return None
     mask = _array(given["attention_mask"])
@@ -245,10 +282,10 @@ def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
 def _segments(
     real: npt.NDArray[np.bool_] | None, positions: Tensor | None, shape: tuple[int, int]
 ) -> Ints:
-    """The number of each token's document, ``[B, T]``; -1 for padding.
+    """Return the segment ids ``[B, T]``: the number of each token's document, -1 for padding.
 
-    As in transformers, a document begins where position ids do not go on by one, and only where
-    there is no attention mask.
+    As in transformers, a document begins where a position id is not its predecessor plus one, and
+    only if there is no attention mask.
     """
     segments = np.zeros(shape, np.int64)
     if positions is not None:
@@ -259,7 +296,11 @@ def _segments(
 
 
 def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> None:
-    """Refuse a mask beside positions that say something else."""
+    """Refuse position ids that start again within a row that has an attention mask.
+
+    Raises:
+        UnsupportedError: transformers takes such a row for one document.
+    """
     assert real is not None
     pairs = real[:, 1:] & real[:, :-1]
     if (np.diff(np.broadcast_to(positions, real.shape), axis=1) != 1)[pairs].any():
@@ -271,10 +312,10 @@ def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> 
 
 
 def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
-    """Return ``single`` and ``cu_seqlens`` of :class:`ShardedMask`, and if it needs segment ids.
+    """Return a mask's ``single`` and ``cu_seqlens``, and True if it needs segment ids.
 
-    It does where rows differ, and where padding interrupts a document (``1 1 0 0 1 1``): offsets
-    would make two documents of it.
+    It needs them if rows differ, and if padding interrupts a document (``1 1 0 0 1 1``), which
+    offsets would cut in two.
     """
     length = segments.shape[1]
     real = segments >= 0
@@ -295,12 +336,13 @@ def _check_same(
     dropout_seed: int | None,
     weight: float,
 ) -> None:
-    """Check that all ranks were given the same batch: another one would pass unnoticed.
+    """Check that all ranks have the same batch and the same weights, by one all-gather of 16 bytes.
 
-    So would weights that drift apart, of which one number tells.
+    Each rank sends a hash of its batch, and a checksum of its weights. Different ones would
+    otherwise give wrong results without an error. Of float tensors only the shapes are compared.
 
     Raises:
-        RankMismatchError: They were not. Floats are compared by shape alone.
+        RankMismatchError: Batches or weights differ.
     """
     if ring.size == 1:
         return
@@ -316,6 +358,7 @@ def _check_same(
     mine = torch.frombuffer(
         bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
     ).to("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
+    # Every rank receives the two numbers of all ranks, and compares them with its own.
     every = [torch.empty_like(mine) for _ in range(ring.size)]
     with collective(ring, "shard_batch"):
         dist.all_gather(every, mine, group=ring.group)

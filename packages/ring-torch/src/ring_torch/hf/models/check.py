@@ -1,7 +1,7 @@
-"""Whether a model of transformers computes on split sequences what it does on whole ones.
+"""Check if a transformers model computes the same on split sequences as on whole ones.
 
-It is told from the model's modules, their code and its config. Nothing is run, so that models on
-the meta device can be asked, and transformers is not imported: a model of it has brought it.
+The answer comes from the model's modules, their code and its config. Nothing is run, so the model
+may be on the meta device. transformers is not imported here.
 """
 
 from __future__ import annotations
@@ -35,47 +35,48 @@ from ring_torch.hf.models.code import (
     reads_in_forward,
 )
 
-#: Kinds of layers, in ``layer_types`` of a config, that ring attention serves.
+#: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 
-#: Heads whose loss of token ``i`` is of label ``i``.
+#: Heads in which token ``i`` predicts label ``i``: their loss does not shift labels.
 _SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
-#: Parts that see images or sound, not the sequence of tokens.
+#: Names of modules that process images or sound, not the sequence of tokens.
 _TOWERS = re.compile(r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec")
 
-#: Classes of modules that mix tokens by other means than attention.
+#: Names of module classes that mix tokens by other means than attention.
 _MIXERS = re.compile(
     r"Mamba|SSM|Recurrent|Rwkv|RWKV|Hyena|Retention|LinearAttention|GatedDelta|Fourier|LSTM|GRU"
     r"|ShortConv|CausalConv"
 )
 
-#: The same, of models whose recurrent layers are given whole sequences.
+#: More kinds of layers that are served in models whose recurrent layers run on whole sequences.
 _WHOLE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
+#: Tensor methods by which a module reads its mask's values.
 _READS = ("sum", "unsqueeze", "masked_fill", "cumsum", "repeat_interleave", "masked_select")
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What splitting its sequences would do to a model.
+    """Result of :func:`check_model`: what splitting its sequences would do to a model.
 
     Attributes:
-        exact: Outputs, loss and gradients are those of the whole model, or a call is refused by
-            name. Of a module that is none of transformers nothing is known, and it is taken to be.
-        reasons: Why it is not exact, and what to do; empty where it is.
-        position_offset: The position id of a first token: 0, or ``padding_idx + 1`` in models that
-            count from there. Padding then has position ``padding_idx``.
-        counts_padding: Whether padding counts in position ids, as a token does, where none are
-            given.
-        pooling: What the model makes of one token of a sequence, or of all; ``None`` for models
-            whose outputs are of each token.
-        layers: What the config calls each layer; ``attention`` where it names no kinds. Empty
-            where nothing is known.
-        shifts_labels: Whether the loss of token ``i`` is of label ``i + 1``, as of causal language
-            models, or of label ``i``.
-        hooks: What ``hf.parallelize`` puts hooks on for it, beside batch and loss. Batches of such
-            a model cannot be split by hand.
+        exact: True if outputs, loss and gradients equal the whole model's, or a call is refused
+            with an error. A module that does not come from transformers is not examined, and is
+            assumed exact.
+        reasons: Reasons why it is not exact, and what to do; empty if it is.
+        position_offset: Position id of a first token: 0, or ``padding_idx + 1`` in models that
+            start there (RoBERTa). Padding then has position ``padding_idx``.
+        counts_padding: True if padding counts in default position ids as a token does.
+        pooling: Name of the output or head that makes one entry a sequence; ``None`` for models
+            whose outputs are per token.
+        layers: The config's kind of each layer; ``attention`` if it names no kinds. Empty if
+            nothing is known.
+        shifts_labels: True if token ``i`` predicts label ``i + 1``, as in causal language models;
+            False if it predicts label ``i``.
+        hooks: Names of the hooks that ``hf.parallelize`` installs for it, besides those for batch
+            and loss. Batches of a model that needs any cannot be split by hand.
     """
 
     exact: bool = True
@@ -89,11 +90,17 @@ class ModelReport:
 
 
 def check_model(model: nn.Module) -> ModelReport:
-    """Say whether a model of transformers is exact where its sequences are split over ranks.
+    """Check if a transformers model is exact when its sequences are split over ranks.
 
     It reads modules, their code and the config, and runs nothing; weights may be on the meta
-    device. What wraps a model (DDP, FSDP, PEFT, ``torch.compile``) counts as what it wraps. What a
-    call alone can show (a cache, a mask of its own) is refused when the model is called.
+    device. Wrappers (DDP, FSDP, PEFT, ``torch.compile``) are looked through. Faults that show in a
+    call only (a KV cache, a mask of the user's own) are refused when the model is called.
+
+    Args:
+        model: A model of transformers, bare or wrapped, or a module that contains some.
+
+    Returns:
+        A report, whose ``exact`` is the answer and whose ``reasons`` explain it.
 
     Raises:
         ValueError: ``model`` is no module.
@@ -108,7 +115,13 @@ def check_model(model: nn.Module) -> ModelReport:
 
 
 def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
-    """The same, where a router's loss is computed of the whole sequence."""
+    """Return the report of a model; see :func:`check_model`.
+
+    Args:
+        model: The model.
+        joins_router: True if the caller computes a router's loss from the whole sequence, so that a
+            model with one is not refused for it.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(
@@ -138,12 +151,12 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that DDP, FSDP, PEFT or ``torch.compile`` wrap."""
+    """Return the innermost model inside DDP, FSDP, PEFT or ``torch.compile``."""
     return list(wrappers(model))[-1]
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model and what it wraps, from outside in."""
+    """Yield a model and then each model it wraps, from the outside in."""
     yield model
     inner = getattr(model, "_orig_mod", None)
     if not isinstance(inner, nn.Module) and hasattr(type(model), "get_base_model"):
@@ -155,6 +168,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
+    """Return the report of a model of transformers that has no wrappers."""
     parts = dict(text_parts(model))
     pooling = pooling_of(model)
     types = getattr(_text_config(model), "layer_types", None)
@@ -180,7 +194,7 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether it is a model of transformers, without importing that."""
+    """Return True for a model of transformers, without importing transformers."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
         for base in type(model).__mro__
@@ -188,6 +202,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost models of transformers within a module."""
     for part in model.children():
         if is_of_transformers(part):
             yield part
@@ -196,12 +211,12 @@ def _parts_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def takes_embeddings(model: nn.Module) -> bool:
-    """Whether it can be given embeddings in place of tokens."""
+    """Return True if a model's forward takes ``inputs_embeds``."""
     return "inputs_embeds" in parameters_of(type(model))
 
 
 def towers(model: nn.Module) -> Iterator[Any]:
-    """Models of transformers within a model that see images or sound."""
+    """Return the models of transformers within a model that process images or sound."""
     return (
         module
         for name, module in model.named_modules()
@@ -210,11 +225,12 @@ def towers(model: nn.Module) -> Iterator[Any]:
 
 
 def _takes_tokens(model: nn.Module) -> bool:
+    """Return True if a model's forward takes token ids or embeddings."""
     return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
 
 
 def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that see the sequence of tokens, by name."""
+    """Yield the modules that process the sequence of tokens, with their names."""
     if is_pair(model):
         yield from model.named_modules()
         return
@@ -230,6 +246,7 @@ def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _text_config(model: Any) -> Any:
+    """Return the config of a model's text part, or the model's own if there are several."""
     try:
         return model.config.get_text_config()
     except ValueError:  # there are several
@@ -237,6 +254,7 @@ def _text_config(model: Any) -> Any:
 
 
 def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
+    """Yield reasons that lie in the arguments of the model's forward."""
     given = parameters_of(type(model))
     name = name_of(model)
     if not _takes_tokens(model):
@@ -255,13 +273,17 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Whether a router's loss, if it has one, is Mixtral's, of experts' logits for each token."""
+    """Return True if a router's loss, if the model has one, is Mixtral's load balancing loss.
+
+    That is computed from router logits ``[B * T, E]``, which can be joined over the ranks.
+    """
     return "load_balancing_loss_func" in names_in_forward(type(model))
 
 
 def _of_layers(
     model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
+    """Yield reasons that lie in layers which mix tokens in a way that a ring cannot."""
     has_chunks = any(map(makes_chunks, parts.values()))
     whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
     served = {
@@ -314,7 +336,7 @@ def _of_layers(
 def _mixes(module: nn.Module) -> bool:
     """Return True if a module mixes tokens by other means than attention and known layers.
 
-    It is told from its class or its name.
+    Found from its type or the name of its class.
     """
     if isinstance(module, nn.RNNBase):
         return True
@@ -327,7 +349,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
-    """Reasons that lie in what is done with masks and biases."""
+    """Yield reasons that lie in how the model makes, reads or adds masks and biases."""
     attention = [x for x in parts.values() if has_attention(x)]
     if not attention:
         return
@@ -361,7 +383,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
 
 
 def _position_offset(parts: Mapping[str, nn.Module]) -> int:
-    """``padding_idx + 1`` where positions are made of the tokens that are no padding."""
+    """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
     paddings = (
         getattr(x, "padding_idx", None)
         for x in parts.values()
@@ -371,14 +393,14 @@ def _position_offset(parts: Mapping[str, nn.Module]) -> int:
 
 
 def _counts_real_tokens(module: nn.Module) -> bool:
-    """Whether it makes position ids of the attention mask, as OPT does."""
+    """Return True if a module makes position ids from the attention mask, as OPT does."""
     return "cumsum" in names_in_forward(type(module)) and (
         {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(type(module))
     )
 
 
 def _shifts(model: Any) -> bool:
-    """Whether the model's loss shifts labels, or takes them as they are."""
+    """Return True if the model's loss shifts labels, False if it takes them as they are."""
     if any(word in base.__name__ for word in _SAME_LABELS for base in type(model).__mro__):
         return False
     names = names_in_forward(type(model))

@@ -1,6 +1,7 @@
-"""What is known of a model of transformers by its classes: how it attends, pools, what it needs.
+"""Facts about transformers models that are read from their classes, and the names their hooks need.
 
-What a model needs beside ring attention are hooks that ``hf.parallelize`` puts on it.
+They say how a model attends, what it pools, and what it needs besides ring attention: hooks that
+``hf.parallelize`` installs.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from ring_torch.hf.models.releases import lacks
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of a class whose attention is written out.
+    """Facts about a class whose forward writes out its attention as matrix products and a softmax.
 
     Attributes:
-        hides_by_itself: It hides later tokens by a buffer, beside the mask that it is given.
-        local: The attribute that says ``"local"``, where the config's ``window_size`` counts.
-        slopes: The method of its model that makes slopes of ALiBi.
+        hides_by_itself: True if it hides later tokens by a buffer, besides the mask that it is
+            given.
+        local: Name of its attribute that is ``"local"`` in layers with a window, of the config's
+            ``window_size``; empty if it has none.
+        slopes: Name of the function in its model that builds ALiBi's tensor; empty if it has none.
     """
 
     hides_by_itself: bool = False
@@ -41,11 +44,12 @@ class Written:
 
 _PLAIN = Written()
 
-#: Names that releases have for a cache, and for how many tokens it holds: before 5.24, and since.
+#: Parameter names for a KV cache, and for the number of tokens in it: before transformers 5.24,
+#: and since.
 CACHES = frozenset({"past_key_values", "cache"})
 PAST_LENGTHS = frozenset({"past_key_values_length", "cache_length"})
 
-#: By the name of the class. Each is run by ``tests/sweep``.
+#: Classes with written-out attention that are known to work, by name. ``tests/sweep`` runs each.
 WRITTEN: Mapping[str, Written] = MappingProxyType({
     "BigBirdPegasusSelfAttention": _PLAIN,
     "BigBirdSelfAttention": _PLAIN,
@@ -65,7 +69,7 @@ WRITTEN: Mapping[str, Written] = MappingProxyType({
 })  # fmt: skip
 
 
-#: Classes of layers that mix tokens one after another: they are given whole sequences.
+#: Recurrent and convolutional layers that run on whole sequences, gathered on every rank.
 RECURRENT = frozenset({
     "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
     "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv",
@@ -74,7 +78,7 @@ RECURRENT = frozenset({
     "RecurrentGemmaRecurrentBlock", "Zamba2MambaMixer",
 })  # fmt: skip
 
-#: Outputs that hold one entry a sequence, made of one token or of all.
+#: Output fields with one entry for each sequence, not for each token, and their names in messages.
 _POOLED = {
     "pooler_output": "pooler_output",
     "seq_relationship_logits": "next sentence",
@@ -97,18 +101,21 @@ _TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalL
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether it mixes tokens one after another, and can be given whole sequences."""
+    """Return True for a known recurrent or convolutional layer, which runs on whole sequences."""
     return type(module).__name__ in RECURRENT
 
 
 def written_form(module: nn.Module) -> Written | None:
-    """Return what is known of a module whose attention is written out in this release."""
+    """Return the facts of a known module with written-out attention; ``None`` for other modules.
+
+    A class may call transformers' attention registry in a newer release; then it is ``None`` too.
+    """
     form = WRITTEN.get(type(module).__name__)
     return None if form is None or _calls_registry(type(module)) else form
 
 
 def makes_positions(module: nn.Module) -> bool:
-    """Return True if a module makes positions of a sequence's length, where it is given none."""
+    """Return True if a module makes position ids from a length when it is given none."""
     parameters = parameters_of(type(module))
     return (
         "Position" in type(module).__name__
@@ -118,24 +125,29 @@ def makes_positions(module: nn.Module) -> bool:
 
 
 def counts_queries(module: nn.Module) -> bool:
-    """Return True if attention counts queries from those that a cache holds, as Llama 4 does."""
+    """Return True if attention scales queries by position, from a cache's length (Llama 4)."""
     names = names_in_forward(type(module))
     return has_attention(module) and {"arange", "get_seq_length"} <= names
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether it counts positions among the tokens it is given, padding left out."""
+    """Return True if a module counts positions from token ids, leaving out padding (RoBERTa)."""
     return hasattr(type(module), "create_position_ids_from_input_ids")
 
 
 def makes_bias(module: nn.Module) -> bool:
-    """Whether it makes a bias of relative positions, as T5 does, of as many queries as it sees."""
+    """Return True if a module builds a relative position bias of the lengths it sees (T5)."""
     function = getattr(type(module), "compute_bias", None)
     return function is not None and "past_seen_tokens" in inspect.signature(function).parameters
 
 
 def hooks_for(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """What has to be hooked, beside batch and loss."""
+    """Return the names of the hooks that a model needs, besides those for its batch and loss.
+
+    Args:
+        model: The model, without wrappers.
+        parts: Its modules that see the sequence of tokens, by name.
+    """
     modules = parts.values()
     written = [form for x in modules if (form := written_form(x)) is not None]
     takes = any("position_ids" in parameters_of(type(x)) for x in modules if makes_masks(type(x)))
@@ -156,7 +168,7 @@ def hooks_for(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
 
 
 def is_pair(model: Any) -> bool:
-    """Whether it has an encoder and a decoder of tokens."""
+    """Return True for an encoder-decoder both of whose sequences are tokens."""
     return (
         "decoder_input_ids" in parameters_of(type(model))
         and not {"vision_config", "audio_config", "text_config"}
@@ -166,7 +178,7 @@ def is_pair(model: Any) -> bool:
 
 
 def of_pair(model: Any) -> Iterator[str]:
-    """Reasons that lie in there being two sequences."""
+    """Yield the reasons why an encoder-decoder cannot be split."""
     name = name_of(model)
     if not is_pair(model):
         yield (
@@ -191,52 +203,60 @@ def of_pair(model: Any) -> Iterator[str]:
 
 
 def takes_positions(given: frozenset[str], hooks: tuple[str, ...]) -> bool:
-    """Whether positions reach its layers; others' ``**`` may swallow them."""
+    """Return True if position ids reach a model's layers, as an argument or by hooks.
+
+    Args:
+        given: Parameters of the model's forward. A ``**`` counts, except for models with
+            written-out attention, which may drop what it takes.
+        hooks: The hooks that the model needs.
+    """
     names = {"position_ids"} if "attention" in hooks else {"position_ids", "**"}
     return bool({"positions", "alibi", "bias"} & {*hooks} or names & given)
 
 
 def makes_chunks(module: nn.Module) -> bool:
-    """Whether it makes masks of chunks, unless it is given masks by kind of layer."""
+    """Return True if a module builds chunked masks, unless given a mask for each kind of layer."""
     return {"create_chunked_causal_mask", "causal_mask_mapping"} <= names_in_forward(type(module))
 
 
 def has_written_attention(model: nn.Module) -> bool:
-    """Whether it calls no attention function of transformers' registry."""
+    """Return True if any module of a model has written-out attention."""
     return any(map(written_form, model.modules()))
 
 
 def has_attention(module: nn.Module) -> bool:
-    """Whether its attention is one that a ring can compute."""
+    """Return True if ring attention can compute a module's attention."""
     return written_form(module) is not None or _calls_registry(type(module))
 
 
 def _calls_registry(cls: type) -> bool:
+    """Return True if a class calls an attention function of transformers' registry."""
     return reads_global(cls, "AttentionInterface")
 
 
 def makes_masks(cls: type) -> bool:
-    """Whether its code calls mask functions of transformers."""
+    """Return True if a class's code calls a mask function of transformers."""
     return any(map(is_mask_function, names_in(cls)))
 
 
 def is_mask_function(name: str) -> bool:
-    """Whether a name is one of those."""
+    """Return True for names of transformers' mask functions, as ``create_causal_mask``."""
     return name.startswith("create_") and "mask" in name
 
 
 def name_of(model: nn.Module) -> str:
-    """The name of its class, not of the one that FSDP puts before it."""
+    """Return the name of a model's class, skipping the one that FSDP puts before it."""
     return next(x.__name__ for x in type(model).__mro__ if not x.__module__.startswith("torch."))
 
 
 def pooling_of(model: Any) -> str | None:
-    """What is one entry a sequence among the outputs."""
+    """Return the name of the output or head that makes one entry a sequence, or ``None``."""
     heads = [base.__name__ for base in type(model).__mro__]
     if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
         return found[0]
     own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
-    if any(word in own for word in _TOKEN_HEADS):  # some say that they return something else
+    # Annotations of some heads name another output class than they return: trust the head's name.
+    if any(word in own for word in _TOKEN_HEADS):
         return None
     for output in _output_types(model):
         if any(word in output.__name__ for word in _POOLED_TYPES):
@@ -248,7 +268,7 @@ def pooling_of(model: Any) -> str | None:
 
 
 def _output_types(model: Any) -> list[Any]:
-    """Classes of outputs that ``forward`` is annotated with."""
+    """Return the dataclasses in the return annotation of a model's ``forward``."""
     try:
         kind = typing.get_type_hints(forward_of(type(model))).get("return")
     except (NameError, TypeError, AttributeError):
@@ -257,7 +277,7 @@ def _output_types(model: Any) -> list[Any]:
 
 
 def pooled_words(model: Any, pooling: str) -> str:
-    """Why a model that does so is not exact on split sequences."""
+    """Return the reason why a model that pools is not exact on split sequences, and what to do."""
     name = name_of(model)
     if pooling == "pooler_output":
         return (
@@ -271,12 +291,12 @@ def pooled_words(model: Any, pooling: str) -> str:
     )
 
 
-# A release of transformers may rename an argument or a method. A hook that found nothing would
-# leave each rank with positions, biases or masks of its own tokens, and nothing would tell.
+# A release of transformers may rename an argument or a method. If a hook then did nothing, each
+# rank would count positions from its own first token, or see its own tokens only, without an error.
 
 _COUNTER = "create_position_ids_from_input_ids"
 
-#: First arguments of recurrent layers, which are gathered, and others: gathered, unread, or none.
+#: First arguments of recurrent layers, which are gathered, and their other known arguments.
 _RECURRENT_INPUTS = frozenset({"hidden_states", "input_states"})
 _RECURRENT_OTHERS = CACHES | {
     "**", "attention_mask", "cache_params", "position_embeddings", "position_ids", "self", "seq_idx",
@@ -285,7 +305,12 @@ _RECURRENT_OTHERS = CACHES | {
 
 
 def missing_names(model: Any, parts: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield a reason for each name that a hook of this model needs, and its code does not have."""
+    """Yield a reason for each name that a hook of this model needs, and its code does not have.
+
+    Args:
+        model: The model, without wrappers.
+        parts: Its modules that see the sequence of tokens, by name.
+    """
     for module in parts.values():
         yield from (lacks(type(module).__name__, name) for name in _missing_in(module))
     for name in {form.slopes for x in parts.values() if (form := written_form(x))} - {""}:
@@ -302,7 +327,7 @@ def missing_names(model: Any, parts: Mapping[str, nn.Module]) -> Iterator[str]:
 
 
 def _missing_in(module: nn.Module) -> Iterator[str]:
-    """Yield names that the hooks of one module need."""
+    """Yield the names that the hooks of one module need and do not find in its code."""
     names, parameters = names_in_forward(type(module)), parameters_of(type(module))
     config = getattr(module, "config", None)
     form = written_form(module)
@@ -326,6 +351,7 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
 
 
 def _missing_for_bias(module: nn.Module, names: frozenset[str]) -> Iterator[str]:
+    """Yield the names that a relative position bias needs and a module's code does not have."""
     if makes_bias(module):
         yield from sorted({"compute_bias", "has_relative_attention_bias"} - names)
     elif inspect.isfunction(getattr(type(module), "compute_bias", None)):
@@ -335,7 +361,7 @@ def _missing_for_bias(module: nn.Module, names: frozenset[str]) -> Iterator[str]
 def _missing_for_positions(
     module: nn.Module, names: frozenset[str], parameters: frozenset[str]
 ) -> Iterator[str]:
-    """Yield what a module lacks that counts tokens from the first one that it is given."""
+    """Yield the names that a module lacks which counts tokens from the first one it is given."""
     if counts_queries(module):
         if len(CACHES & parameters) != 1:
             yield f"argument {' or '.join(sorted(CACHES))}"
@@ -348,7 +374,7 @@ def _missing_for_positions(
 
 
 def _missing_in_pair(model: Any) -> Iterator[str]:
-    """Yield reasons that lie in an encoder-decoder's arguments, and in what places its tokens."""
+    """Yield reasons against an encoder-decoder: missing arguments, or no use of positions."""
     for name in sorted({"attention_mask", "decoder_attention_mask"} - parameters_of(type(model))):
         yield lacks(name_of(model), f"argument {name}")
     for part in (model.get_encoder(), model.get_decoder()):
@@ -361,4 +387,5 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
 
 
 def _counts(module: nn.Module) -> bool:
+    """Return True if a module counts positions from token ids alone, not from a length."""
     return counts_positions(module) and not makes_positions(module)

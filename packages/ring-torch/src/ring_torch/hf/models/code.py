@@ -1,4 +1,4 @@
-"""What the code of a class names and reads, found without running it."""
+"""Names that the code of a class uses and reads, found in its bytecode without running it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from itertools import chain, pairwise
 from types import CodeType, FunctionType
 from typing import Any, cast
 
+#: Methods that do not run in a forward.
 _SKIPPED = frozenset({"__init__", "_init_weights", "generate", "prepare_inputs_for_generation"})
 
 
 def _cache[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """With answers kept; a checker of types takes no class for hashable."""
+    """Cache a function's results, with its own type: mypy takes no class for hashable."""
     return cast("Callable[P, T]", lru_cache(maxsize=4096)(function))
 
 
 def forward_of(cls: type) -> FunctionType | None:
-    """Return the function under the decorators of ``forward``."""
+    """Return a class's function ``forward`` without decorators; ``None`` if it is no function."""
     function = _undecorated(getattr(cls, "forward"))  # noqa: B009 - any class of modules has one
     return function if isinstance(function, FunctionType) else None
 
 
 def _undecorated(function: Any) -> Any:
-    """Return the function under decorators; some of transformers 5.14 set no ``__wrapped__``."""
+    """Return the function under decorators, even under those that set no ``__wrapped__``.
+
+    Some of transformers 5.14 do not. Then it is found by its name, ``forward``, among the values
+    that the wrapper encloses.
+    """
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType) or function.__name__ == "forward":
         return function
@@ -35,7 +40,7 @@ def _undecorated(function: Any) -> Any:
 
 
 def parameters_of(cls: type) -> frozenset[str]:
-    """Names that ``forward`` takes; ``**`` where it takes any."""
+    """Return the names of ``forward``'s parameters, ``**`` for one that takes any keyword."""
     function = forward_of(cls)
     if function is None:
         return frozenset({"**"})
@@ -46,10 +51,10 @@ def parameters_of(cls: type) -> frozenset[str]:
 
 
 def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward, by the names it has for them.
+    """Return all arguments of a call of ``forward`` by the names of its parameters.
 
     Raises:
-        TypeError: They are too many, or one is given twice, as without hooks.
+        TypeError: There are too many, or one is given twice, as Python would raise without hooks.
     """
     forward = forward_of(type(module)) or type(module).forward
     parameters = list(inspect.signature(forward).parameters.values())[1:]
@@ -64,9 +69,10 @@ def by_name(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 @_cache
 def names_in(cls: type) -> frozenset[str]:
-    """Globals, attributes and keywords in the methods of a class, and in functions beside it.
+    """Return names in a class's methods and the functions they use: globals, attributes, keywords.
 
-    Methods that it has of torch and of transformers' base class are left out.
+    Functions count if they are of the same module. Methods inherited from torch and from
+    transformers' base class do not count.
     """
     return frozenset(
         name
@@ -78,7 +84,7 @@ def names_in(cls: type) -> frozenset[str]:
 
 @_cache
 def reads_global(cls: type, kind: str) -> bool:
-    """Whether methods of a class, or functions beside it, use a global object of class ``kind``."""
+    """Return True if a class's methods, or functions they use, read a global of type ``kind``."""
     return any(
         type(function.__globals__.get(name)).__name__ == kind
         for function in _functions_of(cls)
@@ -89,7 +95,7 @@ def reads_global(cls: type, kind: str) -> bool:
 
 @_cache
 def names_in_forward(cls: type) -> frozenset[str]:
-    """The same, and local variables, of ``forward`` alone."""
+    """Return globals, attributes, keywords and local variables named in ``forward`` itself."""
     function = forward_of(cls)
     if function is None:
         return frozenset()
@@ -102,7 +108,7 @@ def names_in_forward(cls: type) -> frozenset[str]:
 
 @_cache
 def reads_in_forward(cls: type, name: str) -> frozenset[str]:
-    """Attributes of a local variable that ``forward`` reads."""
+    """Return the attributes of local variable ``name`` that ``forward`` reads."""
     function = forward_of(cls)
     if function is None:
         return frozenset()
@@ -117,7 +123,7 @@ def reads_in_forward(cls: type, name: str) -> frozenset[str]:
 
 
 def _functions_of(cls: type) -> Iterator[FunctionType]:
-    """Methods, and functions of the same module that these name."""
+    """Yield the methods of a class, and the functions of the same module that they name."""
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.", "transformers.modeling_", "builtins")):
             continue
@@ -129,12 +135,14 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
 
 
 def _beside(function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the functions of the same module that a function names."""
     found = (function.__globals__.get(name) for name in function.__code__.co_names)
     plain = (inspect.unwrap(x) if callable(x) else x for x in found)
     return (x for x in plain if isinstance(x, FunctionType) and x.__module__ == function.__module__)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and the code objects of functions defined in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, CodeType):
@@ -142,5 +150,6 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Return the names that a code object uses: globals, attributes and keywords of calls."""
     keywords = (x for value in code.co_consts if isinstance(value, tuple) for x in value)
     return chain(code.co_names, (x for x in keywords if isinstance(x, str)))

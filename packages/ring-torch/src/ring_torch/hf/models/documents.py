@@ -1,4 +1,7 @@
-"""Documents of packed rows, in the ways that collators state them."""
+"""Documents of packed rows, as the data collators of transformers and TRL state them.
+
+Results are segment ids: the number of each token's document, with -1 for padding.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,26 @@ from ring_core import UnsupportedError
 
 Ints = npt.NDArray[np.int64]
 
-#: Keys of transformers' flash attention, and of layers that are no attention.
+#: Batch entries that state documents: for flash attention, and (``seq_idx``) for Mamba layers.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
-    """The number of each token's document, ``[B, T]``, -1 for padding, where a batch states them.
+    """Return the segment ids ``[B, T]`` of a batch that states its documents, else ``None``.
 
-    Takes out of the batch what states them, of ``cu_seq_lens_q`` and ``_k``, ``seq_idx``, or an
-    ``attention_mask`` that numbers documents from 1, and is 0 at padding. A mask of ones alone says
-    nothing, and is taken out as well.
+    They are stated by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or by an
+    ``attention_mask`` that numbers documents from 1 and is 0 at padding. Entries that were read are
+    removed from the batch. An ``attention_mask`` of ones alone says nothing, and is removed as
+    well.
+
+    Args:
+        given: The batch, from which entries are removed.
+        shape: ``(B, T)``.
 
     Raises:
-        ValueError: They are malformed, or two of them differ.
-        UnsupportedError: ``cu_seq_lens_*`` of several rows, or beside padding.
+        ValueError: An entry is malformed, or two of them state different documents.
+        UnsupportedError: ``cu_seq_lens_*`` beside several rows, or documents beside a mask of
+            padding.
     """
     offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
     _check_longest(
@@ -49,10 +58,10 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | No
 
 
 def check_positions(segments: Ints, positions: Ints) -> None:
-    """Refuse positions that start again within a document.
+    """Refuse position ids that do not grow by one within a document.
 
     Raises:
-        ValueError: They do.
+        ValueError: They do not.
     """
     same = np.diff(segments, axis=1) == 0
     if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[same].any():
@@ -60,10 +69,10 @@ def check_positions(segments: Ints, positions: Ints) -> None:
 
 
 def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
-    """Lengths that kernels of others need; here they follow from the offsets.
+    """Check ``max_length_q`` and ``max_length_k``, which flash-attn needs; here offsets are enough.
 
     Raises:
-        ValueError: They stand alone, or are below that of a document.
+        ValueError: They come without offsets, or a document is longer.
     """
     for name, length in longest.items():
         if length is None:
@@ -76,6 +85,10 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
 
 
 def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
+    """Return segment ids from an ``attention_mask`` that numbers documents; ``None`` for others.
+
+    A mask that was read, and one of ones alone, is removed from the batch.
+    """
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         return None
@@ -94,7 +107,12 @@ def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
 
 
 def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
-    """Of ``(0, ..., T)``."""
+    """Return segment ids from cumulative lengths of documents, ``(0, ..., T)``, of a single row.
+
+    Raises:
+        ValueError: They are malformed, or those of queries and keys differ.
+        UnsupportedError: The batch has several rows.
+    """
     if q is None or k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given both")
     if shape[0] != 1:
@@ -111,12 +129,18 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
 
 
 def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
+    """Return segment ids from ``seq_idx [B, T]``, which changes where a document begins.
+
+    Raises:
+        ValueError: It has another shape.
+    """
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
         raise ValueError(f"seq_idx must be int [B, T] = {shape}")
     return _runs(ids.detach().cpu().numpy())
 
 
 def _runs(values: npt.NDArray[Any]) -> Ints:
+    """Return the number of each entry's run of equal values in its row, counted from 0."""
     segments = np.zeros(values.shape, np.int64)
     segments[:, 1:] = np.cumsum(np.diff(values, axis=1) != 0, axis=1)
     return segments

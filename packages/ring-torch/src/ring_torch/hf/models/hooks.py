@@ -1,4 +1,4 @@
-"""Hooks of a model that takes whole batches: they split what goes in, and join what comes out."""
+"""Forward hooks of a parallelized model, which split its batch and join its outputs."""
 
 from __future__ import annotations
 
@@ -33,27 +33,29 @@ from ring_torch.sharding import Sharding
 Logits = Literal["local", "gather"]
 Reduction = Literal["sum", "mean"]
 
-#: Outputs ``[B, T_local, V]``, which are joined where that is asked for.
+#: Outputs ``[B, T_local, V]``, which are joined for ``logits="gather"``.
 _LOGITS = ("logits", "start_logits", "end_logits")
 
 #: Outputs ``[B, T_local]`` of a head that makes no logits (TRL's), which are always joined.
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
-#: Switches of a head, which do not concern how a batch is split.
+#: Arguments of a head that have no effect on how a batch is split.
 _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The forward that is under way, and what its hooks have to know of the batch.
+    """Facts about the forward under way, kept from its pre-hook for its later hooks.
 
     Attributes:
-        mask: Names the sequence; of an encoder-decoder the decoder's.
-        is_whole: The text model is given whole embeddings, which are to be split.
-        is_shifted_here: Labels came unshifted, so that the last token has none.
-        has_labels: A loss is computed.
-        has_router_loss: A router's loss is computed, of the whole sequence.
-        kept: The rows of the whole sequence's logits that are asked for; ``None`` for all.
+        mask: Mask of the split batch; of an encoder-decoder the decoder's.
+        is_whole: True while embeddings of the whole sequence are still to be split before the text
+            model.
+        is_shifted_here: True if labels came unshifted and are shifted here, so that a row's last
+            token has none.
+        has_labels: True if a loss is computed.
+        has_router_loss: True if a router's loss is computed, of the whole sequence.
+        kept: Rows of the whole sequence's logits that are asked for; ``None`` for all.
     """
 
     mask: ShardedMask
@@ -66,21 +68,24 @@ class _Call:
 
 @dataclass(eq=False)
 class ModelHooks(ReductionChoice):
-    """The hooks of one model.
+    """Forward hooks of one parallelized model.
 
     Attributes:
         sharding: Which rank holds which tokens.
-        report: Of the part whose batches are split.
-        logits: Whether logits are joined.
-        reduction: How gradients are reduced over ranks, outside.
-        owner: What put them on.
-        is_pooling: One row of a sequence is taken from logits.
-        joins_router: The router's loss is computed of the whole sequence.
-        takes_merged: Images may come, and a text model is hooked.
-        undivided_share: Of losses by no count of labels, if multiplied outside.
-        is_evaluating_logits: Logits are joined for a while.
-        call: The forward that is under way. What runs again, for a backward, is given all it needs
-            as arguments, and does not read it: it would be that of a later batch.
+        report: Report of the module whose batches are split.
+        logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part.
+        reduction: Reduction of gradients that runs outside the model, ``"sum"`` or ``"mean"``.
+        owner: Handle that the first call of ``parallelize`` returned.
+        is_pooling: True if the model picks each sequence's last token from per-token logits.
+        joins_router: True if a router's loss can be computed from the whole sequence.
+        takes_merged: True for a multimodal model, whose text model has a hook that splits
+            embeddings.
+        undivided_share: Factor of losses that are not divided by a label count: 1, or ``1 /
+            cp_size`` under a Trainer that multiplies the loss by the number of all ranks.
+        is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
+        call: Facts about the forward under way. With activation checkpointing, parts of a forward
+            run again in the backward, when ``call`` may be a later batch's. So hooks that run again
+            take all they need from arguments.
     """
 
     sharding: Sharding
@@ -96,39 +101,40 @@ class ModelHooks(ReductionChoice):
     call: _Call | None = None
 
     def __deepcopy__(self, _: object) -> ModelHooks:
-        """Itself: a copy of the model belongs to the same ranks."""
+        """Return self: a copy of the model is split over the same ranks."""
         return self
 
     @property
     def joins_logits(self) -> bool:
-        """Whether logits of the whole sequence are returned."""
+        """True if logits of the whole sequence are returned."""
         return self.is_pooling or self.logits == "gather" or self.is_evaluating_logits
 
     @property
     def factor(self) -> int:
-        """What gradients are multiplied by, so that a mean over the ranks is their sum."""
+        """Factor of the gradients, so that a mean over the ranks of the ring becomes their sum."""
         return self.sharding.ring.size if self.reduction == "mean" else 1
 
     @property
     def is_pair(self) -> bool:
-        """Whether there are two sequences: an encoder's and a decoder's."""
+        """True for an encoder-decoder, whose batch has two sequences."""
         return "encoder-decoder" in self.report.hooks
 
     @property
     def shifts_labels(self) -> bool:
-        """Whether labels are of the next token."""
+        """True if token ``i`` predicts label ``i + 1``."""
         return self.report.shifts_labels and not self.is_pair
 
     def divides_by_items(self, model: nn.Module) -> bool:
-        """Whether the model's loss is a sum over labels, divided by ``num_items_in_batch``."""
+        """Return True if the model's loss is the sum over labels over ``num_items_in_batch``."""
         return not self.is_pooling and (
             self.shifts_labels
-            or "loss_function" in names_in_forward(type(unwrapped(model)))  # others: the mean
+            # Losses that do not go through `loss_function` are means over the labels given.
+            or "loss_function" in names_in_forward(type(unwrapped(model)))
         )
 
     @contextmanager
     def with_whole_logits(self, joins: bool) -> Iterator[None]:
-        """Return logits of the whole sequence for a while, whatever was asked for."""
+        """Within the block, return logits of the whole sequence if ``joins`` is True."""
         undo = replace_attribute(self, "is_evaluating_logits", joins)
         try:
             yield
@@ -139,7 +145,14 @@ class ModelHooks(ReductionChoice):
     def split(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Before a forward: this rank's part of the batch, in place of the whole one."""
+        """Replace the whole batch by this rank's part, before the model's forward.
+
+        Raises:
+            ValueError: The batch is split already, or ``reduction`` does not fit the model's
+                wrapper.
+            UnsupportedError: An argument cannot be honoured on split sequences.
+            RankMismatchError: Ranks were given different batches.
+        """
         given = self._checked(module, by_name(module, args, kwargs))
         switches = {name: given.pop(name) for name in _SWITCHES if name in given}
         has_router_loss = self._has_router_loss(module, switches)
@@ -155,6 +168,8 @@ class ModelHooks(ReductionChoice):
             has_router_loss=has_router_loss,
             kept=kept,
         )
+        # The head computes the router's loss of the whole sequence, so it gets the whole mask; the
+        # part below it gets the split one, by `split_mask`.
         if has_router_loss:
             padding = given.get("attention_mask")
             shard["attention_mask"] = None if padding is None else (padding != 0).to(padding.dtype)
@@ -171,7 +186,7 @@ class ModelHooks(ReductionChoice):
     def _shard(
         self, module: nn.Module, given: dict[str, Any]
     ) -> tuple[dict[str, Any], ShardedMask, bool]:
-        """Return this rank's part of the batch, its mask, and if embeddings are still whole."""
+        """Return this rank's batch, its mask, and True if embeddings are still to be split."""
         seed, weight = self._dropout_seed(module), weight_checksum(module)
         rest = self.sharding, unwrapped(module), given, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
@@ -191,7 +206,7 @@ class ModelHooks(ReductionChoice):
     def split_text(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a text model: split what it is given, if the batch came whole so far."""
+        """Split the arguments of a multimodal model's text model, if the batch is whole so far."""
         if self.call is None or not self.call.is_whole:
             return args, kwargs
         self.call = replace(self.call, is_whole=False)
@@ -201,8 +216,14 @@ class ModelHooks(ReductionChoice):
     def join(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After a forward: the loss of the whole batch, and what is wanted of the sequence."""
+        """Replace the loss by the whole batch's, and join the outputs that are wanted whole.
+
+        Raises:
+            UnsupportedError: There are labels, and the output has no ``loss``.
+        """
         call = self._ended()
+        # Join logits if they are wanted, and TRL's outputs of each token in any case. Where labels
+        # were shifted here, TRL expects no entry for a row's last token.
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
@@ -221,7 +242,7 @@ class ModelHooks(ReductionChoice):
     def split_mask(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the part below a router's loss, which needs the whole mask: the split one."""
+        """Give the base model the split mask; its head, with a router's loss, has the whole one."""
         if self.call is not None and self.call.has_router_loss:
             kwargs = {**kwargs, "attention_mask": replace(self.call.mask, joins_router=True)}
         return args, kwargs
@@ -230,7 +251,11 @@ class ModelHooks(ReductionChoice):
     def join_router(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """After it: the router's logits of the whole sequence."""
+        """Replace the router's logits by the whole sequence's, before the head computes a loss.
+
+        Raises:
+            UnsupportedError: The module returns no router logits of every token.
+        """
         if self.call is None or not self.call.has_router_loss:
             return output
         mask = self.call.mask
@@ -248,16 +273,20 @@ class ModelHooks(ReductionChoice):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """After a head of which the model takes one row: those of the whole sequence."""
+        """Join the per-token output of a classifier's ``score``, of which one row is picked."""
         return self.whole(output, self._ended().mask.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
-        """Join every rank's part; each rank computes the same loss of it, and keeps its slice."""
+        """Join all ranks' parts of a tensor along ``dim``, and cut it to ``length``.
+
+        Every rank then computes the same loss from it, so in the backward each rank keeps its own
+        slice of the gradient, times :attr:`factor`, and nothing is summed.
+        """
         x = _Replaced.apply(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim, grad="slice").narrow(dim, 0, length)
 
     def total_of(self, part: Tensor) -> Tensor:
-        """The sum over the ranks, whose gradient is that of this rank's part."""
+        """Return the sum of a loss over the ranks, whose gradient is that of this rank's part."""
         total, ring = part.detach().clone(), self.sharding.ring
         if ring.size > 1:
             with collective(ring, "loss"):
@@ -266,7 +295,11 @@ class ModelHooks(ReductionChoice):
         return joined
 
     def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
-        """The router's part, if any, is of the whole sequence already."""
+        """Return the loss of the whole batch.
+
+        A router's loss in it is computed from the whole sequence on every rank, so it is not
+        summed.
+        """
         loss: Tensor = output["loss"]
         if not (call.has_router_loss and call.has_labels):
             return self.total_of(loss)
@@ -277,11 +310,13 @@ class ModelHooks(ReductionChoice):
         return self.total_of(loss - router) + router * self.undivided_share
 
     def _ended(self) -> _Call:
+        """Return the facts about the forward that has ended, and forget them."""
         call, self.call = self.call, None
         assert call is not None
         return call
 
     def _checked(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch's arguments after checking that they can be split."""
         if isinstance(given.get("attention_mask"), ShardedMask):
             raise ValueError(
                 "the model takes whole batches since hf.parallelize, and this one was split by "
@@ -299,6 +334,11 @@ class ModelHooks(ReductionChoice):
         return given
 
     def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
+        """Return True if the call or the config asks for a router's loss.
+
+        Raises:
+            UnsupportedError: It does, and the loss cannot be computed from the whole sequence.
+        """
         config = getattr(unwrapped(module), "config", None)
         asked = switches.get("output_router_logits")
         if asked is None:
@@ -311,10 +351,15 @@ class ModelHooks(ReductionChoice):
         return bool(asked)
 
     def _kept(self, module: nn.Module, given: dict[str, Any]) -> slice | Tensor | None:
-        """Take ``logits_to_keep`` out of a batch; return the rows of whole logits that it names."""
+        """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
+
+        Raises:
+            UnsupportedError: Logits are not joined, or there are labels, whose loss needs all
+                logits.
+        """
         kept = given.get("logits_to_keep")
         if "logits_to_keep" not in parameters_of(type(unwrapped(module))):
-            return None  # whoever splits the batch refuses it
+            return None  # `split_batch` refuses it then
         given.pop("logits_to_keep", None)
         if kept is None or (isinstance(kept, int) and kept == 0):
             return None
@@ -330,7 +375,7 @@ class ModelHooks(ReductionChoice):
         return slice(-kept, None) if isinstance(kept, int) else kept
 
     def check_reduction(self) -> None:
-        """Refuse to sum gradients that are multiplied for a mean."""
+        """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ring.size > 1:
             raise ValueError(
                 "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
@@ -338,13 +383,17 @@ class ModelHooks(ReductionChoice):
             )
 
     def _dropout_seed(self, module: nn.Module) -> int | None:
-        """New with every batch, and equal where ranks seeded torch alike; ranks compare it."""
+        """Return a new seed if attention dropout is on, else ``None``.
+
+        It is drawn from torch's CPU generator. Ranks compare it, as they must have seeded torch
+        alike.
+        """
         is_dropping = module.training and any(attention_dropout_rates(module))
         return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
 
 
 def refuse_generation(*_: object, **__: object) -> Never:
-    """In place of a model's ``generate``: say what to do."""
+    """Raise an error in place of a parallelized model's ``generate``, and say what to do."""
     raise UnsupportedError(
         "generate() is not served after hf.parallelize: a split sequence has no KV cache, and tokens "
         "come one by one. Call remove() of the handle first, which gives the model back as it was, and "
@@ -353,12 +402,12 @@ def refuse_generation(*_: object, **__: object) -> Never:
 
 
 def hooks_of(model: nn.Module) -> ModelHooks | None:
-    """The hooks that a model has, itself or in a part of it."""
+    """Return the hooks of a parallelized model, found on it or on a module in it, or ``None``."""
     return next((owner for owner in hooks_in(model) if isinstance(owner, ModelHooks)), None)
 
 
 class _Replaced(torch.autograd.Function):
-    """Another value in place of ``x``, and its gradient times a factor."""
+    """Autograd function that returns another value for ``x``, with the gradient times a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
@@ -371,7 +420,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], object]:
-    """Set an attribute of an instance; returns what sets it back."""
+    """Set an attribute of an instance, and return a function that restores the former state."""
     is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     if is_own:

@@ -1,9 +1,12 @@
-"""The sequences of a model that are split: one, an encoder's and a decoder's, or one with images.
+"""Splitting of the batches of encoder-decoders and of multimodal models.
 
-Where images take places among the tokens, a sequence is split within the model: it is called with
-whole batches, and its towers see all there is. What it hands to its text model, embeddings of the
-whole sequence, is split there. A rank's gradients of a tower are those of the embeddings that it
-holds, so that their sum over ranks counts each once.
+An encoder-decoder's batch has two sequences, which are split each by its length.
+
+A multimodal model replaces some tokens by features of images or sound. It is called with the whole
+batch on every rank, so its towers (vision or audio encoders) see whole inputs. The merged
+embeddings of the whole sequence are split where they enter its text model. On each rank, gradients
+of a tower come from the embeddings that the rank holds, so their sum over the ranks counts each
+embedding once.
 """
 
 from __future__ import annotations
@@ -24,24 +27,25 @@ from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.sealed import CrossMask, Sealed, ShardedMask
 from ring_torch.sharding import Sharding
 
-#: Of an encoder-decoder: names in the batch, and those of the sequence that they are of.
+#: Entries of an encoder-decoder's batch, mapped to the names of a single sequence's batch: of the
+#: encoder's sequence, and of the decoder's.
 _SOURCE = {name: name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")}
 _TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
     name: name for name in ("labels", "num_items_in_batch")
 }
 _KEPT = ("return_dict", "output_hidden_states", "use_cache")
 
-_ROWS = 3  # dimensions of positions in several directions, [n, B, T]
-_WITH_TEXT_ROW = 4
+_ROWS = 3  # dimensions of multimodal RoPE positions, [n, B, T]
+_WITH_TEXT_ROW = 4  # n, where the first row holds the plain text positions
 
-#: What is split as text is, of the batch.
+#: Entries of a multimodal batch that are split as those of a text batch are.
 _TEXT = (
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels",
     "num_items_in_batch", "use_cache", *STATED,
 )  # fmt: skip
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")
 
-#: What a text model is given ``[B, T, ...]``.
+#: Arguments of a text model that are ``[B, T, ...]``.
 _ALONG = ("inputs_embeds", "input_ids", "visual_pos_masks")
 
 
@@ -53,11 +57,20 @@ def split_pair(
     dropout_seed: int | None,
     weight: float,
 ) -> dict[str, Any]:
-    """Return this rank's part of an encoder-decoder's batch: both sequences, each by its length.
+    """Return this rank's part of an encoder-decoder's batch: each sequence split by its own length.
+
+    Args:
+        sharding: Which rank holds which tokens.
+        model: The model, without wrappers.
+        given: The whole batch.
+        report: The model's report.
+        dropout_seed: Seed of the decoder's attention dropout; the encoder's differs from it.
+        weight: Checksum of the weights, which ranks compare.
 
     Raises:
-        ValueError: There is nothing that the decoder could be given.
-        UnsupportedError: The batch holds what cannot be split.
+        ValueError: There are neither decoder inputs nor labels to make them of, or padding without
+            a mask.
+        UnsupportedError: The batch has entries that cannot be split.
     """
     given = {name: x for name, x in given.items() if x is not None}
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
@@ -87,10 +100,13 @@ def split_pair(
 def tell_keys(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Before a decoder: tell its cross attention which sequence queries are of, and which keys.
+    """Combine both masks before a decoder's forward, so that cross attention knows its keys.
+
+    It is a forward pre-hook. Cross attention needs to know which sequence its queries belong to,
+    and which its keys.
 
     Raises:
-        UnsupportedError: It is not given the masks of both.
+        UnsupportedError: The decoder is not given both masks.
     """
     given = by_name(module, args, kwargs)
     masks = [given.get(name) for name in ("attention_mask", "encoder_attention_mask")]
@@ -104,10 +120,10 @@ def tell_keys(
 
 
 def _shifted(model: Any, labels: Tensor) -> Tensor:
-    """What the model would give its decoder where it is given labels alone.
+    """Return the decoder's input ids that the model would make from labels, shifted by one.
 
     Raises:
-        ValueError: That is not known.
+        ValueError: The model has no known function that makes them.
     """
     shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
@@ -120,7 +136,11 @@ def _shifted(model: Any, labels: Tensor) -> Tensor:
 
 
 def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
-    """Refuse padding that a model would find among tokens, and hide, where it is given no mask."""
+    """Refuse padding tokens without a mask, if the model would derive a mask from the token ids.
+
+    Raises:
+        ValueError: There are some.
+    """
     found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     is_told = not found or padding is None or "attention_mask" in batch
@@ -132,7 +152,7 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def is_merged(given: Mapping[str, Any]) -> bool:
-    """Whether a batch holds more than text: images, sound, positions in several directions."""
+    """Return True if a batch has images or sound, or multimodal positions ``[n, B, T]``."""
     names = {name for name, x in given.items() if x is not None}
     positions = given.get("position_ids")
     return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
@@ -148,10 +168,19 @@ def split_labels(
     dropout_seed: int | None,
     weight: float,
 ) -> tuple[dict[str, Any], ShardedMask]:
-    """Return the whole batch, with this rank's labels, and what the text model is to be given.
+    """Return the whole batch with this rank's labels, and the mask that the text model is to get.
+
+    Args:
+        sharding: Which rank holds which tokens.
+        module: The model, without wrappers.
+        given: The whole batch.
+        report: The model's report.
+        dropout_seed: Seed of attention dropout, if there is any.
+        weight: Checksum of the weights, which ranks compare.
 
     Raises:
-        UnsupportedError: The model's forward has no such argument, or a mask numbers documents.
+        UnsupportedError: The model's forward has no argument of an entry's name, or
+            ``attention_mask`` numbers documents.
     """
     given = {name: x for name, x in given.items() if x is not None}
     if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
@@ -174,10 +203,10 @@ def split_labels(
 def split_text(
     mask: ShardedMask, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """Return this rank's part of the embeddings and positions that a text model is given.
+    """Return a text model's arguments with this rank's part of embeddings and positions.
 
     Raises:
-        UnsupportedError: It is given what cannot be split.
+        UnsupportedError: Its tokens are not the batch's, or an argument cannot be split.
     """
     given = by_name(module, args, kwargs)
     tokens = tokens_of(given)
@@ -197,6 +226,18 @@ def split_text(
 
 
 def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
+    """Return this rank's part of one argument of a text model.
+
+    Args:
+        mask: The batch.
+        module: The text model.
+        name: Name of the argument.
+        x: Its value.
+        visual: bool ``[B, T]``, True at tokens that hold image features.
+
+    Raises:
+        UnsupportedError: It is not known which dimension of it is the sequence.
+    """
     if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
         return x
     if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
@@ -214,14 +255,15 @@ def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tens
 
 
 def _rows(mask: ShardedMask, rows: Tensor, visual: Tensor) -> Tensor:
-    """Of rows ``[n, dim]``, one of each token of an image, those of this rank's tokens."""
+    """Return the rows of this rank's image tokens, given ``[n, dim]`` rows of all image tokens."""
+    # Write the index of its row at each image token, split these indices, and look the rows up.
     numbers = torch.zeros(visual.shape, dtype=torch.int64, device=visual.device)
     numbers[visual] = torch.arange(len(rows), device=visual.device)
     return rows[mask.shard(numbers)[mask.shard(visual)].to(rows.device)]
 
 
 def text_model(model: Any) -> nn.Module | None:
-    """The part that is given embeddings, of a model of more than text."""
+    """Return the text model within a multimodal model, or ``None`` if a model is for text alone."""
     if not getattr(model.config, "sub_configs", None) or not hasattr(model, "get_decoder"):
         return None
     decoder = model.get_decoder()

@@ -1,4 +1,4 @@
-"""Releases of transformers that are tested, and messages about what is not."""
+"""Tested releases of transformers, and messages about releases and models that are not tested."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from torch import nn
 
-#: Releases whose every class of models ``tests/sweep`` runs: oldest promised, pinned, newest.
+#: Releases of which ``tests/sweep`` runs every model class: oldest promised, pinned, newest.
 TESTED_RELEASES = ("5.14", "5.23", "5.24")
 
 
@@ -18,7 +18,7 @@ def installed_release() -> str:
 
 
 def lacks(owner: str, name: str) -> str:
-    """Return why a model is refused whose code has no such name, or has it no more."""
+    """Return the reason why a model is refused whose code lacks a name that its hooks need."""
     return (
         f"{owner} of transformers {installed_release()} has no {name}, which split sequences need "
         f"(tested: {', '.join(TESTED_RELEASES)})"
@@ -26,7 +26,7 @@ def lacks(owner: str, name: str) -> str:
 
 
 def warn_of_untested(model: nn.Module) -> None:
-    """Warn of a model that no test has run: of another package, or of a newer transformers.
+    """Warn of a model that no test has run: from another package, or from a newer transformers.
 
     The warning points at the caller of the function that calls this one.
     """

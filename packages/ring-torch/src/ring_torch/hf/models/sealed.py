@@ -1,4 +1,8 @@
-"""What a model is given in place of labels and of masks: only ring's functions can read it."""
+"""Stand-ins for labels and masks in a model's arguments, which only ring attention can read.
+
+Model code that would compute with a rank's part as if it were the whole sequence gets an error that
+says what is wrong, not a wrong result.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,14 @@ IGNORED = -100  # the label of a token that has nothing to predict
 
 
 class SealedError(UnsupportedError, AttributeError):
-    """Somebody reads what only ring's functions can; ``hasattr`` takes it for no."""
+    """Error for reading a stand-in. As an ``AttributeError`` it makes ``hasattr`` return False."""
 
 
 class Sealed:
-    """What a model hands on and only ring's functions read: others are told what is wrong."""
+    """Base of the stand-ins: indexing, attributes, comparisons and torch functions raise an error.
+
+    Subclasses define ``_words``, the message, and what they do allow.
+    """
 
     _words: ClassVar[str]
 
@@ -40,20 +47,24 @@ class Sealed:
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """Refuse what torch would do with it."""
+        """Refuse every function of torch."""
         raise SealedError(cls._words)
 
 
 class AnyDevice(Sealed):
-    """What is the same on any device and in any dtype, for models that move it."""
+    """Stand-in that a model may move to any device and cast to any dtype."""
 
     def to(self, *_: object, **__: object) -> Self:
-        """Itself."""
+        """Return self."""
         return self
 
 
 class ShiftedLabels(AnyDevice):
-    """In place of ``labels``, where ``shift_labels`` hold them."""
+    """Stand-in for ``labels`` where the batch has ``shift_labels`` instead.
+
+    A loss that reads it would shift labels within each rank's part, and gets an error. Models test
+    it for ``None`` to decide if there is a loss.
+    """
 
     _words = (
         "labels were shifted before the sequence was split, and are in shift_labels: a loss that "
@@ -64,14 +75,14 @@ class ShiftedLabels(AnyDevice):
 
 @dataclass(frozen=True, eq=False)
 class UnshiftedLabels(Sealed):
-    """This rank's labels, of which cross entropy takes the mean over the labels of the whole batch.
+    """Labels of this rank, whose cross entropy is divided by the label count of the whole batch.
 
-    Many models take the mean over the labels they are given, whatever ``num_items_in_batch`` says,
-    and such means of ranks do not add up to one. Here each is a rank's sum over all ranks' count.
+    Many models take the mean over the labels that they are given, whatever ``num_items_in_batch``
+    says. Means of ranks do not add up to the mean of the batch; sums divided by its count do.
 
     Attributes:
         values: int ``[B, T_local]`` or, flattened, ``[B * T_local]``.
-        items: Labels of the whole batch that are not ignored.
+        items: Number of labels of the whole batch that are not ignored.
     """
 
     values: Tensor
@@ -85,20 +96,20 @@ class UnshiftedLabels(Sealed):
 
     @property
     def device(self) -> torch.device:
-        """Of the labels."""
+        """Device of the labels."""
         return self.values.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the labels."""
+        """Dtype of the labels."""
         return self.values.dtype
 
     def to(self, *args: Any, **kwargs: Any) -> UnshiftedLabels:
-        """The same on a device or in a dtype, as :meth:`torch.Tensor.to`."""
+        """Return the labels on a device or in a dtype, as :meth:`torch.Tensor.to` does."""
         return replace(self, values=self.values.to(*args, **kwargs))
 
     def view(self, *shape: int) -> UnshiftedLabels:
-        """The same, flattened: ``view(-1)``."""
+        """Return the labels flattened; ``view(-1)`` is the only view that is allowed."""
         if shape != (-1,):
             raise SealedError(f"{self._words} (asked for view{shape})")
         return replace(self, values=self.values.reshape(-1))
@@ -106,22 +117,22 @@ class UnshiftedLabels(Sealed):
     reshape = view
 
     def flatten(self) -> UnshiftedLabels:
-        """The same, flattened."""
+        """Return the labels flattened."""
         return self.view(-1)
 
     def long(self) -> UnshiftedLabels:
-        """The same as int64."""
+        """Return the labels as int64."""
         return self.to(torch.int64)
 
     def contiguous(self) -> UnshiftedLabels:
-        """Itself."""
+        """Return self."""
         return self
 
     @classmethod
     def __torch_function__(
         cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
-        """This rank's part of a cross entropy; refuse what else torch would do with them."""
+        """Return this rank's part of the cross entropy; refuse all other functions of torch."""
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise SealedError(cls._words)
         given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
@@ -142,26 +153,28 @@ class UnshiftedLabels(Sealed):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask(Sealed):
-    """In place of ``attention_mask``: who sees whom in a batch whose sequences are split.
+    """Stand-in for ``attention_mask``: documents and padding of a batch whose sequences are split.
 
     Attributes:
-        sharding: Which rank holds which of their tokens.
+        sharding: Which rank holds which tokens.
         shape: ``(B, T_local)``.
-        seq_len: ``T``, padding included.
-        single: Each row is one document from its first token on, and padding after it, which
-            causal attention need not be told.
-        cu_seqlens: Documents, and runs of padding, where they are the same in all rows.
-        segment_ids: int32 ``[B, T_local]``, where they are not; negative for padding.
-        last_positions: Smallest and largest, over ranks, of the largest position id of a rank.
-        dropout_seed: Of the batch; layers derive theirs.
-        joins_router: Whether a router's loss is computed of the whole sequence.
-        has_padding: Whether there is any, of the batch or of the layout.
-        length: Tokens of a row, the layout's padding left out.
+        seq_len: ``T``, the length of a row with the padding that the layout needs.
+        single: True if each row is one document from its first token on, followed by padding.
+            Causal attention then needs no documents.
+        cu_seqlens: Bounds of documents and of runs of padding, ``(0, ..., T)``, if they are the
+            same in all rows.
+        segment_ids: Document of each token, int32 ``[B, T_local]``, if rows differ; negative for
+            padding.
+        last_positions: Smallest and largest, over ranks, of a rank's largest position id.
+        dropout_seed: Seed of the batch, from which each layer derives its own.
+        length: Length of a row without the padding that the layout needs.
         position_ids: int64 ``[B, T_local]``, of this rank's tokens.
-        gathers: Recurrent layers are given whole sequences, which they are told by this mask.
-        whole: int64 ``[B, length]`` of 0 and 1, for those layers; ``None`` where all is 1.
-        first: The first token of each row that is no padding.
-        has_holes: In some row padding lies between tokens.
+        joins_router: True if a router's loss is computed from the whole sequence.
+        has_padding: True if there is any padding, of the batch or of the layout.
+        gathers: True if recurrent layers run on whole sequences, and look them up in this mask.
+        whole: Mask for those layers, int64 ``[B, length]`` of 0 and 1; ``None`` if all are 1.
+        first: Index of the first token of each row that is no padding.
+        has_holes: True if some row has padding between tokens.
     """
 
     sharding: Sharding
@@ -191,7 +204,11 @@ class ShardedMask(Sealed):
     )
 
     def __eq__(self, other: object) -> Any:
-        """Answer no if a model asks whether all is 1: recurrent layers would be given no mask."""
+        """Return a False tensor if compared with 1, so that recurrent models keep their mask.
+
+        Such models compare the mask with 1, and pass their layers none if all entries are equal. On
+        a ring the layers need it, to know the sequence.
+        """
         if self.gathers and isinstance(other, int) and other == 1:
             return torch.zeros((), dtype=torch.bool)
         return super().__eq__(other)
@@ -199,29 +216,38 @@ class ShardedMask(Sealed):
     __hash__ = object.__hash__
 
     def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]
-        """Return itself if a model cuts it to the tokens it runs, ``mask[:, -T_local:]``."""
+        """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make."""
         if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
             return self
         raise SealedError(self._words)
 
     def contiguous(self) -> ShardedMask:
-        """Itself."""
+        """Return self."""
         return self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor of the whole sequence, ``[B, length, ...]``."""
+        """Return this rank's part of a tensor ``[B, length, ...]``, which is padded with 0."""
         more = self.seq_len - x.shape[dim]
         return self.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Join every rank's part ``[B, T_local, ...]``, and leave out the layout's padding."""
+        """Join all ranks' parts ``[B, T_local, ...]`` to ``[B, length, ...]``.
+
+        The layout's padding is left out. In the backward, gradients of all ranks are summed, and
+        each rank gets its part.
+        """
         whole = self.sharding.unshard(x, grad="sum" if x.is_floating_point() else None)
         return whole.narrow(1, 0, self.length).contiguous()
 
     def with_chunks(self, size: int, position_ids: Tensor) -> ShardedMask:
-        """With documents cut into chunks, which count from each document's first token.
+        """Return a mask in which each chunk of ``size`` tokens is a document of its own.
 
-        A row with padding is one document, whose chunks count from the first token that is none.
+        Chunks are counted from each document's first token. A row with padding is one document,
+        whose chunks are counted from its first token that is no padding.
+
+        Args:
+            size: Length of a chunk.
+            position_ids: Position of each token in its document, int ``[B, T_local]``.
         """
         assert self.segment_ids is not None
         ids, device = self.segment_ids, self.segment_ids.device
@@ -231,13 +257,13 @@ class ShardedMask(Sealed):
         return replace(self, single=False, cu_seqlens=None, segment_ids=cut)
 
     def view(self, *shape: int) -> ShardedMask:
-        """Itself, for models that make sure of its shape: ``view(B, -1)``."""
+        """Return self for ``view(B, -1)``, by which some models ensure the shape of a mask."""
         if shape not in ((self.shape[0], -1), self.shape):
             raise SealedError(f"{self._words} (asked for view{shape})")
         return self
 
     def long(self) -> ShardedMask:
-        """Itself, for models that cast it before they hand it on."""
+        """Return self, for models that cast the mask before they pass it on."""
         return self
 
     def to(
@@ -247,7 +273,7 @@ class ShardedMask(Sealed):
         *,
         non_blocking: bool = False,
     ) -> ShardedMask:
-        """The same with its ids on a device; ids keep their dtype."""
+        """Return the mask with its segment ids on a device; they keep their dtype."""
         del dtype  # who moves an attention mask asks for bool, and ids would not survive that
         if self.segment_ids is None or device is None:
             return self
@@ -256,9 +282,13 @@ class ShardedMask(Sealed):
 
 @dataclass(frozen=True, eq=False)
 class CrossMask(AnyDevice):
-    """In place of ``encoder_attention_mask``: queries of one sequence, keys of another.
+    """Stand-in for ``encoder_attention_mask``: queries of one sequence, keys of another.
 
-    Its ids are moved where they are used.
+    Segment ids are moved to a device where they are used.
+
+    Attributes:
+        queries: Mask of the decoder's sequence.
+        keys: Mask of the encoder's sequence.
     """
 
     queries: ShardedMask
@@ -270,5 +300,5 @@ class CrossMask(AnyDevice):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a mask of keys, ``[B, T_local]``."""
+        """Shape of a mask of the keys, ``(B, T_local)``."""
         return self.keys.shape

@@ -14,15 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError
 
-#: Names in configs of dropout rates that attention may use.
+#: Config fields that hold dropout rates of attention.
 _DROPOUT = re.compile(r"att\w*_(dropout|pdrop)(_prob)?|dropout_rate")
 
 
 def averaging_wrapper(module: nn.Module) -> str | None:
-    """Return the name of the wrapper that averages a model's gradients over ranks, if any.
+    """Return the name of the wrapper that averages a model's gradients over ranks, or ``None``.
 
-    To be called in a forward: only then DDP says that it is under way, and a module in FSDP1 holds
-    a flat parameter, or views of one.
+    Call it within a forward: only then DDP can be seen, and modules in FSDP1 hold a flat parameter
+    or views of one.
     """
     if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
         return "DistributedDataParallel"
@@ -39,7 +39,8 @@ def averaging_wrapper(module: nn.Module) -> str | None:
 def weight_checksum(module: nn.Module) -> float:
     """Return the sum of the smallest trained weight, which ranks compare to see that weights agree.
 
-    It is 0 where nothing is trained, and where FSDP gives each rank shards: it reduces gradients.
+    It is 0 where nothing is trained, and where ``fully_shard`` splits the weights over ranks: it
+    reduces gradients itself, so weights cannot drift apart.
     """
     weights = [x for x in module.parameters() if x.requires_grad]
     if not module.training or not torch.is_grad_enabled() or not weights:
@@ -52,7 +53,7 @@ def weight_checksum(module: nn.Module) -> float:
 
 
 def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
-    """Return dropout rates of attention in the configs of a model's modules, nested ones too."""
+    """Return the attention dropout rates in the configs of a model's modules, nested ones too."""
     configs = (getattr(part, "config", None) for part in module.modules())
     by_id = {id(x): x for x in configs if hasattr(x, "__dict__")}
     nested = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
@@ -65,10 +66,11 @@ def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
 
 
 def router_loss_weight(module: nn.Module) -> float:
-    """Return the factor by which a model multiplies its router's loss.
+    """Return the factor with which a mixture-of-experts model adds its router's auxiliary loss.
 
     Raises:
-        UnsupportedError: No module holds it by the name that transformers gives it.
+        UnsupportedError: No module has an attribute of transformers' name for it,
+            ``router_aux_loss_coef``.
     """
     for part in module.modules():
         weight = getattr(part, "router_aux_loss_coef", None)

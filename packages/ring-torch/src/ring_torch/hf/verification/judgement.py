@@ -1,4 +1,4 @@
-"""Decide if a split run differs by rounding alone; else name the module to blame."""
+"""Judgement of a split run: rounding alone, or a fault, with the module to blame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ring_torch.hf.verification.trace import LEAST_FLOOR, Difference, Key, Trace
 #: Fraction of a typical gradient below which one counts as zero.
 _SMALL_GRADIENT = 1e-2
 
-#: Orders of faults that no output shows, after those of outputs: of gradients, and of the model.
+#: Order of a fault that only gradients show, and of one in the model itself. Faults that outputs
+#: show have smaller ones: the index of the output.
 _GRADIENT_ORDER, _MODEL_ORDER = 1 << 40, 1 << 41
 
 
@@ -26,9 +27,10 @@ class VerifyReport:
 
     Attributes:
         loss: Difference of the loss; ``None`` where the model returns none.
-        logits: Of the model's other outputs, the difference closest to its limit.
-        gradients: Of the parameters' gradients, the difference closest to its limit; ``None`` where
-            no parameter is trained.
+        logits: Difference of the model's other outputs, the one closest to its limit; ``None``
+            where none could be compared.
+        gradients: Difference of the parameters' gradients, the one closest to its limit; ``None``
+            where no parameter is trained.
         modules: Number of modules whose outputs were compared.
     """
 
@@ -49,7 +51,8 @@ class Runs:
     Attributes:
         split: The run on the ring.
         whole: The whole run, with eager attention.
-        other: A second whole run, computed in another way: its difference is noise.
+        other: A second whole run, whose attention is computed in another way. Its difference from
+            ``whole`` is the noise.
     """
 
     split: Run
@@ -59,11 +62,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class _Fault:
-    """The module to blame if anything is wrong.
+    """Module to blame if any difference is larger than rounding.
 
     Attributes:
-        order: Place of the fault among all faults, in the order of the computation.
-        module: The module's name; ``""`` is the model itself.
+        order: Position of the fault among all faults, in the order of the computation.
+        module: Name of the module; ``""`` is the model itself.
         difference: Difference of its output or gradient.
     """
 
@@ -78,7 +81,7 @@ def judge(
     outputs: Mapping[Key, Difference],
     gradients: Mapping[str, Difference],
 ) -> VerifyReport:
-    """Return the report on which all ranks agree.
+    """Judge this rank's differences, exchange them with the other ranks, and return the report.
 
     Args:
         runner: What ran the batch.
@@ -97,7 +100,8 @@ def judge(
     shown = (loss, logits, _worst([*gradients.values()]))
     fault = _first_fault(runs.split.trace, outputs, gradients)
     names = [name for name, _ in runner.model.named_modules()]
-    # Ranks exchange numbers alone: the fault's order and module, its difference, and three more.
+    # Ranks exchange numbers: order, module and difference of their first fault, and three numbers
+    # each of the differences to report.
     numbers = [float(fault.order), float(names.index(fault.module)), *fault.difference.numbers]
     for x in shown:
         numbers += (0.0, 0.0, 0.0) if x is None else x.numbers
@@ -119,10 +123,10 @@ def judge(
 def gradient_differences(
     errors: Tensor, noise: Tensor, sizes: Tensor, runner: Runner, floor: float
 ) -> dict[str, Difference]:
-    """Return differences of the parameters' gradients, relative to the gradients' sizes.
+    """Return differences of the parameters' gradients, relative to the gradients' norms.
 
-    A gradient far below a typical one counts as zero, which it is but for rounding: that of a bias
-    of keys, say.
+    A gradient much smaller than a typical one is divided by one hundredth of the typical norm
+    instead of its own: it is zero except for rounding, as that of a bias of keys.
 
     Args:
         errors: Norms of the split run's differences from the whole run, ``[P]``.
@@ -146,10 +150,10 @@ def gradient_differences(
 
 
 def _loss_difference(runs: Runs, logits: Difference | None, runner: Runner) -> Difference | None:
-    """Return the difference of losses, relative to the whole run's loss.
+    """Return the difference of losses, relative to the whole run's; ``None`` if a run has no loss.
 
-    Noise of a single number may be small by chance, so the noise of logits counts as well, divided
-    by the root of the number of tokens, as in a mean over them.
+    The noise of a single number may be small by chance. So it is at least the noise of the logits
+    divided by the square root of the number of tokens, which is that of a mean over tokens.
     """
     if runs.split.loss is None or runs.whole.loss is None or runs.other.loss is None:
         return None
@@ -165,10 +169,11 @@ def _loss_difference(runs: Runs, logits: Difference | None, runner: Runner) -> D
 def _first_fault(
     split: Trace, outputs: Mapping[Key, Difference], gradients: Mapping[str, Difference]
 ) -> _Fault:
-    """Find the module to blame, if anything is wrong.
+    """Return the module to blame, if anything is wrong.
 
-    It is the module of the first output that differs; else the one whose gradients are the first to
-    differ in the backward; else the model itself, as where all gradients differ.
+    It is the module of the first output that differs. If no output differs, it is the module whose
+    gradient is the first to differ in the backward. If all gradients differ, or nothing does, it
+    is the model itself.
     """
     for order, (key, difference) in enumerate(outputs.items()):
         if not difference.is_within:
@@ -182,7 +187,7 @@ def _first_fault(
 
 
 def _check_comparable(runner: Runner, report: VerifyReport) -> None:
-    """Raise ValueError if nothing was compared, or if noise is as large as the outputs."""
+    """Raise a ValueError if nothing was compared, or if noise is as large as the outputs."""
     model = name_of(runner.inner)
     if report.logits is None and report.loss is None:
         raise ValueError(
@@ -198,7 +203,7 @@ def _check_comparable(runner: Runner, report: VerifyReport) -> None:
 
 
 def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
-    """Describe what differs, and the module to blame."""
+    """Return the error message: the differences, and the module to blame."""
     part = runner.model.get_submodule(fault.module)
     name = f"{fault.module} ({name_of(part)})" if fault.module else name_of(part)
     where = f"the first module whose output differs is {name}, by {fault.difference} of its size"

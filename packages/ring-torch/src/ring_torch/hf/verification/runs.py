@@ -1,4 +1,4 @@
-"""Run a batch on a model split over a ring, and on the whole model on every rank."""
+"""Runs of one batch on a model: split over the ring, and whole on every rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ring_torch.hf.models.hooks import ModelHooks
 from ring_torch.hf.verification.state import SavedFields
 from ring_torch.hf.verification.trace import Recorder, Tokens, Trace
 
-#: Names of a sequence's ids, embeddings and padding mask: of a decoder-only model or an encoder,
-#: and of a decoder beside an encoder.
+#: Names of a sequence's ids, embeddings and padding mask: of a model with one sequence or of an
+#: encoder, and of the decoder beside it.
 _SEQUENCES = (
     ("input_ids", "inputs_embeds", "attention_mask"),
     ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
@@ -32,12 +32,12 @@ _SEQUENCES = (
 
 @dataclass(frozen=True)
 class Target:
-    """A parallelized model.
+    """Parallelized model, as ``verify`` takes it.
 
     Attributes:
-        model: The module whose ``__call__`` takes whole batches.
-        hooks: The hooks that split its batches.
-        undo: Functions that undo each change ``hf.parallelize`` has made; called from the last to
+        model: Module whose ``__call__`` takes whole batches.
+        hooks: Hooks that split its batches.
+        undo: Functions that undo each change ``hf.parallelize`` has made. Called from the last to
             the first they leave the model as it was. Empty once the handle was removed.
     """
 
@@ -82,7 +82,8 @@ class Runner:
             name: x for name, x in target.model.named_parameters() if x.requires_grad
         }
         ranks = {*dist.get_process_group_ranks(self.ring.group)} if self.ring.group else {0}
-        self.fsdp_names = {  # FSDP has reduced the gradients of these over ranks of the ring
+        # Parameters whose gradients `fully_shard` reduces over ranks of this ring.
+        self.fsdp_names = {
             name
             for name, x in self.parameters.items()
             if isinstance(x, DTensor) and len(ranks & {*x.device_mesh.mesh.flatten().tolist()}) > 1
@@ -90,7 +91,7 @@ class Runner:
 
     @property
     def has_sdpa(self) -> bool:
-        """Return True if every part of the model can compute its attention with torch's SDPA."""
+        """True if every part of the model can compute its attention with torch's SDPA."""
         parts = [x for x in self.inner.modules() if is_of_transformers(x)]
         return not has_written_attention(self.inner) and all(
             getattr(x, "_supports_sdpa", False) for x in parts
@@ -98,7 +99,7 @@ class Runner:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Undo for the block what ``hf.parallelize`` has done to the model."""
+        """Undo within the block the changes that ``hf.parallelize`` has made to the model."""
         fields = SavedFields(self.model)
         try:
             for undo in reversed(self.target.undo):
@@ -129,7 +130,9 @@ class Runner:
                 raise
         self.model.zero_grad(set_to_none=True)
         is_full = torch.tensor(float(run is None), device=_device_of(self.ring))
-        if not self.fsdp_names:  # with FSDP the others wait in its collectives, not in this one
+        # Tell the other ranks if this one ran out of memory. With FSDP they are waiting in one of
+        # its own collectives instead, and would never meet this one.
+        if not self.fsdp_names:
             self._all_reduce(is_full, dist.ReduceOp.MAX)
         if run is None or is_full:
             length = "x".join(str(n) for n in tokens_of(self.batch).shape[:2])
@@ -141,6 +144,7 @@ class Runner:
         return run
 
     def _run(self, *, perturbs: bool, is_split: bool) -> Run:
+        """Run forward and backward once, and return their results."""
         with self.recorder.recording(perturbs=perturbs) as trace:
             output = self.model(**self.batch)
         loss = output.get("loss")
@@ -186,7 +190,7 @@ class Runner:
                 if gradient is not None:
                     summed[name] = gradient
                 continue
-            # A rank without a gradient takes part with zeros: all ranks have to call alike.
+            # A rank without a gradient takes part with zeros: all ranks must call the collective.
             local = _local(torch.zeros_like(weight) if gradient is None else gradient)
             total = local.to(torch.promote_types(local.dtype, torch.float32))
             self._all_reduce(total)
@@ -207,7 +211,7 @@ class Runner:
             square = torch.as_tensor(a - b, device=weight.device).square().sum()
             squares.append(square.to(squares[0]))
         total = torch.stack(squares[1:] or squares)
-        self._all_reduce(total)  # each rank has other shards of what FSDP has split
+        self._all_reduce(total)  # under FSDP each rank has the squares of its own shards only
         return total.sqrt().nan_to_num(nan=torch.inf)
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
@@ -221,6 +225,7 @@ class Runner:
         return [x.tolist() for x in by_rank]
 
     def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the ranks of the ring, in place."""
         if self.ring.size > 1:
             with collective(self.ring, "verify"):
                 dist.all_reduce(x, op, group=self.ring.group)
@@ -233,7 +238,7 @@ def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
         ids, embeds, mask = (batch.get(name) for name in names)
         tokens = ids if ids is not None else embeds
         if tokens is None and names is _SEQUENCES[-1] and hooks.is_pair:
-            tokens = batch.get("labels")  # of which the model makes the decoder's tokens
+            tokens = batch.get("labels")  # the model makes the decoder's tokens from them
         if tokens is None:
             continue
         length, device = tokens.shape[1], tokens.device

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-#: Dicts of a module whose entries are put back.
+#: Dicts of a module whose entries are restored.
 _DICTS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_buffers",
@@ -31,7 +31,7 @@ class SavedFields:
         self._dicts = [(vars(x)[name], dict(vars(x)[name])) for x in modules for name in _DICTS]
 
     def restore(self) -> None:
-        """Put all fields back. Hooks that others registered since then stay, after the rest."""
+        """Restore all fields. Hooks registered since then stay, after the restored ones."""
         for owner, before in self._public:
             for name in _public_fields(owner).keys() - before.keys():
                 del vars(owner)[name]
@@ -88,10 +88,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _switch_off_dropout(module: nn.Module) -> None:
-    """Put a module in evaluation mode.
+    """Set a module to evaluation mode.
 
-    A module that checkpoints its activations does so in training mode alone. It stays in it, with
-    dropout rates of zero, so that the checkpointed path is what is verified.
+    Activation checkpointing works in training mode only. A module with it stays in training mode
+    with dropout rates of zero, so that its checkpointed path is verified.
     """
     module.training = bool(getattr(module, "gradient_checkpointing", False))
     for name, rate in _public_fields(module).items() if module.training else ():

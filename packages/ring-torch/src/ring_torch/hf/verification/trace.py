@@ -1,8 +1,8 @@
-"""What a model's modules were given and returned in a forward, kept as a few numbers a token.
+"""Traces of a model's forward: inputs and outputs of every module, kept as a few numbers a token.
 
-A trace of a split run and one of a whole run are compared token by token. Only a random projection
-of each token's features is kept, so that traces of a large model are small; the size of a
-difference between two tensors is about that of their projections.
+The traces of a split run and of a whole run are compared token by token. A token's features are
+replaced by a random projection of them, so that traces of a large model stay small. The norm of a
+difference is about that of its projection.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 
 #: Relative differences that rounding alone makes in a few operations, by dtype.
 _FLOORS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
-#: Of other dtypes; models of transformers compute parts in float32 whatever their dtype is.
+#: Relative difference of other dtypes. Models of transformers compute some parts in float32
+#: whatever their dtype is, so it is that of float32.
 LEAST_FLOOR = 2.0**-18
 
-#: How many times the noise of two whole runs a split run may differ from a whole one.
+#: Largest error of a split run, in multiples of the noise, that counts as rounding.
 NOISE_FACTOR = 4.0
 
-#: Numbers kept of each token.
+#: Numbers kept of each token: the width of the random projection.
 _WIDTH = 8
 
-#: Integers that are compared; others (indices of experts) may differ where two scores are equal.
+#: Integer arguments that are compared. Others, such as indices of experts, may differ where two
+#: scores are equal.
 _INTEGERS = frozenset({
     "input", "input_ids", "position_ids", "token_type_ids", "decoder_input_ids",
     "decoder_position_ids",
@@ -38,11 +40,12 @@ _INTEGERS = frozenset({
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between a split run and a whole one, relative to the whole one's size.
+    """Difference between a split run and a whole one, relative to the whole one's size.
 
     Attributes:
-        error: Of the split run.
-        noise: Of a second whole run, whose attention is computed in another way.
+        error: Relative difference of the split run from the whole one.
+        noise: Relative difference of a second whole run, whose attention is computed in another
+            way.
         limit: Largest error that counts as rounding.
     """
 
@@ -52,17 +55,17 @@ class Difference:
 
     @classmethod
     def of(cls, error: float, noise: float, floor: float) -> Difference:
-        """Make one whose limit is ``NOISE_FACTOR`` times the noise, and a floor."""
+        """Return a difference whose limit is ``NOISE_FACTOR`` times the noise plus a floor."""
         return cls(error, noise, NOISE_FACTOR * noise + floor)
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Error, noise and limit."""
+        """Error, noise and limit, in this order."""
         return self.error, self.noise, self.limit
 
     @property
     def is_within(self) -> bool:
-        """Whether the error is no larger than rounding makes it."""
+        """True if the error is small enough to be rounding."""
         return self.error <= self.limit
 
     def __str__(self) -> str:
@@ -71,14 +74,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence of a batch, and the part of it that this rank holds.
+    """Sequence of a batch, and the part of it that this rank holds.
 
     Attributes:
         length: ``T``.
-        local_length: ``T_local``, padding of the layout included.
-        positions: int64 ``[n]``, this rank's tokens among the ``T``.
-        local_positions: int64 ``[n]``, the same among the ``T_local``.
-        real: bool ``[B, T]``, tokens that are no padding.
+        local_length: ``T_local``, with the padding that the layout needs.
+        positions: int64 ``[n]``, indices of this rank's tokens in the whole sequence.
+        local_positions: int64 ``[n]``, indices of the same tokens in this rank's part.
+        real: bool ``[B, T]``, True for tokens that are no padding.
     """
 
     length: int
@@ -90,14 +93,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Record:
-    """A tensor that a module was given, or returned.
+    """Tensor that a module was given or returned, as random projections of its tokens.
 
     Attributes:
-        module: The module whose code, or hooks, made it.
-        shape: Its shape.
-        floor: Relative difference that rounding makes of it.
-        rows: Its projections ``[B, T, k]``, by the dimension of the sequence; of dimension ``None``
-            ``[1, n, k]``, of the rows of its first dimension.
+        module: Name of the module whose code, or hooks, made it.
+        shape: Shape of the tensor.
+        floor: Relative difference that rounding makes in its dtype.
+        rows: Projections ``[B, T, k]`` for each dimension that may be the sequence, by dimension.
+            Under ``None`` those of the rows of its first dimension, ``[1, n, k]``.
     """
 
     module: str
@@ -112,11 +115,11 @@ Key = tuple[str, int, str, str]
 
 @dataclass
 class Trace:
-    """Records of a forward, in the order in which they were made.
+    """Records of one forward, in the order in which they were made.
 
     Attributes:
         records: The records.
-        calls: How often each module was called, in the order of their first returns.
+        calls: Number of calls of each module, in the order of their first returns.
     """
 
     records: dict[Key, Record] = field(default_factory=dict)
@@ -124,20 +127,20 @@ class Trace:
 
     @property
     def floor(self) -> float:
-        """The largest floor of a record: rounding of the coarsest dtype in it."""
+        """Largest floor of a record: the rounding of the coarsest dtype in it."""
         return max((x.floor for x in self.records.values()), default=LEAST_FLOOR)
 
 
 class Recorder:
-    """Hooks that make a trace of a model.
+    """Forward hooks that record a trace of a model.
 
-    What a module is given is of the code round it, but for what its own hooks have replaced; what
-    it returns is its own.
+    An argument of a module was made by the module that calls it, unless the module's own hooks have
+    replaced it. An output was made by the module itself.
 
     Args:
         model: The model that is called.
-        sequences: Those of its batch.
-        rows: The batch's ``B``.
+        sequences: Sequences of its batch.
+        rows: ``B`` of the batch.
     """
 
     def __init__(self, model: nn.Module, sequences: list[Tokens], rows: int) -> None:
@@ -150,11 +153,11 @@ class Recorder:
 
     @contextmanager
     def recording(self, *, perturbs: bool = False) -> Iterator[Trace]:
-        """Record one forward; recomputation in a backward comes later, and is not recorded.
+        """Record the forward that runs within the block, but no recomputation in a backward.
 
         Args:
-            perturbs: Let the output of each innermost module differ by a unit in the last place, at
-                random, as if it had been rounded otherwise.
+            perturbs: Change the output of each innermost module by a unit in the last place, at
+                random, as if it had been rounded in another way.
         """
         trace = self._trace = Trace()
         self._open, self._started, self._perturbs = [], Counter(), perturbs
@@ -168,6 +171,7 @@ class Recorder:
                 hook.remove()
 
     def _hook(self, name: str, module: nn.Module) -> Iterator[Any]:
+        """Register the three hooks of a module, and yield their handles."""
         yield module.register_forward_pre_hook(
             partial(self._enter, name), prepend=True, with_kwargs=True
         )
@@ -178,7 +182,7 @@ class Recorder:
     def _enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Before every other hook of a module: take note of what the code round it gives it."""
+        """Keep a module's arguments as its caller gave them, before every other hook of it."""
         given = dict(_tensors(_arguments(module, args, kwargs)))
         self._open.append((name, self._started[name], given))
         self._started[name] += 1
@@ -187,7 +191,7 @@ class Recorder:
     def _take(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """After every other hook before its forward, which may have replaced what it is given."""
+        """Record a module's arguments after its other pre-hooks, which may have replaced some."""
         given = self._open[-1][2]
         taken = dict(_tensors(_arguments(module, args, kwargs)))
         caller = self._open[-2][0] if len(self._open) > 1 else name
@@ -198,7 +202,7 @@ class Recorder:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
-        """After its forward, and every other hook."""
+        """Record a module's output after its forward and every other hook."""
         if (
             self._perturbs
             and isinstance(output, Tensor)
@@ -211,6 +215,7 @@ class Recorder:
         return output
 
     def _add(self, kind: str, module: str, tensors: Mapping[str, Tensor]) -> None:
+        """Record tensors of the module under way; ``module`` made them."""
         name, number, _ = self._open[-1]
         for path, x in tensors.items():
             is_compared = x.is_floating_point() or x.is_complex() or path in _INTEGERS
@@ -221,6 +226,7 @@ class Recorder:
 
     @torch.no_grad()
     def _projections(self, x: Tensor) -> dict[int | None, Tensor]:
+        """Return projections of a tensor's tokens for each dimension that may be the sequence."""
         x = torch.view_as_real(x) if x.is_complex() else x
         shape = x.shape
         projections: dict[int | None, Tensor] = {None: self._projected(x.reshape(1, shape[0], -1))}
@@ -252,11 +258,11 @@ class Recorder:
 def compare_traces(
     split: Trace, whole: Trace, other: Trace, sequences: list[Tokens], rows: int
 ) -> dict[Key, Difference]:
-    """Compare what this rank holds of a split run with a whole run, and that with another one.
+    """Compare this rank's part of a split run with a whole run, and that with a second whole run.
 
     Returns:
-        Differences by record, in the order of the split run. Records without a counterpart (of
-        experts that one run does not call, of weights of attention) are left out.
+        Differences by record, in the order of the split run. Records without a counterpart, such
+        as experts that one run does not call and attention weights, are left out.
     """
     keys, values, floors = [], [], []
     floor = LEAST_FLOOR
@@ -271,7 +277,7 @@ def compare_traces(
         triple = [x.rows[dim] for x in (mine, record, second) if dim in x.rows]
         if len(triple) < len((mine, record, second)):
             continue
-        floor = max(floor, record.floor)  # what comes later is made of it
+        floor = max(floor, record.floor)  # later values are computed from this one
         keys.append(key)
         values.append(_errors(triple[0], triple[1], triple[2], tokens))
         floors.append(floor)
@@ -285,10 +291,10 @@ def compare_traces(
 def _sequence_of(
     split: tuple[int, ...], whole: tuple[int, ...], sequences: list[Tokens], rows: int
 ) -> tuple[int | None, Tokens | None] | None:
-    """Find the dimension along which a tensor of a whole run is split, and the sequence.
+    """Return the dimension along which a tensor is split in the split run, and its sequence.
 
     Returns:
-        ``None`` where shapes cannot be of one tensor; a dimension of ``None`` where none is split.
+        ``None`` if the shapes cannot be of one tensor; ``None`` as dimension if none is split.
     """
     if len(split) != len(whole):
         return None
@@ -318,15 +324,21 @@ def _sequence_of(
 
 
 def _held_whole(one: Tokens) -> Tokens:
-    """Return a sequence all of which this rank holds."""
+    """Return a sequence as one that this rank holds whole."""
     every = torch.arange(one.length, device=one.positions.device)
     return replace(one, local_length=one.length, positions=every, local_positions=every)
 
 
 def _errors(mine: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
-    """Return the largest error and noise of a token, relative to its size, ``[2]``.
+    """Return the largest error and the largest noise of a token, relative to its norm, ``[2]``.
 
-    A token that is smaller than half of them counts as one of median size.
+    A token with less than the median norm counts as one of median norm.
+
+    Args:
+        mine: Split run's projections of this rank's part, ``[B, T_local, k]``.
+        whole: Whole run's projections, ``[B, T, k]``.
+        other: Projections of the second whole run, ``[B, T, k]``.
+        tokens: Sequence of the dimension; ``None`` if no dimension is split.
     """
     size = whole.norm(dim=-1).nan_to_num()  # [B, T]
     real = torch.ones_like(size, dtype=torch.bool)
@@ -344,24 +356,25 @@ def _errors(mine: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -
 
 
 def _real(tokens: Tokens, rows: int) -> Tensor:
-    """Return which tokens are no padding, ``[B, T]``, or in no row, ``[1, T]``."""
+    """Return True for tokens that are no padding: ``[B, T]``, or ``[1, T]`` for all rows alike."""
     return tokens.real if rows == len(tokens.real) else tokens.real.all(dim=0, keepdim=True)
 
 
 def _largest(difference: Tensor, size: Tensor, real: Tensor) -> Tensor:
+    """Return the largest norm of a token's difference over its size; NaN counts as infinite."""
     relative = (difference.norm(dim=-1) / size).where(real, 0.0).nan_to_num(nan=torch.inf)
     return relative.max() if relative.numel() else size.new_zeros(())
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name, or by place where it has no name for them."""
+    """Return the arguments of a forward by name, or by index where they have no name."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
     names += [str(n) for n in range(len(names), len(args))]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value, which may be nested, each with its path."""
+    """Yield the tensors in a nested value, each with its path as ``0.hidden_states``."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -375,11 +388,12 @@ def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _floor(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding makes in a dtype."""
     return _FLOORS.get(dtype, LEAST_FLOOR)
 
 
 def _perturbed(x: Tensor) -> Tensor:
-    """Return a tensor a quarter of whose entries are a unit in the last place larger or smaller."""
+    """Return a tensor with a quarter of its entries moved by a unit in the last place."""
     if not x.is_floating_point():
         return x
     unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)

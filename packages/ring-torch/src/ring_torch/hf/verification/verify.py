@@ -35,7 +35,7 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
         with runner.unhooked():
             whole = runner.run("eager")
             errors = runner.gradient_distances(split, whole)
-            split.gradients.clear()  # their memory is for those of the next run
+            split.gradients.clear()  # free their memory before the next run
             other = runner.run("sdpa") if runner.has_sdpa else runner.run("eager", perturbs=True)
             noise = runner.gradient_distances(other, whole)
             sizes = runner.gradient_distances(None, whole)
@@ -50,7 +50,13 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
 
 
 def _check_batch(batch: object) -> None:
-    """Refuse batches that a whole model cannot be given as they are."""
+    """Refuse batches that cannot be given to a whole model unchanged.
+
+    Raises:
+        ValueError: The batch is no mapping, or has no tokens.
+        UnsupportedError: It states documents in a way that transformers' own attention does not
+            read.
+    """
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     tokens = tokens_of(batch)
@@ -65,7 +71,11 @@ def _check_batch(batch: object) -> None:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    """Refuse a model in FSDP1, or that holds flat parameters of it."""
+    """Refuse a model in FSDP1, or one that holds flat parameters of it.
+
+    Raises:
+        UnsupportedError: It is or does: modules within cannot run with such parameters.
+    """
     is_flat = any(getattr(x, "_fsdp_flattened", False) for x in model.parameters())
     if is_flat or any(isinstance(x, FullyShardedDataParallel) for x in model.modules()):
         raise UnsupportedError(
