@@ -1,15 +1,22 @@
-"""The functions of ring_flash_attn 0.1.8, answered by :func:`ring_torch.ring_attention`.
+"""Drop-in replacements for ring_flash_attn 0.1.8, based on :func:`ring_torch.ring_attention`.
 
 ``import ring_torch.compat as ring_flash_attn`` is the whole migration: names, order of arguments,
-defaults and return values are those there. Each argument is honoured, or it raises
-:class:`ring_core.UnsupportedError` before anything is sent. What changes:
+defaults and return values are equal. Each argument is honoured, or it raises
+:class:`ring_core.UnsupportedError` before anything is sent. Differences are:
 
 * Results are those of dense attention for every argument: windows and slopes count positions in the
-  whole sequence or document, forward and backward drop the same weights, gradients come in the
-  dtype of the inputs, softmax is accumulated in float32.
+  whole sequence or document, forward and backward drop the same weights, gradients have the dtype
+  of the inputs, and the softmax is accumulated in float32.
 * ``causal=False`` works in every layout.
-* Dropout needs ranks whose default generators of the CPU are in the same state.
-* ``lse`` has no gradient: :func:`ring_torch.ring_attention` returns one that has.
+* Dropout draws its seed from torch's default CPU generator, which must be in the same state on all
+  ranks.
+* ``lse`` has no gradient; that of :func:`ring_torch.ring_attention` has one.
+
+Example::
+
+    import ring_torch.compat as ring_flash_attn
+
+    out = ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group)
 """
 
 from ring_torch.compat.batch import (

@@ -1,4 +1,4 @@
-"""Functions of batches: every row one sequence."""
+"""Functions of ring_flash_attn for batches ``[B, T_local, H, D]``: each row is one sequence."""
 
 from __future__ import annotations
 
@@ -23,33 +23,39 @@ def ring_flash_attn_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """Exact attention over a sequence split into equal contiguous pieces, one a rank.
+    """Compute exact attention over a sequence of which each rank holds one contiguous piece.
+
+    All ranks of the group must call it, with pieces of one length.
 
     Args:
         q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64.
         k: ``[B, T_local, K, D]`` with ``H % K == 0``.
         v: ``[B, T_local, K, Dv]``.
-        dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default
-            generator of the CPU, which has to be in the same state on all ranks.
-        softmax_scale: Default ``D ** -0.5``.
-        causal: A query sees keys at its own position and before.
-        window_size: ``(left, right)``, the keys a query sees on each side besides its own position
-            in the whole sequence; -1 leaves a side without a limit.
-        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
-        deterministic: Only use kernels whose backward repeats bit for bit.
-        return_attn_probs: Return ``lse`` and ``None`` too; weights are never formed.
+        dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default CPU
+            generator, which must be in the same state on all ranks.
+        softmax_scale: Factor of the scores; default ``D ** -0.5``.
+        causal: True if a query sees only keys at its own position and before.
+        window_size: ``(left, right)``, numbers of keys that a query sees on each side besides its
+            own position in the whole sequence; -1 for no limit.
+        alibi_slopes: ``[H]`` or ``[B, H]``; scores get ``-slope * abs(i - j)``; no gradient.
+        deterministic: Use only kernels whose backward repeats bit for bit.
+        return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
 
     Returns:
-        ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_attn_probs`` ``(out, lse,
-        None)``, ``lse [B, H, T_local]`` being natural logs in float32 (float64 for float64
-        inputs) without a gradient, ``-inf`` where a row sees nothing.
+        ``out [B, T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out,
+        lse, None)``, where ``lse [B, H, T_local]`` has natural logarithms in float32 (float64 for
+        float64 inputs) without a gradient, and ``-inf`` in rows that see no key.
 
     Raises:
         ValueError: An argument is malformed; nothing was sent.
         UnsupportedError: No kernel can do this; nothing was sent.
         RankMismatchError: Ranks make different calls.
+
+    Example::
+
+        out = ring_flash_attn_func(q, k, v, causal=True, group=group)
     """
     return attend_batch(
         "contiguous", q, k, v,
@@ -78,10 +84,10 @@ def zigzag_ring_flash_attn_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """:func:`ring_flash_attn_func` of a sequence in ``2 * P`` chunks.
+    """Compute :func:`ring_flash_attn_func` over a sequence in the zigzag layout.
 
-    Rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P - 1 - r``, one after the other, so that
-    causal work is even.
+    The sequence is cut into ``2 * P`` chunks. Rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P -
+    1 - r``, one after the other, which gives all ranks equal work in causal attention.
     """
     return attend_batch(
         "zigzag", q, k, v,
@@ -110,10 +116,10 @@ def stripe_flash_attn_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """:func:`ring_flash_attn_func` of a sequence assigned token by token.
+    """Compute :func:`ring_flash_attn_func` over a sequence in the striped layout.
 
-    Rank ``r`` of ``P`` holds tokens ``r``, ``r + P``, ``r + 2 * P`` and so on, so that causal work
-    is even.
+    Rank ``r`` of ``P`` holds tokens ``r``, ``r + P``, ``r + 2 * P`` and so on, which gives all
+    ranks equal work in causal attention.
     """
     return attend_batch(
         "striped", q, k, v,

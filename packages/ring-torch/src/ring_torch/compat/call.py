@@ -1,4 +1,4 @@
-"""What all functions share: foreign arguments in our words, and what comes back."""
+"""Shared parts of ring_flash_attn's functions: their arguments, checks and return values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ring_torch.options import CallOptions, Window
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN, Inputs
 
-_TOKENS = {1: "T_local", 2: "B, T_local"}  # what lies before a dimension along which is stacked
+_TOKENS = {1: "T_local", 2: "B, T_local"}  # dimensions before the one along which K, V are stacked
 
 
 class Options(NamedTuple):
-    """The arguments that every function has."""
+    """Arguments that every function of ring_flash_attn has, with their values in a call."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 def attend_batch(
     layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options, group: Group
 ) -> Any:
-    """Attention of shards ``[B, T_local, H, D]`` that lie in this layout."""
+    """Compute attention of shards ``[B, T_local, H, D]`` in a layout."""
     call, inputs = checked(ranks_of(group), layout, q, k, v, options)
     return as_asked(*run(call, inputs), options)
 
@@ -50,7 +50,7 @@ def checked(
     options: Options,
     cu_seqlens: tuple[int, ...] | None = None,
 ) -> tuple[Call, Inputs]:
-    """A call whose arguments are all right; nothing is sent.
+    """Check the arguments of a call, and return the call with its inputs. Nothing is sent.
 
     Raises:
         ValueError: An argument is malformed.
@@ -58,7 +58,8 @@ def checked(
     """
     checks.check_flag("causal", options.causal)
     checks.check_flag("return_attn_probs", options.return_attn_probs)
-    mask = checks.check_mask(  # a Mask, as flash-attn lets causal queries be more than the keys
+    # A Mask, as flash-attn allows causal attention with more queries than keys.
+    mask = checks.check_mask(
         None, causal=options.causal, window=window_of(options.window_size), chunk_size=None,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
@@ -73,24 +74,25 @@ def checked(
 
 
 def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` of a checked call.
+    """Run a checked call, and return ``out`` and ``lse``, the latter without a gradient.
 
-    A gradient through ``lse``, which no caller there can have had, would rule out fused kernels.
+    A gradient through ``lse`` would rule out fused kernels, and no caller of ring_flash_attn has
+    one.
     """
     out, lse = RingAttention.apply(call, *inputs[:GIVEN])
     return out, lse.detach()
 
 
 def as_asked(out: Tensor, lse: Tensor, options: Options) -> Any:
-    """``out``, or ``(out, lse, None)`` where more was asked for."""
+    """Return ``out``, or ``(out, lse, None)`` if ``return_attn_probs`` was set."""
     return (out, lse, None) if options.return_attn_probs else out
 
 
 def window_of(window_size: tuple[int, int]) -> Window | None:
-    """``(left, right)``, where -1 stands for a side without a limit.
+    """Convert flash-attn's ``(left, right)`` to a window, with ``None`` in place of -1.
 
     Raises:
-        ValueError: Not two counts of keys.
+        ValueError: It is not a pair of such numbers.
     """
     if (
         not isinstance(window_size, tuple | list)
@@ -106,19 +108,19 @@ def window_of(window_size: tuple[int, int]) -> Window | None:
 
 
 def seed_of(dropout_p: float) -> int | None:
-    """A seed drawn from torch's default generator of the CPU, where something is to drop.
+    """Draw a dropout seed from torch's default CPU generator; ``None`` if nothing is dropped.
 
-    Ranks that are seeded alike draw alike, and checkpointing, which restores that generator,
-    drops the same elements again.
+    Ranks that are seeded alike draw the same seed. Activation checkpointing restores that
+    generator, so recomputation drops the same weights again.
     """
     return None if dropout_p == 0 else int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Tensor, ...]:
-    """The ``count`` tensors stacked along a dimension.
+    """Return the ``count`` tensors that are stacked along a dimension of a packed tensor.
 
     Raises:
-        ValueError: There are others than that many.
+        ValueError: Their number is another, or the tensor has another number of dimensions.
     """
     if not isinstance(packed, Tensor) or packed.ndim != dim + 3 or packed.shape[dim] != count:
         got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
@@ -127,23 +129,23 @@ def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Te
 
 
 class KVPacked[**P](Protocol):
-    """A function of K and V in one tensor."""
+    """Function that takes K and V stacked in one tensor."""
 
     def __call__(self, q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As the function that takes them apart."""
+        """Call the function that takes them separately, after splitting ``kv``."""
 
 
 class QKVPacked[**P](Protocol):
-    """A function of Q, K and V in one tensor."""
+    """Function that takes Q, K and V stacked in one tensor."""
 
     def __call__(self, qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """As the function that takes them apart."""
+        """Call the function that takes them separately, after splitting ``qkv``."""
 
 
 def kvpacked[**P](
     function: Callable[Concatenate[Tensor, Tensor, Tensor, P], Any], *, dim: int
 ) -> KVPacked[P]:
-    """The same function of K and V stacked along a dimension."""
+    """Return a version of a function that takes K and V stacked along dimension ``dim``."""
 
     def packed(q: Tensor, kv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
         k, v = split_packed("kv", kv, 2, dim=dim)
@@ -158,7 +160,7 @@ def kvpacked[**P](
 def qkvpacked[**P](
     function: Callable[Concatenate[Tensor, Tensor, Tensor, P], Any], *, dim: int
 ) -> QKVPacked[P]:
-    """The same function of Q, K and V stacked along a dimension."""
+    """Return a version of a function that takes Q, K and V stacked along dimension ``dim``."""
 
     def packed(qkv: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:
         q, k, v = split_packed("qkv", qkv, 3, dim=dim)
@@ -174,7 +176,7 @@ def qkvpacked[**P](
 
 
 def _set_signature(packed: Any, function: Any, kind: str, words: str) -> None:
-    """Let ``help`` and ``inspect`` show the arguments of a function, its first three packed."""
+    """Set the signature, name and docstring of a packed function, for ``help`` and ``inspect``."""
     own = [x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     whole = signature(function)
     packed.__signature__ = whole.replace(parameters=[*own, *list(whole.parameters.values())[3:]])

@@ -1,4 +1,4 @@
-"""Functions of packed documents that are each split over the ranks."""
+"""Functions of ring_flash_attn for packed documents, each of which is split over all ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ring_torch.comm.store import CallSignature
 from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
 from ring_torch.records import Inputs
 
-#: Documents of so many tokens a rank get a call of their own. On two H200 (32 query heads, 8
+#: Tokens a rank from which a document gets a call of its own. On two H200 (32 query heads, 8
 #: key/value heads, head dim 128, forward and backward) its kernels then run for longer than the
-#: 4 ms that a call takes the host, and even work for each rank is worth more than few calls.
+#: 4 ms that a call takes the host, so equal work on each rank is worth more than fewer calls.
 LONG = 4096
 
 
@@ -42,36 +42,45 @@ def ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """Exact attention of packed documents, each split into equal contiguous pieces, one a rank.
+    """Compute exact attention of packed documents; each rank holds a contiguous piece of each.
 
-    Documents of 4096 tokens a rank and more get a call each. All others share one, between two
-    exchanges among all ranks: of the rows of Q, K and V there, and of those of the answer back.
+    A document with at least 4096 tokens on each rank gets a ring attention call of its own. All
+    shorter ones share one call, between two all-to-all exchanges: one that moves the rows of Q, K
+    and V, and one that moves the result back.
 
     Args:
         q: ``[T_local, H, D]``, this rank's pieces of the documents, one after the other.
         k: ``[T_local, K, D]`` with ``H % K == 0``.
         v: ``[T_local, K, Dv]``.
-        cu_seqlens: ``(0, ..., T_local)``, offsets of those pieces, the same on all ranks. From a
-            GPU they are copied to the host, which has to wait for them: pass a CPU tensor or
-            a list.
-        max_seqlen: At least the longest piece.
-        dropout_p: Probability to drop a softmax weight.
-        softmax_scale: Default ``D ** -0.5``.
-        causal: A query sees keys of its document at its own position and before.
-        window_size: ``(left, right)``, by positions in the document.
-        alibi_slopes: ``[H]``; one row of slopes for all documents.
-        deterministic: Only use kernels whose backward repeats bit for bit.
-        return_attn_probs: Return ``lse`` and ``None`` too.
-        group: As there.
+        cu_seqlens: ``(0, ..., T_local)``, offsets of those pieces, the same on all ranks. Pass a
+            CPU tensor or a list: from a GPU it is copied to the host, which has to wait.
+        max_seqlen: Length of the longest piece, or more.
+        dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default CPU
+            generator, which must be in the same state on all ranks.
+        softmax_scale: Factor of the scores; default ``D ** -0.5``.
+        causal: True if a query sees only keys of its document at its own position and before.
+        window_size: ``(left, right)``, numbers of keys that a query sees on each side besides its
+            own position in the document; -1 for no limit.
+        alibi_slopes: ``[H]``, the same slopes for all documents; no gradient.
+        deterministic: Use only kernels whose backward repeats bit for bit.
+        return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
+        group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
+            this process alone where none is initialised.
 
     Returns:
-        ``out [T_local, H, Dv]``; with ``return_attn_probs`` ``(out, lse, None)``, ``lse [H,
-        T_local]``.
+        ``out [T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out, lse,
+        None)``, where ``lse [H, T_local]`` is in float32 (float64 for float64 inputs) without a
+        gradient.
 
     Raises:
         ValueError: An argument is malformed; nothing was sent.
         UnsupportedError: No kernel can do this, or slopes differ by document; nothing was sent.
         RankMismatchError: Ranks make different calls.
+
+    Example::
+
+        cu_seqlens = [0, 512, 2048]  # two documents, of 512 and 1536 tokens on each rank
+        out = ring_flash_attn_varlen_func(q, k, v, cu_seqlens, 1536, causal=True, group=group)
     """
     return attend_documents(
         "contiguous", q, k, v, cu_seqlens, max_seqlen,
@@ -102,10 +111,10 @@ def zigzag_ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """:func:`ring_flash_attn_varlen_func` of documents in ``2 * P`` chunks each.
+    """Compute :func:`ring_flash_attn_varlen_func` for documents that are each in the zigzag layout.
 
-    Of each document rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P - 1 - r``, one after the
-    other.
+    Each document is cut into ``2 * P`` chunks. Rank ``r`` of ``P`` holds chunks ``r`` and ``2 * P -
+    1 - r``, one after the other, which gives all ranks equal work in causal attention.
     """
     return attend_documents(
         "zigzag", q, k, v, cu_seqlens, max_seqlen,
@@ -123,10 +132,17 @@ zigzag_ring_flash_attn_varlen_qkvpacked_func = qkvpacked(zigzag_ring_flash_attn_
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents that share a call: where their pieces lie in a rank's tokens, and that call."""
+    """Documents that share a ring attention call, and that call.
+
+    Attributes:
+        spans: Start and stop of each document's piece among this rank's tokens.
+        offsets: Offsets of the pieces after they were joined, ``(0, ..., T)``.
+        call: The checked call.
+        inputs: Its inputs.
+    """
 
     spans: tuple[tuple[int, int], ...]
-    offsets: tuple[int, ...]  # of those pieces, put together
+    offsets: tuple[int, ...]
     call: Call
     inputs: Inputs
 
@@ -142,12 +158,14 @@ def attend_documents(
     options: Options,
     group: Group,
 ) -> Any:
-    """Attention of shards ``[T_local, H, D]`` that hold a piece of every document.
+    """Compute attention of shards ``[T_local, H, D]`` that hold a piece of every document.
 
-    Each document is a sequence in the layout: long ones get a call each. Short ones share a call,
-    and positions inside them, on which windows, slopes and dropout depend, jump from rank to rank
-    by the document's own length, which no order of all tokens has. So one exchange brings the rows
-    of Q, K and V to where the layout has the packed documents, and another one the answer back.
+    Each document is a sequence in the layout, and a long one gets a call of its own. Short ones
+    share a call. Windows, slopes and dropout depend on positions within a document. Where a
+    document goes on on the next rank, these positions jump by a step that depends on its length, so
+    no single layout of all tokens describes them. Therefore the rows of Q, K and V are first moved
+    to where the layout puts the tokens of the packed documents as one sequence, and the result is
+    moved back.
     """
     ring = ranks_of(group)
     check_shards(q, k, v)
@@ -162,21 +180,22 @@ def attend_documents(
             f"even, for each rank holds two chunks of a document: pad documents to multiples of "
             f"{2 * ring.size} tokens"
         )
-    parts = [
-        _part(ring, layout, q, k, v, options, spans) for spans in _shared(ring, offsets)
-    ]  # all are checked before any runs
+    # Check all calls before any of them sends.
+    parts = [_part(ring, layout, q, k, v, options, spans) for spans in _shared(ring, offsets)]
     answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    # Run the calls one after the other, and cut each result into the pieces of its documents ...
     for part in parts:
         out, lse = _attend(ring, layout, part, options)
         sizes = [stop - start for start, stop in part.spans]
         pieces = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         answers |= dict(zip(part.spans, pieces, strict=True))
+    # ... which are joined in the order of this rank's tokens.
     outs, lses = zip(*(answers[span] for span in sorted(answers)), strict=True)
     return as_asked(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
 def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    """Which documents share a call."""
+    """Return the documents of each call: long ones alone, all short ones together."""
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
     if ring.size == 1 or len(spans) < 2:
         return [tuple(spans) or ((0, 0),)]
@@ -188,6 +207,10 @@ def _part(
     ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
     spans: tuple[tuple[int, int], ...],
 ) -> _Part:  # fmt: skip
+    """Check the call of some documents, and return it with their pieces joined.
+
+    Documents of more than one become a sequence with ``cu_seqlens``.
+    """
     offsets = (0, *accumulate(stop - start for start, stop in spans))
     documents = None
     if len(spans) == 1:
@@ -202,7 +225,7 @@ def _part(
 def _attend(
     ring: Ranks, layout: LayoutName, part: _Part, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """``out [T, H, Dv]`` and ``lse [H, T]`` of a part's ``T`` rows."""
+    """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
     call, inputs = part.call, part.inputs
     if ring.size == 1 or len(part.spans) == 1:  # the rows are where the layout has them
         out, lse = run(call, inputs)
@@ -213,13 +236,17 @@ def _attend(
     }  # fmt: skip
     signature = CallSignature.of(words, "exchange")
     guard = partial(with_peer_errors, ring, call.number, signature)
+    # Before rows are exchanged, check that all ranks make this call with the same documents.
     with guard():
         agree(ring, call.number, call.seed, signature, call.device)
+    # Move the rows of Q, K and V, side by side in one tensor, to the ranks where the layout of the
+    # packed documents has them.
     qkv = (inputs.q, inputs.k, inputs.v)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
     moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)
     q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
     out, lse = run(call, inputs._replace(q=q, k=k, v=v))
+    # Move the rows of the result back to the ranks that hold their documents' pieces.
     back = moves.back()
     return (
         back(out[0], guard),
@@ -230,7 +257,12 @@ def _attend(
 def offsets_of(
     name: str, cu_seqlens: Tensor | Sequence[int], tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Offsets of documents on the host, ``(0, ..., tokens)``; any number of tokens if ``None``.
+    """Return the offsets of documents as a tuple of ints on the host, after checking them.
+
+    Args:
+        name: Name of the argument, for messages.
+        cu_seqlens: ``(0, ..., tokens)``, ascending.
+        tokens: Number at which they must end; ``None`` for any.
 
     Raises:
         ValueError: They are not ascending integers from 0 to the number of tokens.
@@ -258,7 +290,7 @@ def offsets_of(
 
 
 def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that these are tensors of packed tokens.
+    """Check that Q, K and V are tensors of packed tokens, ``[T_local, heads, D]``.
 
     Raises:
         ValueError: One is not.
@@ -270,7 +302,7 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_longest(name: str, stated: int | Tensor, longest: int) -> None:
-    """Check a stated maximum of documents' lengths, which may be larger than the longest.
+    """Check a stated maximum of the documents' lengths, which may be larger than the longest.
 
     Raises:
         ValueError: A document is longer.
@@ -280,10 +312,10 @@ def check_longest(name: str, stated: int | Tensor, longest: int) -> None:
 
 
 def check_slopes(slopes: Tensor | None, documents: int) -> None:
-    """Check that slopes are the same for all documents.
+    """Refuse ALiBi slopes that differ by document.
 
     Raises:
-        UnsupportedError: They are one row a document.
+        UnsupportedError: There is a row of slopes for each of several documents.
     """
     if slopes is not None and slopes.ndim == 2 and (slopes.shape[0] != 1 or documents > 1):
         raise UnsupportedError(
@@ -296,7 +328,10 @@ def check_slopes(slopes: Tensor | None, documents: int) -> None:
 def _moves(
     ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
 ) -> Relayout:
-    """From every document split by the layout to the whole pack split by it; once a pack."""
+    """Return the exchange that moves rows from split documents to the layout of their pack.
+
+    It is made once for each pack, and cached.
+    """
     pack = Layout(layout, ring.size * offsets[-1], ring.size)
     target = np.stack([pack.positions(rank) for rank in range(ring.size)])
     return relayout_between(
@@ -305,17 +340,17 @@ def _moves(
 
 
 def _chunks_a_rank(layout: LayoutName) -> int:
-    """Return how many chunks of a document each of several ranks holds."""
+    """Return the number of chunks of a document that each rank holds: 2 for zigzag, else 1."""
     return divisor_of(layout, 2) // 2
 
 
 def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
-    """Where in the pack each token of each rank lies, ``[P, T_local]``.
+    """Return the position in the pack of each token of each rank, ``[P, T_local]``.
 
     Args:
-        layout: How each document was split.
-        offsets: Of the documents' shards in a rank's tokens.
-        cp_size: Ranks, ``P``.
+        layout: Layout in which each document is split.
+        offsets: Offsets of the documents' pieces among a rank's tokens.
+        cp_size: Number of ranks, ``P``.
     """
     starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
     start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
@@ -328,4 +363,5 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
 
 
 def _shown(offsets: tuple[int, ...]) -> str:
+    """Return offsets as text for messages, shortened if there are many."""
     return str(offsets) if len(offsets) < 9 else f"({offsets[0]}, ..., {offsets[-1]})"

@@ -1,4 +1,4 @@
-"""transformers' flash attention over a ring, through transformers' own registry."""
+"""Replacement of transformers' flash attention, by ring_flash_attn's two functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_torch.compat.call import seed_of
 from ring_torch.compat.documents import offsets_of
 from ring_torch.compat.llama3 import check_stride
 
-#: What models hand on that does not concern attention.
+#: Arguments that models pass on and that do not concern attention.
 _IGNORED = frozenset({
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
@@ -37,10 +37,15 @@ _REASONS = {
 
 @dataclass
 class RingFlashAttention:
-    """What transformers calls in place of its flash attention.
+    """Attention function that transformers calls in place of its flash attention.
 
-    It lies in transformers' registry and is the one place that knows the documents of the batch,
-    which no model could hand on.
+    It is stored in transformers' registry. It also keeps the documents of the batch, as a model has
+    no argument to pass them.
+
+    Attributes:
+        group: Ranks that share a sequence.
+        heads_k_stride: Number by which the K/V heads must be divisible; without effect.
+        documents: Offsets of the documents of the next batch; ``None`` before the first.
     """
 
     group: Group
@@ -63,7 +68,9 @@ class RingFlashAttention:
         deterministic: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of ``query [1, H, T_local, D]``, ``key`` and ``value [1, K, T_local, D]``.
+        """Compute the attention of a layer over the keys of all ranks, as transformers calls it.
+
+        ``query`` is ``[1, H, T_local, D]``; ``key`` and ``value`` are ``[1, K, T_local, D]``.
 
         Returns:
             ``(out [1, T_local, H, D], None)``.
@@ -98,7 +105,7 @@ class RingFlashAttention:
         check_stride(self.heads_k_stride, key.shape[1])
         if deterministic is None:
             deterministic = os.environ.get("FLASH_ATTENTION_DETERMINISTIC", "0") == "1"
-        # Models count the query's own key, too.
+        # transformers' window counts the query's own key too, ring_attention's does not.
         window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
         target: torch.dtype | None = get_target_dtype(query, module)
         q, k, v = (x.transpose(1, 2).to(target or query.dtype) for x in (query, key, value))
@@ -112,22 +119,29 @@ class RingFlashAttention:
 
 
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
-    """Let models of transformers with flash attention attend over the ranks of a group.
+    """Replace transformers' flash attention by ring attention over a group, in the whole process.
 
-    Everything that transformers registers as flash attention (``flash_attention_2``, ``_3``, ``_4``
-    and kernels from its hub) is replaced for the whole process. Each rank's input is a contiguous
+    All implementations that transformers registers as flash attention (``flash_attention_2``,
+    ``_3``, ``_4`` and kernels from its hub) are replaced. Each rank's input must be a contiguous
     piece of one row of packed documents, which :func:`update_ring_flash_attn_params` states before
-    every forward. Causality, sliding windows, softcap, sinks, scaling and dropout are those the
-    model asks for.
+    every forward. The model decides on causality, sliding windows, softcap, sinks, scaling and
+    dropout.
 
     Args:
-        process_group: The ranks that hold a sequence; ``None`` is the default group.
-        heads_k_stride: A divisor of the model's K/V heads. It changes no result, and nothing else
-            here: memory is that of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
+        process_group: The ranks that share a sequence; ``None`` is the default group.
+        heads_k_stride: A divisor of the number of the model's K/V heads, which is checked. It has
+            no other effect: memory is that of ``strategy="auto"`` in
+            :func:`ring_torch.ring_attention`.
 
     Raises:
         ValueError: An argument is malformed.
         ImportError: transformers 5 is not installed.
+
+    Example::
+
+        substitute_hf_flash_attn(group, heads_k_stride=1)
+        update_ring_flash_attn_params(cu_seqlens, group)
+        model(input_ids=local_ids, position_ids=local_positions, use_cache=False)
     """
     ranks_of(process_group)
     check_stride(heads_k_stride, heads_k_stride)
@@ -135,16 +149,20 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
-    """State the documents of the next batch.
+    """State the documents of the next batch, before the model's forward.
 
     Args:
         cu_seqlens: Integers ``(0, ..., T)``, offsets of the documents in the whole row. From a GPU
-            they are copied to the host, which has to wait for them.
-        process_group: The group that was substituted.
+            they are copied to the host, which has to wait.
+        process_group: The group that :func:`substitute_hf_flash_attn` was given.
 
     Raises:
         ValueError: An argument is malformed, or :func:`substitute_hf_flash_attn` was not called
             with this group before.
+
+    Example::
+
+        update_ring_flash_attn_params(torch.tensor([0, 4096, 16384]), group)
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -165,6 +183,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
 
 def _install(ours: RingFlashAttention) -> None:
+    """Register ring attention under every name that transformers has for flash attention."""
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -172,9 +191,12 @@ def _install(ours: RingFlashAttention) -> None:
         found = ALL_ATTENTION_FUNCTIONS[name]
         if found is flash_attention_forward or isinstance(found, RingFlashAttention):
             ALL_ATTENTION_FUNCTIONS.register(name, ours)
-            if ALL_ATTENTION_FUNCTIONS[name] is not ours:  # it was set past the registry
+            # An entry that was set on the instance hides the registered one.
+            if ALL_ATTENTION_FUNCTIONS[name] is not ours:
                 ALL_ATTENTION_FUNCTIONS[name] = ours
-    for name, module in list(sys.modules.items()):  # where models find it past the registry
+    # Some models import the flash attention function itself. Ring attention cannot stand in for
+    # that, so it is replaced by an error.
+    for name, module in list(sys.modules.items()):
         if name.startswith(
             ("transformers.models.", "transformers.modeling_flash_attention_utils")
         ) and "_flash_attention_forward" in vars(module):
@@ -182,6 +204,7 @@ def _install(ours: RingFlashAttention) -> None:
 
 
 def _refuse_flash(*_: object, **__: object) -> NoReturn:
+    """Raise an error in place of flash attention that is called past transformers' registry."""
     raise UnsupportedError(
         "this model calls flash attention past transformers' registry, where it would see the keys "
         "of one rank only; after substitute_hf_flash_attn no model can do so"

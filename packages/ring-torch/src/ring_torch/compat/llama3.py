@@ -1,4 +1,4 @@
-"""Functions of packed documents that were split over the ranks as one stream."""
+"""Functions of ring_flash_attn for packed documents that are split over the ranks as one stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from ring_torch.compat.documents import check_longest, check_shards, check_slope
 
 
 class Prepared(NamedTuple):
-    """What :func:`llama3_flash_attn_prepare_cu_seqlens` was asked and answered."""
+    """Arguments and results of :func:`llama3_flash_attn_prepare_cu_seqlens`, kept for later checks.
+
+    Attributes:
+        documents: Offsets of the documents in the stream.
+        causal: True for causal attention.
+        rank: This rank.
+        world_size: Number of ranks.
+        cu_seqlens_q: Offsets of the documents' parts in this rank's queries.
+        cu_seqlens_k: Offsets of the documents' parts in the keys that these see.
+        stop: End of these keys in the stream.
+    """
 
     documents: tuple[int, ...]
     causal: bool
@@ -28,26 +38,31 @@ class Prepared(NamedTuple):
 
 
 class DocumentSlice(int):
-    """The start of a slice of keys, which remembers all documents.
+    """Start of a slice of keys: an ``int`` that also carries the offsets of all documents.
 
-    A rank's own offsets do not say where documents of other ranks begin, and a plan, which is the
-    same on all ranks, has to know: an integer that the caller passes on anyway carries it.
+    The offsets of one rank do not say where documents on other ranks begin, and the plan of a call,
+    which is equal on all ranks, needs to know. The caller passes this integer on anyway, so it
+    carries them.
+
+    Attributes:
+        prepared: Arguments and results of the preparation.
+        tensors: Offset tensors as they were returned, with their version counters.
     """
 
     prepared: Prepared
-    tensors: tuple[tuple[Tensor, int | None], ...]  # as they were given out, with their versions
+    tensors: tuple[tuple[Tensor, int | None], ...]
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
-    """What a rank needs of packed documents of which it holds one contiguous piece of the stream.
+    """Return the arguments of :func:`llama3_flash_attn_varlen_func` that depend on documents.
 
     Args:
         cu_seqlens: Integers ``(0, ..., T)``, offsets of the documents in the stream.
-        causal: What will be passed to the function.
+        causal: The value that will be passed to that function.
         rank: This rank in the group.
-        world_size: Ranks of the group; it must divide ``T``.
+        world_size: Number of ranks in the group; it must divide ``T``.
 
     Returns:
         ``(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)``: offsets of
@@ -56,17 +71,27 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Raises:
         ValueError: An argument is malformed, or ranks cannot hold equal pieces.
+
+    Example::
+
+        prepared = llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, world_size)
+        cu_seqlens_q, cu_seqlens_k, max_q, max_k, local_k_slice = prepared
+        out = llama3_flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 1, local_k_slice, causal=True
+        )
     """
     prepared: tuple[Tensor, Tensor, int, int, slice]
     prepared = _prepare_on_host(cu_seqlens, causal, rank, world_size)
     return prepared
 
 
-# It reads numbers. A function of its own, for torch.compile takes this off what it is given itself.
+# It reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
+# function, as torch.compile ignores it on the function that it is given itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _prepare_on_host(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
+    """Compute the arguments on the host; see :func:`llama3_flash_attn_prepare_cu_seqlens`."""
     checks.check_flag("causal", causal)
     if not isinstance(cu_seqlens, Tensor):
         raise ValueError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
@@ -111,42 +136,51 @@ def llama3_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: Group = None,
 ) -> Any:
-    """Exact attention of a stream of packed documents, a contiguous piece of it on every rank.
+    """Compute exact attention of a stream of packed documents; each rank holds a piece of it.
 
-    Documents may be of any length and begin and end on any rank.
+    The pieces are contiguous and of one length. Documents may be of any length, and may begin and
+    end on any rank. All ranks of the group must call it.
 
     Args:
         q: ``[T_local, H, D]``, float16, bfloat16, float32 or float64.
         k: ``[T_local, K, D]`` with ``H % K == 0``.
         v: ``[T_local, K, Dv]``.
-        cu_seqlens_q: From :func:`llama3_flash_attn_prepare_cu_seqlens`, as the next four.
-        cu_seqlens_k: Likewise.
-        max_seqlen_q: Likewise; it may be larger.
-        max_seqlen_k: Likewise; it may be larger.
-        heads_k_stride: A divisor of ``K``. It changes no result, and nothing else here: memory is
-            that of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
-        local_k_slice: As returned, for it knows all documents.
-        dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default
-            generator of the CPU, which has to be in the same state on all ranks.
-        softmax_scale: Default ``D ** -0.5``.
-        causal: A query sees keys of its document at its own position and before.
-        window_size: ``(left, right)``, the keys a query sees on each side besides its own position
-            in the document; -1 leaves a side without a limit.
-        alibi_slopes: ``[H]``, one row of slopes for all documents; no gradient.
-        deterministic: Only use kernels whose backward repeats bit for bit.
-        return_attn_probs: Return ``lse`` and ``None`` too; weights are never formed.
+        cu_seqlens_q: Offsets in the queries, from :func:`llama3_flash_attn_prepare_cu_seqlens`.
+        cu_seqlens_k: Offsets in the keys, from the same call.
+        max_seqlen_q: Longest part in the queries, from the same call, or more.
+        max_seqlen_k: Longest part in the keys, from the same call, or more.
+        heads_k_stride: A divisor of ``K``, which is checked. It has no other effect: memory is that
+            of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
+        local_k_slice: The slice from the same call, unchanged: it carries all documents' offsets.
+        dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default CPU
+            generator, which must be in the same state on all ranks.
+        softmax_scale: Factor of the scores; default ``D ** -0.5``.
+        causal: True if a query sees only keys of its document at its own position and before.
+        window_size: ``(left, right)``, numbers of keys that a query sees on each side besides its
+            own position in the document; -1 for no limit.
+        alibi_slopes: ``[H]``, the same slopes for all documents; no gradient.
+        deterministic: Use only kernels whose backward repeats bit for bit.
+        return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
 
     Returns:
-        ``out [T_local, H, Dv]`` in the inputs' dtype; with ``return_attn_probs`` ``(out, lse,
-        None)``, ``lse [H, T_local]`` in float32 (float64 for float64 inputs) without a gradient.
+        ``out [T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out, lse,
+        None)``, where ``lse [H, T_local]`` is in float32 (float64 for float64 inputs) without a
+        gradient.
 
     Raises:
         ValueError: An argument is malformed or was prepared for another call; nothing was sent.
         UnsupportedError: No kernel can do this, slopes differ by document, or the slice was made by
             other means; nothing was sent.
         RankMismatchError: Ranks make different calls.
+
+    Example::
+
+        cu_seqlens_q, cu_seqlens_k, max_q, max_k, local_k_slice = prepared
+        out = llama3_flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 1, local_k_slice, causal=True
+        )
     """
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
@@ -166,9 +200,11 @@ llama3_flash_attn_varlen_qkvpacked_func = qkvpacked(llama3_flash_attn_varlen_fun
 def _prepared(
     documents: tuple[int, ...], causal: bool, rank: int, world_size: int
 ) -> tuple[Prepared, int]:
-    """The offsets a rank needs, and where its slice of keys starts."""
+    """Return the offsets that a rank needs, and the start of its slice of keys."""
     share = documents[-1] // world_size
     first, last = rank * share, (rank + 1) * share
+    # Keys start with the document that this rank's first token is in. They end with this rank's
+    # last token if causal, else with the document that it is in.
     left, right = bisect_left(documents, first), bisect_left(documents, last)
     left -= documents[left] != first
     inner, start = documents[left + 1 : right], documents[left]
@@ -182,6 +218,7 @@ def _prepared(
 
 
 def _longest(offsets: tuple[int, ...]) -> int:
+    """Return the length of the longest document of these offsets."""
     return max(stop - start for start, stop in pairwise(offsets))
 
 
@@ -191,7 +228,7 @@ def _attend(
     max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,
     local_k_slice: slice, options: Options, group: Group,
 ) -> Any:  # fmt: skip
-    """Attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
+    """Compute attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
     ring = ranks_of(group)
     check_shards(q, k, v)
     at = _checked_start(local_k_slice, ring, causal=options.causal)
@@ -199,7 +236,9 @@ def _attend(
         ("q", cu_seqlens_q, max_seqlen_q, at.prepared.cu_seqlens_q, at.tensors[0]),
         ("k", cu_seqlens_k, max_seqlen_k, at.prepared.cu_seqlens_k, at.tensors[1]),
     ):
-        if tensor is not known or version is None or version != _version(tensor):  # else ask no GPU
+        # Compare values only if the tensor is not the one returned, or was written to since: a
+        # comparison would wait for the GPU.
+        if tensor is not known or version is None or version != _version(tensor):
             _check_same(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])
@@ -211,10 +250,10 @@ def _attend(
 
 
 def check_stride(heads_k_stride: int, heads: int) -> None:
-    """Check the number of K/V heads that would be gathered at once.
+    """Check ``heads_k_stride``, the number of K/V heads that ring_flash_attn gathers at once.
 
     Raises:
-        ValueError: It does not divide the heads.
+        ValueError: It does not divide the number of heads.
     """
     if not isinstance(heads_k_stride, int) or heads_k_stride < 1 or heads % heads_k_stride:
         raise ValueError(
@@ -224,11 +263,11 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
 
 
 def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> DocumentSlice:
-    """The start of a slice that was prepared for this call.
+    """Return the start of a slice, after checking that it was prepared for this call.
 
     Raises:
-        ValueError: It was prepared for another one.
-        UnsupportedError: It was made by other means.
+        ValueError: It was prepared for another call.
+        UnsupportedError: It does not come from the preparing function.
     """
     at = local_k_slice.start if isinstance(local_k_slice, slice) else None
     if not isinstance(at, DocumentSlice):
@@ -251,6 +290,11 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
 
 
 def _check_same(name: str, given: Tensor, expected: tuple[int, ...]) -> None:
+    """Check that offsets are those of ``local_k_slice``.
+
+    Raises:
+        ValueError: They are not.
+    """
     offsets = tuple(given.tolist()) if isinstance(given, Tensor) and given.ndim == 1 else given
     if offsets != expected:
         raise ValueError(
@@ -260,5 +304,5 @@ def _check_same(name: str, given: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor was written to; inference tensors do not count."""
+    """Return a tensor's version counter, which each write raises; inference tensors have none."""
     return None if not isinstance(x, Tensor) or x.is_inference() else x._version  # noqa: SLF001
