@@ -1,4 +1,4 @@
-"""Command line, doctor, bench, times of kernels.
+"""Command line tools: ``doctor``, ``matrix`` and ``bench``.
 
-May import all of the package.
+They may import everything in this package.
 """

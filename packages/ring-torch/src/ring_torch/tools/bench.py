@@ -1,9 +1,13 @@
-"""``python -m ring_torch bench``: what a ring keeps of one device's rate on this machine.
+"""Benchmarks behind ``python -m ring_torch bench``: a ring against one device, or single kernels.
 
-With ``--rates`` each kernel alone, for the table of times that ``auto`` chooses by. First each
-kernel's out and gradients are compared with exact ones on a short sequence: what errs more than
-twice as much as the formula written down densely, with weights, gradients of scores and results
-rounded to the dtype, has no time. Then kernels take turns.
+By default it times a ring, and one rank that computes a sequence alone, and reports what share of
+one device's rate each rank keeps.
+
+With ``--rates`` it times each kernel alone, for the table of times from which ``kernel="auto"``
+chooses. Before it is timed, a kernel's output and gradients are compared on a short sequence with
+exact ones. A kernel gets no time if it errs more than twice as much as a plain implementation,
+which forms dense scores and rounds weights, score gradients and results to the dtype. The kernels
+then run in turns.
 """
 
 from __future__ import annotations
@@ -33,24 +37,30 @@ from ring_torch.kernels.eager import dropout_keep
 from ring_torch.local import LocalRanks
 
 RingChecks = Callable[..., Iterator[Check]]  # ``doctor.ring_checks``
-PATIENCE = 600.0  # seconds for a round
+PATIENCE = 600.0  # seconds after which a round is given up
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, torch.float64)}
 LIBRARIES = ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "CUDA", "cuDNN")
 
 _CAP, _DROPOUT, _DOCUMENT = 20.0, 0.1, 1500
-_SCALE = 3.0  # what queries are multiplied by where scores have to be large for the cap to matter
-_STRIPE, _FIRST = 512, 64  # of the predicate
-_TURN, _MOST_CALLS = 0.02, 20  # a turn takes so many seconds, unless these are more calls
+_SCALE = 3.0  # factor of queries with a soft cap, which only matters for large scores
+_STRIPE, _FIRST = 512, 64  # numbers in the timed predicate: see `_predicate`
+_TURN, _MOST_CALLS = 0.02, 20  # seconds that a kernel's turn takes, and most calls in a turn
 
-_LIMIT = 2  # times the error of the plain implementation
+_LIMIT = 2  # largest error, in multiples of the plain implementation's
 
 Arrays = list[Tensor]
 
 
 class Sizes(NamedTuple):
-    """What is timed: an option, head dims of Q and K and of V, heads of queries and of keys."""
+    """Case that is timed: the option it uses, and its sizes.
+
+    Attributes:
+        option: Option of attention, as ``"window"``.
+        dims: Head dims of Q and K, and of V.
+        heads: Numbers of query heads and of K/V heads.
+    """
 
     option: Option = "causal"
     dims: tuple[int, int] = (128, 128)
@@ -66,14 +76,19 @@ CASES = (
 
 
 class Runs(NamedTuple):
-    """The passes of a kernel, to be timed."""
+    """Functions that run a kernel once, to be timed.
+
+    Attributes:
+        forward: Runs the forward, and returns its output.
+        both: Runs forward and backward, and returns the output, dQ, dK and dV.
+    """
 
     forward: Callable[[], Tensor]
     both: Callable[[], Arrays]
 
 
 def defaults() -> BenchCase:
-    """What is timed where nothing else is asked for: all GPUs, or two processes on the CPU."""
+    """Return the setting timed by default: a ring of all GPUs, or of two processes on the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus:
         return BenchCase(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
@@ -83,13 +98,19 @@ def defaults() -> BenchCase:
 def bench(
     setting: BenchCase, transport: str, seconds: float, ring_checks: RingChecks
 ) -> tuple[list[Check], tuple[Timing, ...]]:
-    """Time a ring, and one rank alone, if what ``ring_checks`` makes of a short sequence is right.
+    """Time a ring, and one rank alone, if the ring's results on a short sequence are right.
+
+    Args:
+        setting: Sizes and options of the call.
+        transport: Transport of the call.
+        seconds: Time to spend, in seconds.
+        ring_checks: Function that checks a ring's results, ``doctor.ring_checks``.
 
     Returns:
-        The checks, and no timings if one of them failed.
+        The checks and the timings; no timings if a check failed.
 
     Raises:
-        ValueError: More ranks than GPUs, or what ``attention`` refuses.
+        ValueError: There are fewer GPUs than ranks, or ``ring_attention`` refuses the call.
         LocalRankError: A rank failed.
     """
     cuda = torch.cuda.is_available()
@@ -112,7 +133,7 @@ def bench(
 def _longest_round(
     ranks: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
 ) -> tuple[float, float]:
-    """Seconds of a round on the slowest rank."""
+    """Return the seconds of a round's forward, and of forward and backward, on the slowest rank."""
     forward, both = zip(*ranks.run(time_round, setting, transport, check, n), strict=True)
     return max(forward), max(both)
 
@@ -120,9 +141,14 @@ def _longest_round(
 def time_round(
     rank: int, setting: BenchCase, transport: str, check: int, seed: int
 ) -> tuple[float, float]:
-    """Seconds of a forward, and of a forward and backward, on this rank.
+    """Return the seconds of a forward, and of a forward and backward, on this rank.
 
-    ``check`` is every which call the tripwire checks.
+    Args:
+        rank: This rank.
+        setting: Sizes and options of the call.
+        transport: Transport of the call.
+        check: Interval of the calls that are checked, as in :func:`ring_torch.check`; 0 for none.
+        seed: Seed of the random inputs.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(1000 * seed + rank)
@@ -149,7 +175,7 @@ def time_round(
 
 
 def _together(run: Callable[[], None], device: str) -> float:
-    """Seconds of a run that all ranks start at once."""
+    """Return the seconds of a run that all ranks start at once, after a barrier."""
     dist.barrier()
     return _seconds(run, 1, device)
 
@@ -157,19 +183,22 @@ def _together(run: Callable[[], None], device: str) -> float:
 def renew(
     path: Path, length: int | None, versions: Mapping[str, str], cases: Sequence[Sizes] = CASES
 ) -> Rates:
-    """Time the kernels that can run here, and write the table with these times in it.
+    """Time the kernels that can run here, and write a file with the table of their times.
 
-    What the file says of other GPUs and of JAX stays; a new one takes it from the table in use.
+    Entries of other GPUs and of JAX are kept; a new file takes them from the table in use.
 
     Args:
         path: The file.
-        length: Tokens; ``None`` is 16,384 on a GPU, and 1,024 on the host.
-        versions: Of the libraries there are.
-        cases: What is timed.
+        length: Sequence length in tokens; ``None`` for 16,384 on a GPU, and 1,024 on the CPU.
+        versions: Versions of the installed libraries.
+        cases: Cases to time.
+
+    Returns:
+        The table that was written.
 
     Raises:
-        ValueError: The file is no such table, this device is none that tables know, or there are
-            no tokens.
+        ValueError: The file exists and is no such table, tables have no entry for this kind of
+            device, or ``length`` is below 1.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = capability_number(device)
@@ -180,7 +209,7 @@ def renew(
         raise ValueError(f"--seq-len must be at least 1, got {length}")
     before = (read(str(path)) if path.exists() else default()).cases
     kept = tuple(x for x in before if (x.framework, x.capability) != ("torch", capability))
-    path.write_text(written(Rates(before)))  # that it can be is seen now, not after minutes
+    path.write_text(written(Rates(before)))  # fail now, not after minutes, if it cannot be written
     found: list[Case] = []
     with progress(len(cases), "case") as bar:
         for sizes in cases:
@@ -195,6 +224,7 @@ def renew(
 def _case(
     sizes: Sizes, length: int, capability: int, times: dict[str, Times], versions: Mapping[str, str]
 ) -> Case:
+    """Return the table's entry of a case: device, library versions, sizes and times by kernel."""
     program = ring_program(make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1))
     return Case(
         "torch", capability, torch.cuda.get_device_name() if capability else platform.machine(),
@@ -203,7 +233,7 @@ def _case(
 
 
 def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
-    """Of the kernels that are right; why another is not is said on stderr."""
+    """Return the times of a case by kernel; say on stderr why a kernel has none."""
     runs: dict[str, Runs] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
     exact = _runs(sizes, "eager", short, acc_dtype, device).both()
@@ -215,7 +245,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
                 if not error <= limit:
                     raise ArithmeticError(f"{what} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
             found = _runs(sizes, name, length, dtype, device)
-            for run in found:
+            for run in found:  # compile before anything is timed
                 run()
         except UnsupportedError:
             continue
@@ -229,7 +259,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
 
 
 def _names(device: str) -> Iterator[str]:
-    """Kernels of this machine; on a GPU plain torch is compared with, not timed."""
+    """Yield the kernels to time on this machine; on a GPU without ``eager`` (plain torch)."""
     return (
         kernel.capabilities.name
         for kernel in in_order(device)
@@ -240,7 +270,7 @@ def _names(device: str) -> Iterator[str]:
 
 
 def _errors(found: Arrays, exact: Arrays) -> list[float]:
-    """Root mean square errors, over the deviation of what is exact."""
+    """Return root mean square errors relative to the standard deviation of the exact values."""
     return [
         float((a.to(b.dtype) - b).square().mean().sqrt() / b.std())
         for a, b in zip(found, exact, strict=True)
@@ -248,7 +278,10 @@ def _errors(found: Arrays, exact: Arrays) -> list[float]:
 
 
 def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
-    """The formula, densely, rounded where a framework would round."""
+    """Return output, dQ, dK and dV of the dense formula, rounded where a framework would round.
+
+    They are in the accumulation dtype.
+    """
     dtype = DTYPES[device][0]
     acc_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -283,6 +316,7 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
 
 
 def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> Runs:
+    """Return the functions that run a kernel on the inputs of a case."""
     q, k, v, dout, options = _given(sizes, length, dtype, device)
     attend: Callable[..., Tensor] = partial(ring_attention, kernel=kernel, **options)
 
@@ -300,7 +334,11 @@ def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: st
 def _given(
     sizes: Sizes, length: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-    """``(q, k, v, dout, options)``: the same numbers in any dtype, rounded to what is timed."""
+    """Return ``(q, k, v, dout, options)`` of a case: the same numbers whatever the dtype.
+
+    They are drawn in float32 and rounded to the timed dtype first, so a wider dtype holds them
+    exactly.
+    """
     rng = torch.Generator(device).manual_seed(length)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -318,7 +356,7 @@ def _given(
 
 
 def _option(sizes: Sizes, length: int, device: str) -> dict[str, Any]:
-    """What a call is given, beside its mask and a bias."""
+    """Return the options of a case's call other than its mask and bias."""
     ids = torch.arange(length, device=device) // _document(length)
     numbers = torch.arange(1, sizes.heads[0] + 1, device=device)
     options: dict[str, dict[str, Any]] = {
@@ -331,6 +369,7 @@ def _option(sizes: Sizes, length: int, device: str) -> dict[str, Any]:
 
 
 def _mask(option: Option, length: int) -> Mask:
+    """Return the mask of a case."""
     if option == "predicate":
         return Mask(predicate=_predicate)
     if option == "documents":
@@ -339,26 +378,28 @@ def _mask(option: Option, length: int) -> Mask:
 
 
 def _predicate(i: Any, j: Any) -> Any:
-    """A window, and the first keys of each stripe."""
+    """Return True for keys in a causal window, and for the first keys of each stripe."""
     return (i >= j) & ((i - j < _STRIPE) | (j % _STRIPE < _FIRST))
 
 
 def _document(length: int) -> int:
+    """Return the length of a document in tokens."""
     return max(1, min(_DOCUMENT, length // 3))
 
 
 def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
-    """The median of each, in milliseconds."""
+    """Return the median time of each run in milliseconds, with the runs taking turns."""
     calls = [max(1, min(_MOST_CALLS, int(_TURN / _seconds(run, 1, device)))) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]
     for n in range(ROUNDS):
-        for at in ((n + m) % len(runs) for m in range(len(runs))):  # another first each time
+        # Each round starts with another run, so that none profits from its place in the order.
+        for at in ((n + m) % len(runs) for m in range(len(runs))):
             seconds[at].append(_seconds(runs[at], calls[at], device))
     return [float(f"{1e3 * statistics.median(each):.4g}") for each in seconds]
 
 
 def _seconds(run: Callable[[], object], calls: int, device: str) -> float:
-    """Of one of so many calls, of which a GPU is given the next while it computes."""
+    """Return the mean seconds of ``calls`` calls, without waiting for the GPU between them."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

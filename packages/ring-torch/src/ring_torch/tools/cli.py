@@ -1,9 +1,9 @@
-"""``python -m ring_torch``: what can run here, and whether it is right.
+"""Command line ``python -m ring_torch``: shows what can run here, tests it, and times it.
 
-``doctor`` shows versions, devices, and which kernels and transports can run on them and why not,
-and compares each kernel with the float64 oracle; ``matrix`` shows what each kernel supports;
-``bench`` times a ring against one device that does all of it, and with ``--rates`` each kernel
-alone, for the table that ``kernel="auto"`` chooses by.
+``doctor`` shows versions, devices, and the kernels and transports that can run on them or why not,
+and compares each kernel with a float64 reference. ``matrix`` shows which options each kernel
+supports. ``bench`` times a ring against one device that computes the whole sequence, and with
+``--rates`` each kernel alone, for the table from which ``kernel="auto"`` chooses.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from ring_torch.transports import transport_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 1 when something fails, or nothing runs.
+    """Run the command line, and return its exit code.
 
-    It is 2 for what the user got wrong.
+    It is 0 on success, 1 if something fails or nothing can run, and 2 for a user's mistake.
+
+    Args:
+        argv: Arguments without the program's name; ``None`` for those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
     version = f"ring-torch {__version__}"
@@ -78,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _renew(path: Path, length: int | None) -> int:
+    """Run ``bench --rates``, and return the exit code."""
     try:
         _bench_torch.renew(path, length, versions())
     except (ValueError, OSError) as error:
@@ -88,6 +92,7 @@ def _renew(path: Path, length: int | None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    """Run ``bench``, and return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
         checks, found = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)

@@ -1,4 +1,4 @@
-"""What can run on this machine, why the rest cannot, and whether what runs is right."""
+"""Diagnosis of this machine: what can run, why the rest cannot, and if the results are right."""
 
 from __future__ import annotations
 
@@ -34,14 +34,20 @@ LIBRARIES = (
     "numpy", "torch", "triton", "jax-triton", "flash-attn-4", "flash-attn-3", "flash-attn",
     "transformers",
 )  # fmt: skip
-RANKS = 2  # of the self-test between processes
+RANKS = 2  # processes of the ring's self-test
 
 Arrays = Sequence[npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device that torch sees, and the others whose memory it reaches."""
+    """GPU that torch sees.
+
+    Attributes:
+        name: Its product name.
+        capability: Its compute capability, ``(major, minor)``.
+        reaches: Indices of the GPUs whose memory it can access directly (CUDA peer access).
+    """
 
     name: str
     capability: tuple[int, int]
@@ -50,17 +56,31 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Report:
-    """Whether a kernel, or a strategy over a transport, can run; ``why`` is empty if it can."""
+    """Availability of a kernel, or of a strategy over a transport.
+
+    Attributes:
+        name: Name of the kernel, or ``strategy/transport``.
+        devices: Types of devices it runs on; empty for any.
+        available: True if it can run here.
+        why: Reason why it cannot; empty if it can.
+    """
 
     name: str
-    devices: tuple[str, ...]  # types it runs on; empty means any
+    devices: tuple[str, ...]
     available: bool
     why: str
 
 
 @dataclass(frozen=True)
 class Diagnosis(doctor.Diagnosis):
-    """All that the doctor found; kernels stand in the order in which ``auto`` tries them."""
+    """Everything that the doctor found.
+
+    Attributes:
+        device: Type of the accelerator, or ``cpu``.
+        gpus: GPUs that torch sees.
+        kernels: Kernels, in the order in which ``kernel="auto"`` tries them.
+        strategies: Strategies, each over each transport that can carry it.
+    """
 
     device: str
     gpus: tuple[Gpu, ...]
@@ -69,7 +89,7 @@ class Diagnosis(doctor.Diagnosis):
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine, run the self-test of each kernel that can run on it, and a ring."""
+    """Examine this machine, and test each kernel and each way of moving keys that can run on it."""
     device, found = accelerator(), gpus()
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
@@ -98,13 +118,13 @@ def diagnose() -> Diagnosis:
 
 
 def accelerator() -> str:
-    """The type of the devices beside the host's, or ``cpu`` where there are none."""
+    """Return the type of the accelerator, or ``cpu`` if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if found is None else found.type
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that CUDA (or ROCm, which goes by that name in torch) shows this process."""
+    """Return the GPUs that this process sees, of CUDA or of ROCm, which torch calls CUDA too."""
     every = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return tuple(
         Gpu(
@@ -117,7 +137,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def versions() -> dict[str, str]:
-    """Python, the libraries there are, and what torch was built with."""
+    """Return the versions of Python, of installed libraries, and of those torch was built with."""
     cudnn = torch.version.cuda and torch.backends.cudnn.version()
     nccl = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
     of_torch = {
@@ -132,7 +152,7 @@ def versions() -> dict[str, str]:
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
-    """Whether a kernel can run on this machine's devices, which include the host."""
+    """Report if a kernel can run on the accelerator or the CPU of this machine."""
     can = kernel.capabilities
     if can.devices and not {device, "cpu"} & set(can.devices):
         why: str | None = f"runs on {', '.join(can.devices)}; torch finds no such device here"
@@ -150,7 +170,7 @@ def all_ways() -> tuple[Way, ...]:
 
 
 def _way_report(way: Way, device: str, found: tuple[Gpu, ...]) -> Report:
-    """Report if keys can travel this way between processes on this machine."""
+    """Report if a strategy and transport can move keys between processes of this machine."""
     spec, transport = way
     why = "this torch is built without torch.distributed"
     if dist.is_available():
@@ -159,7 +179,7 @@ def _way_report(way: Way, device: str, found: tuple[Gpu, ...]) -> Report:
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
-    """A causal call with grouped heads on one device, forward and backward."""
+    """Test a kernel with a causal call with grouped heads on one device, forward and backward."""
     can = kernel.capabilities
     where = device if not can.devices or device in can.devices else "cpu"
     name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
@@ -171,7 +191,12 @@ def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
 
 
 def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check]:
-    """The same between two processes of this machine, each way that keys can travel."""
+    """Test each strategy and transport with the same call between two processes of this machine.
+
+    Args:
+        names: Names of strategy and transport.
+        cuda: True to give each process a GPU.
+    """
     if not names:
         return
     setting = BenchCase(
@@ -188,7 +213,7 @@ def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check
 def ring_checks(
     ranks: LocalRanks, setting: BenchCase, transport: str, *, cuda: bool
 ) -> Iterator[Check]:
-    """A setting on a short sequence, between these ranks."""
+    """Check the results of a setting on a short sequence, between the given ranks."""
     inputs = [
         torch.as_tensor(x).to(getattr(torch, setting.dtype))
         for x in doctor.inputs_for(len(ranks), setting.head_dim)
@@ -201,7 +226,7 @@ def ring_checks(
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
-    """The whole results of a ring, put together on every rank."""
+    """Compute a ring's output and gradients, and return them whole on every rank."""
     sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     inputs = [
@@ -222,7 +247,10 @@ def _compared(
     run: Callable[[], Sequence[Tensor] | Arrays],
     mask: Mask = doctor.CAUSAL,
 ) -> Iterator[Check]:
-    """What became of a run: compared with torch's own dense attention on the same inputs."""
+    """Run a function, and yield the checks of its results against torch's own dense attention.
+
+    If it raises, yield a failed check with the traceback.
+    """
     try:
         found = [_array(x) for x in run()]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
@@ -235,10 +263,12 @@ def _compared(
 
 
 def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Convert a tensor to a float64 numpy array on the host."""
     return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
 
 
 def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute dense attention with torch's own math implementation, ``[B, T, H, D]``."""
     every = np.arange(q.shape[1])
     seen = torch.as_tensor(mask.dense(every, every), device=q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -251,13 +281,14 @@ def _out_and_grads(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the output of an attention function, and dQ, dK and dV."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*inputs)
     return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
 def shown(found: Diagnosis) -> str:
-    """A diagnosis for people."""
+    """Return a diagnosis as text for people."""
     lines = doctor.shown_versions(found.versions, found.clashes)
     lines += ["", f"device        {found.device}"]
     for n, gpu in enumerate(found.gpus):
