@@ -1,8 +1,11 @@
-"""A check that a job can leave on: some rows of some calls, computed once more, densely.
+"""Check of results in a running job: some rows of some calls are recomputed densely and compared.
 
-``settings`` says which calls; ``dense`` is the formula in float64, over positions and the mask's
-rule alone; ``samples`` asks all ranks for it and compares; ``traffic`` counts the bytes that were
-sent. It may import what strategies import, and no strategy.
+- ``settings`` decides which calls are checked.
+- ``dense`` computes attention in float64, from positions and the mask's rule alone.
+- ``samples`` asks all ranks for their part of it, and compares.
+- ``traffic`` counts the bytes that were sent, and takes the time.
+
+It may import what strategies import, and no strategy.
 """
 
 from ring_torch.tripwire.samples import (

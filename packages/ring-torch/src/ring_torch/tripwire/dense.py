@@ -1,8 +1,10 @@
-"""Attention of some queries to some keys, densely: the formula and the mask's rule, nothing else.
+"""Dense attention of some queries and some keys, from the formula and the mask's rule alone.
 
-All is of one batch row: ``n`` queries, ``m`` keys; scores are ``[K, G, n, m]``, ``H = K * G``. The
-exact numbers are float64; the plain ones round where a framework in the call's dtype would, for the
-2x rule.
+Tensors are of one batch row, with ``n`` queries and ``m`` keys. Scores are ``[K, G, n, m]``, where
+``H = K * G`` query heads share ``K`` K/V heads in groups of ``G``.
+
+Results are computed twice: exactly, in float64, and as a plain implementation in the call's dtype
+would, with its roundings. The kernel's error may be at most twice that of the plain one.
 """
 
 from __future__ import annotations
@@ -18,25 +20,37 @@ from ring_core.base.arguments import not_none
 from ring_torch.kernels.eager import dropout_keep
 from ring_torch.records import KernelParams
 
-_BLOCK_BYTES = 128 << 20  # of float64 of the longer side at a time
+_BLOCK_BYTES = 128 << 20  # most bytes of float64 that are computed at a time, of the longer side
 
 
 class Precision(NamedTuple):
-    """Where numbers are rounded."""
+    """Dtypes in which attention is computed.
 
-    acc_dtype: torch.dtype  # of sums
-    narrow: torch.dtype | None = None  # of probabilities and of gradients of scores
-    reverse: bool = False  # sums over the head dim run backwards: float64's own rounding
+    Attributes:
+        acc_dtype: Dtype of sums.
+        narrow: Dtype to which probabilities and gradients of scores are rounded before matmuls;
+            ``None`` for no rounding.
+        reverse: True to sum over the head dim backwards. In float64, where nothing is rounded to a
+            narrower dtype, this shows the rounding of float64 itself.
+    """
+
+    acc_dtype: torch.dtype
+    narrow: torch.dtype | None = None
+    reverse: bool = False
 
     def round(self, x: Tensor) -> Tensor:
-        """As a kernel hands it to a matmul."""
+        """Round a tensor as a kernel does before a matmul, and return it in ``acc_dtype``."""
         return x if self.narrow is None else x.to(self.narrow).to(self.acc_dtype)
 
     def products(self, equation: str, terms: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Multiply rounded weights and what they weigh, and after these products their squares.
+        """Return weighted sums for pairs of weights and values, then the sums of terms' squares.
 
-        A sum of numbers that were rounded is off by about the root of the sum of their squares.
-        Where no weights are rounded the squares are zeros.
+        The error of a sum of rounded numbers is about the root of the sum of their squares, times
+        the rounding unit. If no weights are rounded, the squares are zeros.
+
+        Args:
+            equation: Einsum equation of weights and values.
+            terms: Pairs of weights and values.
         """
         sums = [torch.einsum(equation, self.round(weights), x) for weights, x in terms]
         if self.narrow is None:
@@ -48,33 +62,55 @@ EXACT = Precision(torch.float64)
 
 
 def plain_precision(dtype: torch.dtype) -> Precision:
-    """Of a plain implementation in a dtype."""
+    """Return the precision of a plain implementation in a dtype."""
     if dtype == torch.float64:
         return Precision(torch.float64, reverse=True)
     return Precision(torch.float32, None if dtype == torch.float32 else dtype)
 
 
 class Rule(NamedTuple):
-    """What all scores of a batch row share."""
+    """Parameters that all scores of a batch row share.
+
+    Attributes:
+        params: Parameters of the call: scale, mask, soft cap, dropout.
+        batch: Index of the batch row, on which dropout depends.
+        slopes: ALiBi slopes ``[H]``, if any.
+    """
 
     params: KernelParams
-    batch: int  # which row
-    slopes: Tensor | None  # ALiBi's, [H]
+    batch: int
+    slopes: Tensor | None
 
 
 class SampledQueries(NamedTuple):
-    """Some queries."""
+    """Some queries of one batch row, with all that their scores depend on.
+
+    Attributes:
+        q: Queries ``[n, H, D]``.
+        indices: Indices in the global sequence of queries, int64 ``[n]``, on which dropout depends.
+        position: Positions among the keys, int64 ``[n]``, by which the mask decides.
+        ids: Segment ids ``[n]``, if any.
+        bias: Bias ``[n, H or 1, m]``, if any.
+        dout: Gradient of the output ``[n, H, Dv]``, in a backward.
+    """
 
     q: Tensor  # [n, H, D]
-    indices: Tensor  # [n] global
-    position: Tensor  # [n] among the keys
+    indices: Tensor  # [n]
+    position: Tensor  # [n]
     ids: Tensor | None  # [n]
     bias: Tensor | None  # [n, H or 1, m]
     dout: Tensor | None = None  # [n, H, Dv]
 
 
 class SampledKeys(NamedTuple):
-    """Some keys, at ascending positions."""
+    """Some keys of one batch row, at ascending positions.
+
+    Attributes:
+        k: Keys ``[m, K, D]``.
+        v: Values ``[m, K, Dv]``.
+        position: Positions, int64 ``[m]``.
+        ids: Segment ids ``[m]``, if any.
+    """
 
     k: Tensor  # [m, K, D]
     v: Tensor  # [m, K, Dv]
@@ -83,7 +119,13 @@ class SampledKeys(NamedTuple):
 
 
 class ForwardResults(NamedTuple):
-    """What a backward needs of queries' forward."""
+    """Results of a forward that the backward of the same queries needs.
+
+    Attributes:
+        out: Output ``[n, H, Dv]``.
+        lse: Log-sum-exp of the scores ``[n, H]``.
+        dlse: Gradient of ``lse``, ``[n, H]``, if any.
+    """
 
     out: Tensor  # [n, H, Dv]
     lse: Tensor  # [n, H]
@@ -91,26 +133,33 @@ class ForwardResults(NamedTuple):
 
 
 def _taken[T: (SampledQueries, SampledKeys, ForwardResults)](x: T, part: slice) -> T:
-    """The same for a slice of the queries, or keys."""
+    """Return a slice of the queries, keys or results."""
     return type(x)._make(None if y is None else y[part] for y in x)
 
 
 class Partial(NamedTuple):
-    """Means over keys, weighted by softmax over these keys alone."""
+    """Weighted means over some keys, with the softmax over these keys alone as weights.
+
+    Attributes:
+        lse: Log-sum-exp of these keys' scores, ``[n, H]``.
+        means: Weighted means ``[n, H, W]``.
+        squares: Sums of the squares of the rounded terms in ``means``, ``[n, H, W]``.
+    """
 
     lse: Tensor  # [n, H]
     means: Tensor  # [n, H, W]
-    squares: Tensor  # [n, H, W]: sums of the squares of what was rounded and added up
+    squares: Tensor  # [n, H, W]
 
     def with_sinks(self, sinks: Tensor) -> Partial:
-        """Softmax mass taken by sinks ``[H]``, logits that yield no value."""
+        """Return the means with attention sinks ``[H]`` in the softmax: logits without a value."""
         lse = torch.logaddexp(self.lse, sinks.to(self.lse.dtype))
         weight = _weight(self.lse, lse).unsqueeze(-1)
         return Partial(lse, self.means * weight, self.squares * weight**2)
 
 
 def merged(parts: Sequence[Partial]) -> Partial:
-    """Means over the keys of all parts."""
+    """Return the means over the keys of all parts together."""
+    # A part's weight is its share of the softmax mass of all keys.
     lse = torch.logsumexp(torch.stack([x.lse for x in parts]), dim=0)
     weights = [_weight(x.lse, lse).unsqueeze(-1) for x in parts]
     means = torch.stack([weight * x.means for weight, x in zip(weights, parts, strict=True)])
@@ -121,13 +170,15 @@ def merged(parts: Sequence[Partial]) -> Partial:
 def query_means(
     rule: Rule, queries: SampledQueries, keys: SampledKeys, precisions: Sequence[Precision]
 ) -> list[Partial]:
-    """What the results of queries are made of, in each precision.
+    """Return the means over keys from which results of queries are computed, in each precision.
 
-    Without ``dout`` means of ``keep * v``: ``out``. With it, side by side, of ``keep * dp * slope *
-    k`` and of ``slope * k``; then ``dq = scale * (first - (delta - dlse) * second)``, with ``dp =
-    dout @ v``, the soft cap's ``slope`` and ``delta = rowsum(dout * out)``.
+    Without ``dout`` they are means of ``keep * v``, that is ``out``, where ``keep`` is dropout's
+    factor. With ``dout`` they are, side by side, means of ``keep * dp * slope * k`` and of ``slope
+    * k``, where ``dp = dout @ v`` and ``slope`` is the soft cap's derivative. Then ``dq = scale *
+    (first - (delta - dlse) * second)`` with ``delta = rowsum(dout * out)``.
     """
     parts = []
+    # One block of keys at a time, as scores of all keys would not fit into memory.
     for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
         some, block = queries._replace(bias=bias), _taken(keys, j)
@@ -143,18 +194,18 @@ def key_sums(
     results: ForwardResults,
     precisions: Sequence[Precision],
 ) -> list[Tensor]:
-    """What queries add to keys, in each precision: dK, dV and sums of weights.
+    """Return, in each precision, the contributions of queries to keys: dK, dV and sums of weights.
 
     Args:
-        rule: What scores share.
-        queries: With ``dout``.
+        rule: Parameters that all scores share.
+        queries: The queries, with ``dout``.
         keys: The keys.
-        results: The queries', over all keys.
-        precisions: Where to round.
+        results: Results of the queries' forward, over all keys.
+        precisions: Precisions to compute in.
 
     Returns:
-        Side by side, ``[m, K, 2 * (D + Dv) + 1]`` each: dK, dV, the sums of squares of what was
-        rounded and added up to them, and the weights.
+        A tensor ``[m, K, 2 * (D + Dv) + 1]`` for each precision, with side by side: dK, dV, the
+        sums of squares of the rounded terms in both, and the sums of weights.
     """
     m, heads, dim = keys.k.shape
     sums = [
@@ -164,6 +215,7 @@ def key_sums(
         for x in precisions
     ]
     assert queries.dout is not None
+    # One block of queries at a time, each added to the sums of all keys.
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
         some, part = _taken(queries, i), _taken(results, i)
         visible = _visible(rule.params, some, keys)
@@ -180,9 +232,19 @@ def _scores(
     k: Tensor,
     precision: Precision,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[K, G, n, m]`` of ``q [n, K, G, D]`` and ``k [m, K, D]``, after cap, bias and ALiBi.
+    """Return scores ``[K, G, n, m]`` after soft cap, bias and ALiBi, their derivative, and dropout.
 
-    Beside them, so or broadcast to it, the derivative of the soft cap and dropout's factor.
+    Args:
+        rule: Parameters that all scores share.
+        queries: The queries.
+        keys: The keys.
+        q: Queries by group, ``[n, K, G, D]``, in the accumulation dtype.
+        k: Keys ``[m, K, D]``, in the accumulation dtype.
+        precision: Precision to compute in.
+
+    Returns:
+        The scores, the derivative of the soft cap, and dropout's factor (0, or ``1 / (1 - p)``);
+        the last two have the scores' shape or can be broadcast to it.
     """
     params, acc_dtype = rule.params, precision.acc_dtype
     if precision.reverse:
@@ -208,12 +270,12 @@ def _scores(
 
 
 def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
-    """``[H or 1, n, m]`` as ``[K or 1, G or 1, n, m]``."""
+    """Reshape ``[H or 1, n, m]`` to ``[K or 1, G or 1, n, m]``."""
     return x.unsqueeze(0) if len(x) == 1 else x.unflatten(0, by_group)
 
 
 def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -> Tensor:
-    """Who sees whom by the mask's rule and the bias, ``[1 or H, n, m]``."""
+    """Return True where a query sees a key by the mask's rule and the bias, ``[1 or H, n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
     seen = torch.as_tensor(params.mask.rule(q_pos, k_pos), device=device).expand(shape)
@@ -236,6 +298,7 @@ def _means_of_block(
     visible: Tensor,
     precision: Precision,
 ) -> Partial:
+    """Return the means over one block of keys; see :func:`query_means`."""
     q, dout, k, v = _operands(visible, queries, keys, precision.acc_dtype)
     x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
@@ -260,6 +323,7 @@ def _sums_of_block(
     visible: Tensor,
     precision: Precision,
 ) -> Tensor:
+    """Return the contributions of one block of queries; see :func:`key_sums`."""
     acc_dtype = precision.acc_dtype
     q, dout, k, v = _operands(visible, queries, keys, acc_dtype)
     assert dout is not None and queries.dout is not None
@@ -267,7 +331,7 @@ def _sums_of_block(
     by_group = x.shape[:2]
 
     def column(rows: Tensor) -> Tensor:
-        """``[n, H]`` as ``[K, G, n, 1]``."""
+        """Reshape ``[n, H]`` to ``[K, G, n, 1]``."""
         return rows.to(acc_dtype).t().reshape(*by_group, -1, 1)
 
     delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
@@ -283,9 +347,12 @@ def _sums_of_block(
 def _operands(
     visible: Tensor, queries: SampledQueries, keys: SampledKeys, acc_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """As they are multiplied, in groups: zero where nobody here sees them or they see nobody.
+    """Return queries, ``dout``, keys and values by group, in the accumulation dtype.
 
-    ``q [n, K, G, D]``, ``dout [n, K, G, Dv]``, ``k [m, K, D]``, ``v [m, K, Dv]``.
+    Queries that see no key here, and keys that no query sees, become zeros: they may hold NaN.
+
+    Returns:
+        ``q [n, K, G, D]``, ``dout [n, K, G, Dv]`` or ``None``, ``k [m, K, D]``, ``v [m, K, Dv]``.
     """
     by_group = (keys.k.shape[1], queries.q.shape[1] // max(keys.k.shape[1], 1))
     shown = visible.any(dim=0)
@@ -299,12 +366,12 @@ def _operands(
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """The share of a part's softmax mass; 0 where there is none."""
+    """Return a part's share of the softmax mass, ``exp(part - total)``; 0 where there is none."""
     return (part - total.masked_fill(total == -torch.inf, 0.0)).exp()
 
 
 def _blocks(length: int, *sides: Tensor) -> Iterator[slice]:
-    """Slices of a length, whose rows ``[length, heads, dim]`` take so many bytes as float64."""
+    """Return slices of ``length`` rows whose numbers in ``sides`` take at most ``_BLOCK_BYTES``."""
     row = sum(x[:1].numel() for x in sides)
     size = max(_BLOCK_BYTES // max(8 * row, 1), 1)
     return (slice(at, min(at + size, length)) for at in range(0, length, size))

@@ -1,8 +1,8 @@
-"""Some rows of a call's results, asked of all ranks and compared.
+"""Comparison of some rows of a call's results with dense attention over the keys of all ranks.
 
-Every rank shows the others its rows, computes for theirs over its own keys, and gets back what
-belongs to its own: two exchanges of a few rows, and one of what was found, so that a fault on one
-rank is an error on all.
+Every rank sends its sampled rows to all others. Each computes their attention over its own keys,
+and sends the parts back, where they are merged and compared. A third exchange tells all ranks what
+any of them has found, so that a fault on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -35,14 +35,22 @@ from ring_torch.tripwire.dense import (
 from ring_torch.tripwire.traffic import Pass, Watch
 
 Ints = npt.NDArray[np.int64]
-_NOTE = 2048  # bytes of what a rank has found
+_NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
 
-#: Got, exact, plain, what was rounded ``[4, H, D]``, size of terms ``[4]``, as ``SampledRows``.
+#: Result of the call, exact result, plain result and size of rounded terms, ``[4, H, D]`` each, and
+#: size of the terms of a row ``[4]``: the fields of ``SampledRows``.
 Compared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Sample(NamedTuple):
-    """One batch row of a call, and four queries and keys of each rank."""
+    """Sampled rows of a checked call: in one batch row, four queries and four keys of each rank.
+
+    Attributes:
+        call: The call.
+        inputs: Inputs of this rank.
+        batch: Index of the batch row.
+        rule: Parameters that all scores of it share.
+    """
 
     call: Call
     inputs: Inputs
@@ -51,23 +59,23 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, inputs: Inputs) -> Sample:
-        """The sample of a call that is checked; there is a batch row at least."""
+        """Return the sample of a checked call whose batch is not empty."""
         batch = call.checked % inputs.q.shape[0]
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
         own = None if slopes is None else slopes[batch % len(slopes)]
         return cls(call, inputs, batch, Rule(call.params, batch, own))
 
     def own(self, kind: Kind) -> Tensor:
-        """Local indices of this rank's."""
+        """Return the local indices of this rank's sampled queries or keys."""
         return torch.as_tensor(self._sampled(kind, self.call.ranks.rank), device=self.call.device)
 
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of this rank's queries: exact, by a plain implementation, what it rounds.
+        """Return dQ of this rank's sampled queries: exact, plain, and the size of rounded terms.
 
-        Both take delta from ``out`` as the forward rounded it, which is all that a backward has;
-        so do those of keys. An exact delta would differ by one number a row and head. In the
-        plain gradients it can vanish behind other roundings by chance, and twice their error is
-        no bound of it.
+        Both use ``delta = rowsum(dout * out)`` of the output as the forward rounded it, as a
+        kernel's backward does; so do the gradients of keys. An exact ``delta`` would differ by one
+        number for each row and head. Other roundings could hide that difference in the plain
+        gradients by chance, and twice their error would be no bound of it.
         """
         b, rows = self.batch, self.own("queries")
         dout, out = (x[b, rows].double() for x in (upstream.dout, upstream.out))
@@ -84,10 +92,11 @@ class Sample(NamedTuple):
         return dq[0], dq[1].to(self.call.dtype), rounded
 
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute :func:`key_sums` for this rank's keys: exact, and plain."""
+        """Return :func:`key_sums` of all queries for this rank's sampled keys: exact, plain."""
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         columns = self.own("keys")
         given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
+        # Every rank receives the sampled keys of all ranks, in ascending order of positions.
         k, v, *ids = (
             torch.cat(x) for x in exchange(ring, [[x] * ring.size for x in given], call.device)
         )
@@ -109,12 +118,13 @@ class Sample(NamedTuple):
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
         sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
+        # Each rank's keys get the sums over this rank's queries back, and add up those of all.
         home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
         return exact, plain
 
     def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
-        """Return what the bias adds to some scores, ``[n, H or 1, m]``: less the rows' shift."""
+        """Return the bias less its rows' shift, ``[n, H or 1, m]``, as kernels add it to scores."""
         bias, shift, b = not_none(self.inputs.bias), self.inputs.bias_shift, self.batch
         added = bias[b % len(bias)][:, rows].index_select(-1, columns)
         if shift is not None:
@@ -122,9 +132,10 @@ class Sample(NamedTuple):
         return added.transpose(0, 1)
 
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
-        """Of this rank's queries over all keys, sinks among these: exact, and plain.
+        """Return the means over all ranks' keys of this rank's sampled queries: exact, plain.
 
-        They are results, or with ``dout`` what gradients are made of.
+        Sinks are included. They are the results of the forward, or with ``dout`` the parts of dQ;
+        see :func:`query_means`.
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         rows = self.own("queries")
@@ -136,6 +147,7 @@ class Sample(NamedTuple):
                 for x in range(ring.size)
             )
             parts["bias"] = [self._added(rows, columns) for columns in theirs]
+        # Every rank receives the sampled queries of all ranks ...
         came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
         every = dict(zip(parts, came, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
@@ -148,8 +160,10 @@ class Sample(NamedTuple):
             torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device),
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
+        # ... computes their means over its own keys ...
         found = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
         home = [list(x.chunk(ring.size)) for part in found for x in part]
+        # ... and sends them back. Each rank merges the parts that it receives for its queries.
         came_home = exchange(ring, home, call.device)
         exact, plain = (
             merged([Partial(*x) for x in zip(*fields, strict=True)])
@@ -160,16 +174,17 @@ class Sample(NamedTuple):
         return exact, plain
 
     def _sampled(self, kind: Kind, rank: int) -> Ints:
+        """Return the local indices of a rank's sampled queries or keys."""
         layout = self.call.plan.q_layout if kind == "queries" else self.call.plan.k_layout
         return sampled(kind, self.call.checked, rank, layout.local_len)
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
-        """Of all ranks' samples, one rank's after the other."""
+        """Return the positions of all ranks' samples, in the order of ranks."""
         every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ranks.size)]
         return torch.as_tensor(np.concatenate(every), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
-        """What is wrong with this rank's, a line for each result."""
+        """Return a message for each of this rank's results that is wrong."""
         found = []
         for name, (*three, rounded, terms) in results.items():
             arrays = (x.detach().double().cpu().numpy() for x in (*three, terms, rounded))
@@ -181,7 +196,7 @@ class Sample(NamedTuple):
         return found
 
     def agree(self, found: list[str], what: str) -> str | None:
-        """What all ranks have found, in words; ``None`` if nothing."""
+        """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
         call, ring = self.call, self.call.ranks
         note = "; ".join(found).encode()[:_NOTE].ljust(_NOTE, b"\0")
         mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
@@ -203,15 +218,15 @@ class Sample(NamedTuple):
 def forward_faults(
     call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch, *, sent_before: int
 ) -> str | None:
-    """What is wrong with a forward on any rank, in words; ``None`` if nothing is found.
+    """Check a forward on all ranks; return the error message, or ``None`` if no fault is found.
 
     Args:
-        call: A call that is checked.
-        inputs: This rank's.
-        out: ``[B, T_local, H, Dv]``, in the inputs' dtype.
-        lse: ``[B, H, T_local]``, sinks included.
-        seen: What was sent, and when.
-        sent_before: Bytes of messages before those of its strategy.
+        call: The call.
+        inputs: Inputs of this rank.
+        out: Output ``[B, T_local, H, Dv]``, in the inputs' dtype.
+        lse: Log-sum-exp ``[B, H, T_local]``, sinks included.
+        seen: Bytes that were sent, and the time it took.
+        sent_before: Bytes of messages sent before those of the call's strategy.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -242,16 +257,16 @@ def backward_faults(
     call: Call, inputs: Inputs, upstream: BackwardInputs, dlse: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor], seen: Watch, *, fetches: bool,
 ) -> str | None:  # fmt: skip
-    """What is wrong with a backward on any rank, in words; ``None`` if nothing is found.
+    """Check a backward on all ranks; return the error message, or ``None`` if no fault is found.
 
     Args:
-        call: A call that is checked.
-        inputs: This rank's.
+        call: The call.
+        inputs: Inputs of this rank.
         upstream: ``dout``, and the forward's ``out`` and ``lse``.
-        dlse: The gradient of ``lse``, ``[B, H, T_local]``.
+        dlse: Gradient of ``lse``, ``[B, H, T_local]``, if any.
         grads: dQ, dK and dV, in the inputs' dtype.
-        seen: What its strategy sent, and when.
-        fetches: Whether keys that are gathered had to be fetched again.
+        seen: Bytes that its strategy sent, and the time it took.
+        fetches: True if gathered keys were fetched again, False if the forward had saved them.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -262,7 +277,8 @@ def backward_faults(
     b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
     dq, dk, dv = grads
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
-    # A backward computes exp(scores - lse) anew: as many digits are lost as these numbers have.
+    # A backward computes exp(scores - lse) again. Its relative error is the absolute error of the
+    # exponent, which grows with the size of lse.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
     scale, v_long = abs(call.params.scale), _largest(v, 2)
     size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
@@ -284,7 +300,10 @@ def backward_faults(
 
 
 def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
-    """The largest norm of finite vectors of the last dimension: of numbers, or (2) lengths."""
+    """Return the largest norm of the last dimension's vectors, with NaN and infinity counted as 0.
+
+    ``order`` infinity gives the largest absolute number, 2 the largest length.
+    """
     lengths: Tensor = torch.linalg.vector_norm(
         x, order, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
     )

@@ -1,4 +1,4 @@
-"""Which calls are checked."""
+"""Settings of the check of results: which calls are checked."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.capture import is_capturing
 
 _every: ContextVar[int | None] = ContextVar("every", default=None)
-_ALONE = itertools.count(1)  # calls without a group, which nobody else counts
+_ALONE = itertools.count(1)  # numbers of calls without a group, which are not counted elsewhere
 
 
 @contextmanager
 def check(every: int = 1) -> Iterator[None]:
-    """Check calls of attention inside: a few rows each, against dense attention in float64.
+    """Check the results of attention calls within the block against dense attention in float64.
 
-    A checked call takes four query rows of each rank, drawn from the call's number. All ranks get
-    them, and each computes ``(out, lse)`` over its own keys in float64, by the mask's rule over
-    positions; merged, they must be the call's result, within twice the error of a plain
-    implementation in the same dtype. In the backward dQ of four rows and dK, dV of four keys of
-    each rank are checked alike, wherever the backward runs. Bytes sent are counted, and must be
-    the program's.
+    A checked call samples four query rows of each rank, chosen by the call's number. All ranks
+    receive them, and each computes ``(out, lse)`` over its own keys in float64, by the mask's rule
+    over positions. Merged, these must equal the call's result, within twice the error of a plain
+    implementation in the same dtype. In the backward, dQ of four queries and dK and dV of four keys
+    of each rank are checked in the same way, even if the backward runs outside the block. The bytes
+    that were sent must be those that the call's program states.
 
     The environment variable ``RING_CHECK``, ``1`` or ``every:100``, does the same for all calls
-    of a process; inside this context its value does not matter. All ranks need the same. Calls
-    that are captured into a CUDA graph are not checked, of which a warning says so.
+    of a process; within this block its value is not used. All ranks need the same setting. Calls
+    that are captured into a CUDA graph are not checked, and warn of it.
 
     Args:
-        every: Check each call whose number on its group is a multiple of this; 0 checks none.
+        every: Interval of checked calls: those whose number on their group is a multiple of it. 1
+            checks all, 0 none.
 
     Raises:
-        ValueError: ``every`` is no whole number, or below 0.
-        WrongResultError: A result is wrong (on all ranks of the group, from the call itself).
+        ValueError: ``every`` is no integer, or below 0.
+        WrongResultError: Raised by the call or its backward, on all ranks of the group, if a result
+            is wrong.
 
     Example::
 
@@ -52,21 +54,21 @@ def check(every: int = 1) -> Iterator[None]:
 
 
 def checked_every() -> int:
-    """Every which call is checked now; 0 is none.
+    """Return the current interval of checked calls, as ``every`` of :func:`check`; 0 for none.
 
     Raises:
-        ValueError: ``RING_CHECK`` says something else.
+        ValueError: ``RING_CHECK`` has an unknown value.
     """
     every = _every.get()
     return every_of(os.environ.get(VARIABLE)) if every is None else every
 
 
 def number_checked(every: int, number: int) -> int:
-    """The number by which a call is checked, or 0: it is not.
+    """Return the number by which a call's rows are sampled, or 0 if the call is not checked.
 
     Args:
-        every: Of :func:`checked_every`.
-        number: The call's on its group, from 1 on; 0 without a group.
+        every: Interval of checked calls, not 0.
+        number: Number of the call on its group, from 1 on; 0 without a group.
     """
     number = number or next(_ALONE)
     if number % every:

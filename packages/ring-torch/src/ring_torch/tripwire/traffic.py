@@ -1,4 +1,4 @@
-"""What a pass of a checked call sent and how long it took, and what it has to."""
+"""Bytes and time of a checked call's forward or backward, compared with its program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from ring_torch.transports.api import counted_by
 
 
 class Watch(TorchDispatchMode):
-    """Counts the bytes that are sent or read from peers inside, and takes the time.
+    """Dispatch mode that counts the bytes sent or read from peers in a block, and takes the time.
 
-    Messages are counted at torch's own operations; copies out of the peers' memory, which are none
-    of a process group, by :func:`ring_torch.transports.api.counted_by`.
+    Messages are counted at torch's operations of process groups. Copies out of peers' memory are no
+    such operations; :func:`ring_torch.transports.api.counted_by` reports them.
+
+    Args:
+        device: Device on which the call computes.
+
+    Attributes:
+        sent: Bytes of messages sent.
+        read: Bytes read from peers' memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +53,14 @@ class Watch(TorchDispatchMode):
         name = func._schema.name  # noqa: SLF001
         if name == "c10d::send":
             self.sent += sum(x.nbytes for x in args[0])
-        elif name == "c10d::alltoall_base_":  # in equal parts, of which a rank keeps its own
+        elif name == "c10d::alltoall_base_":  # equal parts, of which one stays on this rank
             ranks = dist.ProcessGroup.unbox(args[2]).size()
             self.sent += args[1].nbytes // ranks * (ranks - 1)
         return func(*args, **(kwargs or {}))
 
     @property
     def seconds(self) -> float:
-        """From the first to the last operation inside, on a GPU by its own clock."""
+        """Seconds from the first to the last operation in the block, on a GPU by its own clock."""
         first, last = self._marks
         if self._device.type != "cuda":
             return float(last - first)
@@ -61,9 +68,11 @@ class Watch(TorchDispatchMode):
         return float(first.elapsed_time(last)) / 1e3
 
     def _add_read(self, size: int) -> None:
+        """Count bytes that were read from a peer's memory."""
         self.read += size
 
     def _mark(self) -> None:
+        """Record a point in time, on a GPU as an event of the current stream."""
         mark: Any = time.perf_counter()
         if self._device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
@@ -72,16 +81,27 @@ class Watch(TorchDispatchMode):
 
 
 class Pass(NamedTuple):
-    """A pass of a call, for what is expected of it."""
+    """Forward or backward of a call, with the bytes that it is expected to send.
+
+    Attributes:
+        call: The call.
+        inputs: Inputs of this rank.
+        forward: True for the forward, False for the backward.
+        fetches: True if gathered keys are fetched; a backward may have them saved.
+        sent_before: Bytes of messages sent before those of the call's strategy.
+    """
 
     call: Call
     inputs: Inputs
     forward: bool
-    fetches: bool = True  # whether gathered keys are fetched; a backward may have them saved
-    sent_before: int = 0  # bytes of messages before the strategy's own
+    fetches: bool = True
+    sent_before: int = 0
 
     def faults(self, seen: Watch) -> list[str]:
-        """What is wrong with bytes and time, a line each."""
+        """Return a message if the bytes are not those of the program, and one if it was too fast.
+
+        No device exceeds its peak rate: a pass that seems to has left work out.
+        """
         found = []
         call = self.call
         if call.ranks.size > 1:
@@ -106,7 +126,7 @@ class Pass(NamedTuple):
         return found
 
     def _flops(self) -> float:
-        """The visible pairs that this rank computes, in matmuls."""
+        """Return the floating point operations of the visible pairs that this rank computes."""
         q, _, v = self.inputs[:3]
         model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
         pairs = self.call.strategy.visible_pairs(self.call)
