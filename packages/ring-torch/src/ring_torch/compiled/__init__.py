@@ -1,1 +1,1 @@
-"""What ``torch.compile`` sees of the ring: one file for each operation, and what they share."""
+"""Operations that appear in the graphs of ``torch.compile``, one file each."""

@@ -1,8 +1,9 @@
-"""Attention in the graphs of ``torch.compile``: operations that the compiler cannot look into.
+"""Attention as an operation in the graphs of ``torch.compile``, which does not trace into it.
 
-An operation takes a call's tensors as a list, numbers that may change from call to call (windows,
-chunks, documents, seeds) as another, and all the rest as one text: a graph is compiled once for
-all numbers. What these cannot change is checked when a graph is traced, the rest when it runs.
+The operation has three arguments: a list of the call's tensors; a list of numbers that may change
+from call to call (windows, chunks, documents, seeds); and all else as one JSON text, a constant of
+the graph. So a graph is compiled once for all numbers. Faults that no number can make right are
+refused while the graph is traced, all others when it runs.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ from ring_torch.strategies import ask_ranks, strategy_names
 
 _LOW = (1 << 32) - 1
 
-#: Options whose numbers may change without compiling anew: what a plan depends on, and the seed.
+#: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
 _VARYING = ("window", "chunk_size", "cu_seqlens", "dropout_seed")
 
 
 def attend_in_graph(
     q: Tensor, k: Tensor, v: Tensor, group: Any, layout: LayoutSpec, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``, of an operation in the graph that is being traced."""
+    """Add the attention operation to the graph that is being traced, and return ``(out, lse)``.
+
+    Raises:
+        ValueError: An argument is malformed, as far as the trace can see.
+    """
     slopes = options.alibi_slopes
     if slopes is not None and slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
-    if q.ndim == k.ndim == 4:  # else refused for that
+    if q.ndim == k.ndim == 4:  # any other is refused later
         checks.check_causal(options.causal, q.shape[1], k.shape[1])
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, options.sinks, options.bias)
@@ -58,10 +63,14 @@ def attend_in_graph(
 
 
 def _as_operands(options: CallOptions) -> CallOptions:
-    """Options whose numbers an operation can take; traced, so there is no look at a number.
+    """Return the options in a form whose numbers an operation can take.
 
-    A mask is its four options, documents in an array are a tensor of their own, and a seed is two
-    numbers of 32 bits, for as one it may exceed an int64.
+    It is traced, so it must not look at the value of a number. A mask is replaced by its four
+    options. Documents in an array become a tensor of their own. A seed becomes two numbers of 32
+    bits, as it may exceed an int64.
+
+    Raises:
+        ValueError: An option is malformed, as far as the trace can see.
     """
     if isinstance(options.mask, Mask):
         mask = options.mask
@@ -89,7 +98,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
             raise ValueError(
                 "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
             )
-        own: Any = array.clone()  # the given one may be refilled
+        own: Any = array.clone()  # the caller may write to the given one before the graph runs
         options = options._replace(cu_seqlens=own)
     if isinstance(seed, int):
         halves: Any = (seed & _LOW, seed >> 32)
@@ -99,36 +108,50 @@ def _as_operands(options: CallOptions) -> CallOptions:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def static_text(group: Any, layout: Any, options: list[Any], grad: bool) -> str:
-    """Write down what is static about a call, as text, which the compiler takes for a constant.
+    """Return the constant part of a call as JSON; the compiler takes the result for a constant.
 
-    The layout and the options have been written for that (:mod:`ring_torch.compiled.static`).
+    Args:
+        group: Process group of the call.
+        layout: Layout, as :func:`ring_torch.compiled.static.written` returns it.
+        options: Options, likewise.
+        grad: True if the call needs gradients.
     """
     ranks = ranks_of(group)
-    ask_ranks(ranks)  # operations may not, while they are traced
+    # Ranks exchange here what transports need to know of their machines: an operation must not
+    # communicate while it is traced.
+    ask_ranks(ranks)
     facts = {**group_fields(ranks), "layout": layout, "options": options, "grad": grad}
     return json.dumps(facts)
 
 
 class _Static(NamedTuple):
-    """The text, read."""
+    """Constant part of a call, read from its text.
+
+    Attributes:
+        group: Name of the process group; ``None`` for no group.
+        place: This rank and the number of ranks when the graph was traced.
+        layout: Layout of the call.
+        fields: Options, as they were written.
+        grad: True if the call needs gradients.
+    """
 
     group: str | None
-    place: tuple[int, int]  # this rank and how many, when the graph was traced
+    place: tuple[int, int]
     layout: LayoutSpec
-    fields: list[Any]  # of the options, as written
+    fields: list[Any]
     grad: bool
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks; asked for anew, for a group may be gone and another have its name.
+        """Ranks of the group, looked up each time: it may be gone, and another have its name.
 
         Raises:
-            ValueError: It is gone, or has other ranks.
+            ValueError: The group is gone, or has other ranks.
         """
         return ranks_named(self.group, self.place)
 
     def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
-        """Return the options, with their tensors and numbers, or zeros for numbers not known."""
+        """Return the options with their tensors and numbers; zeros for unknown numbers."""
         options = CallOptions(*[read(x, tensors, numbers) for x in self.fields])
         halves: Any = options.dropout_seed
         if isinstance(halves, tuple):
@@ -137,18 +160,19 @@ class _Static(NamedTuple):
 
     @property
     def plan_known(self) -> bool:
-        """Whether there are no numbers that the plan depends on, which no compiler knows."""
+        """True if the plan depends on no number that changes from call to call."""
         fields = CallOptions(*self.fields)
         return fields.window is None and fields.chunk_size is None and fields.cu_seqlens is None
 
     def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the places of the tensors that get gradients: q, k, v, sinks and the bias."""
+        """Return the indices of the tensors that get gradients: q, k, v, sinks and the bias."""
         places: Any = self.options(range(len(tensors)), None)
         return [0, 1, 2, *(n for n in (places.sinks, places.bias) if n is not None)]
 
 
 @lru_cache(maxsize=256)
 def _read(text: str) -> _Static:
+    """Return the constant part of a call from its text; cached."""
     facts: dict[str, Any] = json.loads(text)
     return _Static(
         facts["group"], tuple(facts["ranks"]), read(facts["layout"]), facts["options"],
@@ -157,14 +181,21 @@ def _read(text: str) -> _Static:
 
 
 class _Identity(NamedTuple):
-    """Numbers that a forward leaves to its backward: which call it is, and how it is checked."""
+    """Numbers that a forward leaves to its backward, to be the same call on all ranks.
+
+    Attributes:
+        number: Number of the call on its group.
+        every: Interval of checked calls when the forward ran, as in :func:`ring_torch.check`.
+        checked: Number by which its rows are sampled; 0 if it is not checked.
+    """
 
     number: int
-    every: int  # as ring_torch.check said when the forward ran
+    every: int
     checked: int
 
     @classmethod
     def of(cls, call: Call) -> _Identity:
+        """Return the identity of a call."""
         return cls(call.number, call.check_every, call.checked)
 
 
@@ -172,18 +203,28 @@ def _call(
     text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None, number: int,
     check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:  # fmt: skip
-    """The call of an operation; ``check`` is that of the forward, in its backward.
+    """Return the checked call of an operation, and its inputs.
 
-    Where numbers are not known, while a graph is traced, it is the call that shows most.
+    While a graph is traced the numbers are not known. Then it is the call that computes the most
+    pairs: without window, chunks and documents.
 
-    How keys travel may not depend on numbers that the compiler does not know, for what the forward
-    leaves to the backward does: ``auto`` decides as if there were none.
+    The shapes of the tensors that a forward leaves to its backward depend on strategy and
+    transport, and must not depend on numbers that the compiler does not know. So ``auto`` chooses
+    as if there were no such numbers.
+
+    Args:
+        text: Constant part of the call.
+        tensors: Tensors of the operation.
+        numbers: Numbers of the operation; ``None`` if they are not known.
+        number: Number of the call on its group.
+        check: In a backward, ``every`` and ``checked`` of its forward.
     """
     static, (q, k, v) = _read(text), tensors[:3]
     options = static.options(tensors, numbers)
 
     def checked(options: CallOptions) -> tuple[Call, Inputs]:
-        given: Any = options.mask  # whatever it is is refused, for the trace has read a Mask
+        """Return the checked call with these options."""
+        given: Any = options.mask  # anything in it is refused: the trace has taken a Mask apart
         mask = checks.check_mask(
             given, causal=options.causal, window=options.window,
             chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
@@ -203,7 +244,7 @@ def _call(
 
 
 def _widest(options: CallOptions) -> CallOptions:
-    """The same without numbers that the plan depends on, which show more then."""
+    """Return the options without numbers that a plan depends on, so that queries see most keys."""
     return options._replace(window=None, chunk_size=None, cu_seqlens=None)
 
 
@@ -211,15 +252,16 @@ def _widest(options: CallOptions) -> CallOptions:
 def attention(
     tensors: Sequence[Tensor], numbers: Sequence[int], text: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """``(out, lse)`` of a call, and what its backward starts from."""
+    """Compute a call's ``(out, lse)``, and the tensors that its backward needs."""
     static = _read(text)
     call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
+    # This call may save fewer tensors than the trace has promised: fill up with empty ones.
     rest = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     if call.needs_grad:
         rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
-    # Operations return as many tensors each time, which share no memory.
+    # torch requires that results share no memory with each other or with inputs.
     return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *rest]
 
 
@@ -227,7 +269,12 @@ def attention(
 def _attention_like(
     tensors: Sequence[Tensor], numbers: Sequence[int], text: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Tensors of those shapes; what no number can make right is refused here."""
+    """Return tensors of the results' shapes and dtypes, while a graph is traced.
+
+    Raises:
+        ValueError: The call is malformed, whatever its numbers are.
+        UnsupportedError: No kernel can do it, whatever its numbers are.
+    """
     del numbers
     call, inputs = _call(text, tensors, None, number=1)
     q, _, v, *_ = inputs
@@ -246,12 +293,16 @@ def attention_backward(
     grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
     numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, and of sinks and bias where there are any.
+    """Compute the gradients of q, k, v, and of sinks and bias if there are any.
 
-    ``grads`` are those of ``out`` and ``lse``, with which ``results`` begins; what the forward left
-    follows.
+    Args:
+        grads: Gradients of ``out`` and ``lse``; ``None`` for zeros.
+        results: ``out``, ``lse``, and the tensors that the forward has left.
+        tensors: Tensors of the forward.
+        numbers: Numbers of the forward.
+        text: Constant part of the call.
     """
-    check_backward()  # AOTAutograd does not refuse where it has saved nothing that needs a gradient
+    check_backward()  # AOTAutograd refuses create_graph=True only if a saved tensor needs a gradient
     (dout, dlse), (out, lse, *saved, identity) = grads, results
     forward = _Identity(*identity.tolist())
     call, inputs = _call(text, tensors, numbers, forward.number, (forward.every, forward.checked))
@@ -264,12 +315,14 @@ def _attention_backward_like(
     grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
     numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
+    """Return tensors of the gradients' shapes and dtypes, while a graph is traced."""
     del grads, results, numbers
     places = _read(text).differentiable(tensors)
     return [tensors[n].new_empty(tensors[n].shape) for n in places]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    """Save the inputs and results of the forward for its backward."""
     tensors, ctx.numbers, ctx.text = inputs
     out, lse, saved = output
     ctx.count = len(tensors)
@@ -278,6 +331,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    """Run the backward operation, and assign its gradients to the tensors they belong to."""
     check_backward(dout, dlse)
     saved = ctx.saved_tensors  # read once: checkpointing asks for it
     tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
@@ -285,13 +339,14 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
     grads: list[Tensor | None] = [None] * ctx.count
     for place, grad in zip(_read(ctx.text).differentiable(tensors), found, strict=True):
         grads[place] = grad
-    return grads, None if ctx.numbers else [], None  # torch takes an empty list for one of tensors
+    # torch takes an empty list of numbers for a list of tensors, and wants a list of gradients.
+    return grads, None if ctx.numbers else [], None
 
 
 attention.register_autograd(_backward, setup_context=_setup)
 
 attention.register_vmap(refuse_batch)
 attention_backward.register_vmap(refuse_batch)
-# The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
+# is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 _LIBRARY.impl("attention_backward", refuse_batch, "Batched")

@@ -1,7 +1,7 @@
-"""What is static about a call in a graph: written as text, and read when the graph runs.
+"""Constant part of an operation in a graph: written as text, and read when the graph runs.
 
-The text is a constant of the graph. Tensors, and numbers that may change without compiling anew,
-are arguments of the graph's operation in two lists, and the text says where in these they are.
+Tensors, and numbers that may change without recompilation, are arguments of the operation, in two
+lists. The text holds their indices in these lists.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ _OTHER_GROUP = (
 )
 
 
+#: Our classes that may occur in options, and the keys by which the text names them.
 _RECORDS: dict[str, Any] = {
     "chunks": ChunkLayout, "kernel": KernelConfig, "strategy": StrategyConfig,
 }  # fmt: skip
 
 
 def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
-    """Return a layout, or an option, as json takes it.
+    """Return a layout or an option in a form that JSON can store.
 
-    Records are read in the graph's trace, since torch 2.11 takes no object of ours for a constant.
+    It runs in the graph's trace, as torch 2.11 accepts no object of our classes as a constant.
 
     Args:
-        x: What to write.
-        tensors: Tensors in it are added to this list, and their places in it are written.
-        numbers: Whole numbers likewise. If ``None``, they are written themselves. A number that was
-            another in an earlier trace is a symbol; its index, or its digits, are constants.
+        x: The value.
+        tensors: List to which tensors in it are added; their indices are written.
+        numbers: List to which integers in it are added; their indices are written. If ``None``, the
+            integers themselves are written. An integer that had another value in an earlier trace
+            is a symbol to the compiler; written out, it becomes a constant.
     """
     if isinstance(x, float):
         return {"float": x.hex()}
@@ -53,12 +55,13 @@ def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | No
 
 
 def _placed(kind: str, x: Any, found: list[Any]) -> dict[str, int]:
+    """Add a value to a list, and return its kind and its index in the list."""
     found.append(x)
     return {kind: len(found) - 1}
 
 
 def read(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
-    """Return what was written, with its tensors and numbers, or zeros for numbers not known."""
+    """Return a written value with its tensors and numbers; zeros for unknown numbers."""
     if isinstance(x, list):
         return tuple([read(y, tensors, numbers) for y in x])
     if not isinstance(x, dict):
@@ -72,16 +75,16 @@ def read(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = No
 
 
 def group_fields(ranks: Ranks) -> dict[str, Any]:
-    """Return the facts of a group by which :func:`ranks_named` finds it again."""
+    """Return the facts of a group by which :func:`ranks_named` finds it again, ready for JSON."""
     name = None if ranks.group is None else ranks.group.group_name
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
 def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
-    """Return the ranks of the group of this name.
+    """Return the ranks of the group of a name, as :func:`group_fields` wrote it.
 
     Raises:
-        ValueError: It is gone, or has other ranks.
+        ValueError: The group is gone, or has other ranks than ``place`` says.
     """
     group: Any = None
     try:

@@ -1,4 +1,4 @@
-"""``unshard`` in the graphs of ``torch.compile``: operations that it cannot look into."""
+"""Unsharding as an operation in the graphs of ``torch.compile``, which does not trace into it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 def unshard_in_graph(
     group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
 ) -> Tensor:
-    """Join the slices of all ranks, by an operation in the graph that is being traced."""
+    """Add the operation that joins all ranks' slices to the graph that is being traced.
+
+    Raises:
+        ValueError: ``x`` has no such dimension, or ``grad`` is malformed or missing.
+    """
     check_dim(x, dim)
     text = _unshard_text(group, written(layout), dim % x.ndim, grad, check_grad(x, grad))
     whole: Tensor = unshard(x, text)
@@ -29,7 +33,7 @@ def unshard_in_graph(
 def _unshard_text(
     group: Any, layout: Any, dim: int, grad: UnshardGrad | None, needs_grad: bool
 ) -> str:
-    """Write down what is static about an ``unshard``, which the compiler takes for a constant."""
+    """Return the constant part of an ``unshard`` as JSON; the compiler takes it for a constant."""
     ranks = ranks_of(group)
     return json.dumps({
         **group_fields(ranks),
@@ -41,6 +45,7 @@ def _unshard_text(
 
 
 def _unsharding(text: str) -> Unsharding:
+    """Return the ``unshard`` that a text describes, as a new call of its group."""
     facts: dict[str, Any] = json.loads(text)
     ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
     return Unsharding(
@@ -55,12 +60,13 @@ def _unsharding(text: str) -> Unsharding:
 
 @torch.library.custom_op("ring_torch::unshard", mutates_args=())
 def unshard(x: Tensor, text: str) -> Tensor:
-    """Join the slices of all ranks."""
+    """Return the whole tensor, joined from the slices of all ranks."""
     return _unsharding(text).join(x)
 
 
 @unshard.register_fake
 def _unshard_like(x: Tensor, text: str) -> Tensor:
+    """Return a tensor of the whole tensor's shape, while a graph is traced."""
     facts = json.loads(text)
     shape = list(x.shape)
     shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
@@ -69,12 +75,13 @@ def _unshard_like(x: Tensor, text: str) -> Tensor:
 
 @torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
 def unshard_backward(grad: Tensor, text: str) -> Tensor:
-    """Return the gradient of this rank's slice from that of the whole tensor."""
+    """Return the gradient of this rank's slice from the gradient of the whole tensor."""
     return _unsharding(text).grad_of_slice(grad)
 
 
 @unshard_backward.register_fake
 def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
+    """Return a tensor of the slice's shape, while a graph is traced."""
     facts = json.loads(text)
     shape = list(grad.shape)
     shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
@@ -82,16 +89,18 @@ def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
 
 
 def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the constant part for the backward."""
     del output
     ctx.text = inputs[1]
 
 
 def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """Run the backward operation."""
     return unshard_backward(grad, ctx.text), None
 
 
 unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
 unshard_backward.register_vmap(refuse_batch)
-# The vmap of is_grads_batched=True is another one, with a dispatch key of its own.
+# is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 _LIBRARY.impl("unshard_backward", refuse_batch, "Batched")
