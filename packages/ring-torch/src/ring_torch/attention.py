@@ -141,7 +141,7 @@ def ring_attention(
     )  # fmt: skip
     q, k, v = _as_autocast(q, k, v)
     if isinstance(mask, Tensor):
-        options = with_dense_mask(q, k, options, _size_of(group))
+        options = with_dense_mask(q, k, v, options, _size_of(group))
     if not torch.compiler.is_compiling():
         out, lse = _attend(q, k, v, group, layout, options)
     elif isinstance(mask, Mask) and mask.predicate is not None:
@@ -176,7 +176,9 @@ def _attend(
 _attend_between_graphs = torch.compiler.disable(_attend)
 
 
-def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> CallOptions:
+def with_dense_mask(
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, ranks: int
+) -> CallOptions:
     """Options without an array for a mask, and with a bias that says the same, by ``-inf``.
 
     Kernels skip the blocks of which nothing else is left.
@@ -184,23 +186,24 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
     Args:
         q: The call's queries.
         k: Its keys.
+        v: Its values.
         options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
             T_local, T_kv]``, rows in layout order, columns for all keys in natural order. The bias
             is added where it is true.
         ranks: That hold a sequence.
 
     Raises:
-        ValueError: The mask is malformed or too large.
+        ValueError: The mask is malformed or too large, or a tensor beside it is malformed.
     """
     mask, bias = options.mask, options.bias
     if not isinstance(mask, Tensor):
         return options
-    if q.ndim != 4 or k.ndim != 4:
+    if not all(isinstance(x, Tensor) for x in (q, k, v, mask if bias is None else bias)):
         return options._replace(mask=None)  # which is refused for that
-    fact = checks.Tensor(
-        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
-    )
-    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
+    sizes, device = checks.check_qkv(*map(_described, (q, k, v))), str(q.device)
+    checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
+    if bias is not None:  # it is broadcast below, where any shape would do
+        checks.check_bias(_described(bias), sizes, sizes.k_len * ranks, device)
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
@@ -208,6 +211,11 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
         mask=None, bias=torch.where(shown, zero, hidden),
         bias_role="mask" if bias is None else "both",
     )  # fmt: skip
+
+
+def _described(x: Tensor) -> checks.Tensor:
+    """Return what checks take of a tensor; traced, so its sizes may be symbols."""
+    return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001

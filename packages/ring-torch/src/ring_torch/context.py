@@ -192,7 +192,7 @@ class ContextParallel:
         figures; :func:`ring_core.viz.describe` draws it.
         """
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        record = with_dense_mask(q, k, CallOptions(**given), self.cp_size)
+        record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
         call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
