@@ -132,14 +132,12 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
-    if deterministic is False and torch.are_deterministic_algorithms_enabled():
-        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
+    q, k, v, deterministic = in_modes_of_torch(q, k, v, deterministic)
     options = CallOptions(
         causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap, sinks,
         bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel, strategy,
         transport,
     )  # fmt: skip
-    q, k, v = _as_autocast(q, k, v)
     if isinstance(mask, Tensor):
         options = with_dense_mask(q, k, v, options, _size_of(group))
     if not torch.compiler.is_compiling():
@@ -223,11 +221,19 @@ def _size_of(group: Group) -> int:
     return ranks_of(group).size
 
 
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
+def in_modes_of_torch(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return q, k, v and ``deterministic`` as torch's modes have them.
+
+    Autocast casts as for torch's own attention. ``torch.use_deterministic_algorithms`` sets the
+    option, unless it only warns.
+    """
+    if deterministic is False and torch.are_deterministic_algorithms_enabled():
+        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
     kind = q.device.type if isinstance(q, Tensor) else "none"
     if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
-        return q, k, v
+        return q, k, v, deterministic
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (
         x.to(dtype)
@@ -235,4 +241,4 @@ def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
         else x
         for x in (q, k, v)
     )
-    return q, k, v
+    return q, k, v, deterministic
