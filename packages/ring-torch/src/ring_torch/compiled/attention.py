@@ -100,7 +100,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
             )
         own: Any = array.clone()  # the given one may be refilled
         options = options._replace(cu_seqlens=own)
-    if isinstance(seed, int):
+    if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
         halves: Any = (seed & _LOW, seed >> 32)
         options = options._replace(dropout_seed=halves)
     return options
