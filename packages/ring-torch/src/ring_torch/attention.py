@@ -132,16 +132,14 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
-    if deterministic is False and torch.are_deterministic_algorithms_enabled():
-        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
+    q, k, v, deterministic = in_modes_of_torch(q, k, v, deterministic)
     options = CallOptions(
         causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap, sinks,
         bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel, strategy,
         transport,
     )  # fmt: skip
-    q, k, v = _as_autocast(q, k, v)
     if isinstance(mask, Tensor):
-        options = with_dense_mask(q, k, options, _size_of(group))
+        options = with_dense_mask(q, k, v, options, _size_of(group))
     if not torch.compiler.is_compiling():
         out, lse = _attend(q, k, v, group, layout, options)
     elif isinstance(mask, Mask) and mask.predicate is not None:
@@ -176,7 +174,9 @@ def _attend(
 _attend_between_graphs = torch.compiler.disable(_attend)
 
 
-def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> CallOptions:
+def with_dense_mask(
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, ranks: int
+) -> CallOptions:
     """Options without an array for a mask, and with a bias that says the same, by ``-inf``.
 
     Kernels skip the blocks of which nothing else is left.
@@ -184,23 +184,24 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
     Args:
         q: The call's queries.
         k: Its keys.
+        v: Its values.
         options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
             T_local, T_kv]``, rows in layout order, columns for all keys in natural order. The bias
             is added where it is true.
         ranks: That hold a sequence.
 
     Raises:
-        ValueError: The mask is malformed or too large.
+        ValueError: The mask is malformed or too large, or a tensor beside it is malformed.
     """
     mask, bias = options.mask, options.bias
     if not isinstance(mask, Tensor):
         return options
-    if q.ndim != 4 or k.ndim != 4:
+    if not all(isinstance(x, Tensor) for x in (q, k, v, mask if bias is None else bias)):
         return options._replace(mask=None)  # which is refused for that
-    fact = checks.Tensor(
-        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
-    )
-    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
+    sizes, device = checks.check_qkv(*map(_described, (q, k, v))), str(q.device)
+    checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
+    if bias is not None:  # it is broadcast below, where any shape would do
+        checks.check_bias(_described(bias), sizes, sizes.k_len * ranks, device)
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
@@ -210,16 +211,29 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
     )  # fmt: skip
 
 
+def _described(x: Tensor) -> checks.Tensor:
+    """Return what checks take of a tensor; traced, so its sizes may be symbols."""
+    return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
+
+
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
     return ranks_of(group).size
 
 
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V in autocast's dtype, where there is one, as torch's own attention has them."""
+def in_modes_of_torch(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return q, k, v and ``deterministic`` as torch's modes have them.
+
+    Autocast casts as for torch's own attention. ``torch.use_deterministic_algorithms`` sets the
+    option, unless it only warns.
+    """
+    if deterministic is False and torch.are_deterministic_algorithms_enabled():
+        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
     kind = q.device.type if isinstance(q, Tensor) else "none"
     if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
-        return q, k, v
+        return q, k, v, deterministic
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (
         x.to(dtype)
@@ -227,4 +241,4 @@ def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
         else x
         for x in (q, k, v)
     )
-    return q, k, v
+    return q, k, v, deterministic
