@@ -1,4 +1,8 @@
-"""Tensors that calls share: cached, and kept for CUDA graphs, which read them whenever replayed."""
+"""Helpers for CUDA graphs and devices: tensors that calls share must outlive captured graphs.
+
+A graph reads the tensors that it has captured whenever it is replayed, so a cache must not free
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +14,45 @@ import torch
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
+    """Return True while a CUDA graph is captured on the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this GPU; entering that takes the host longer than asking whether it is needed."""
+    """Return a context in which kernels are launched on this GPU, empty if it is the current one.
+
+    The empty one is cheaper: entering torch's costs the host more than the check.
+    """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()
 
 
 def as_own(x: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares no memory."""
+    """Return the tensor, or a copy if it is a view of a larger one, so that it shares no memory."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """``lru_cache`` for functions that make tensors: one that a graph has captured is not dropped.
+    """Return a decorator like ``lru_cache`` for functions that make tensors, safe with CUDA graphs.
+
+    A result that is used while a graph is captured is never dropped.
 
     Args:
-        maxsize: How many results are kept that no graph has captured.
+        maxsize: Number of other results to keep.
+
+    Example::
+
+        @capture_safe_cache(maxsize=16)
+        def arange_of(length: int, device: torch.device) -> Tensor:
+            return torch.arange(length, device=device)
     """
 
     def cache_of(function: Callable[P, T]) -> Callable[P, T]:
         @lru_cache(maxsize)
         def cache(*args: P.args, **kwargs: P.kwargs) -> T:
-            with torch.inference_mode(mode=False):  # calls that train share them
+            # Training calls may share the result, and could not save an inference tensor.
+            with torch.inference_mode(mode=False):
                 return function(*args, **kwargs)
 
         kept: dict[int, T] = {}

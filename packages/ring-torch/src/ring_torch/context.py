@@ -1,4 +1,7 @@
-"""A layout belongs to the data, so one object owns both and they cannot disagree."""
+"""Context parallelism in one object: a process group and the layout in which its data are split.
+
+One object owns both, so that splitting and attention cannot use different ones.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,22 @@ from ring_torch.strategies import describe_strategy
 
 
 class ContextParallel:
-    """Sequences split over the ranks of a group.
+    """Context parallelism over the ranks of a group: splitting, attention and gradients.
 
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when the object is first used.
-        layout: ``zigzag`` (default), ``striped``, ``contiguous`` or what
-            :func:`ring_core.balance_chunks` returns: which rank holds which tokens.
+        layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
+            ``contiguous`` or a result of :func:`ring_core.balance_chunks`.
 
-    Over the default group it can be pickled, and is one over the default group of the process that
-    reads it. A copy shares the group.
+    It can be pickled if it uses the default group; unpickled, it uses the default group of the
+    process that reads it. A copy shares the group.
 
     Raises:
-        ValueError: No such layout, or it has chunks for another number of ranks. Later, of every
-            method: the group is gone, or the default group another than at the first use.
-        UnsupportedError: It is pickled, and was given a group.
+        ValueError: The layout is unknown, or has chunks for another number of ranks. Later, from
+            every method: the group was destroyed, or the default group is another than at the first
+            use.
+        UnsupportedError: An object that was given a group is pickled.
 
     Example::
 
@@ -65,61 +69,81 @@ class ContextParallel:
 
     @property
     def group(self) -> Group:
-        """The process group, as given."""
+        """Process group, as given."""
         return self._sharding.group
 
     @property
     def layout_name(self) -> LayoutSpec:
-        """The layout, as given."""
+        """Layout, as given."""
         return self._sharding.layout_name
 
     @property
     def cp_size(self) -> int:
-        """Ranks that hold a sequence."""
+        """Number of ranks that share a sequence."""
         return self._sharding.ring.size
 
     @property
     def cp_rank(self) -> int:
-        """This rank's place among them."""
+        """Rank of this process in the group."""
         return self._sharding.ring.rank
 
     def layout(self, seq_len: int) -> Layout:
-        """Which rank holds which of ``seq_len`` tokens.
+        """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
         Raises:
             ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
+
+        Example::
+
+            tokens_of_rank_0 = cp.layout(1024).positions(0)  # int64 [T_local]
         """
         return self._sharding.layout(seq_len)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """This rank's slice, contiguous, of a whole tensor that every rank holds.
+        """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
+
+        Args:
+            x: The whole tensor, ``[..., T, ...]``.
+            dim: Dimension of the sequence.
+
+        Returns:
+            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
+
+        Example::
+
+            tokens = cp.shard(tokens, dim=1)  # [B, T] to [B, T_local]
+                cp.shard(x, dim=1) for x in (tokens, labels)
+            )  # [B, T] to [B, T_local]
         """
         return self._sharding.shard(x, dim=dim)
 
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
-        """Return the whole tensor, on every rank, from every rank's slice.
+        """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
-        All ranks call it, and where ``grad`` is ``"sum"`` all of them run its backward.
+        All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
 
         Args:
-            x: This rank's slice; slices of all ranks have one shape.
+            x: This rank's slice, ``[..., T_local, ...]``, of the same shape on all ranks.
             dim: Dimension of the sequence.
-            grad: What becomes of the gradient of the whole tensor; required where ``x`` requires
-                one and gradients are enabled. ``"sum"``: the gradients of all ranks are added up,
-                and each gets its slice of the sum. It is right wherever the loss of a step is the
-                sum of the ranks' losses. ``"slice"``: each rank keeps its slice of its own
-                gradient, and nothing is sent. It is right only for a loss that every rank computes
-                whole, with no parameter between ``unshard`` and the loss; with one, ``"sum"`` and
-                the loss divided by ``cp_size``.
+            grad: How the gradient of the whole tensor becomes that of ``x``; required if ``x``
+                requires a gradient and gradients are enabled. ``"sum"`` adds up the gradients of
+                all ranks, and gives each its slice of the sum. It is right wherever the loss of a
+                step is the sum of the ranks' losses. ``"slice"`` gives each rank its slice of its
+                own gradient, and sends nothing. It is right only for a loss that every rank
+                computes whole, with no parameter between ``unshard`` and the loss. If there is a
+                parameter, use ``"sum"`` and divide the loss by ``cp_size``.
+
+        Returns:
+            The whole tensor, ``[..., T, ...]``.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that is no rank's slice; ``grad`` is
-                neither, or missing.
-            RankMismatchError: The ranks' slices, or their arguments, are unlike.
+            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout;
+                ``grad`` is unknown, or missing where it is required.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
 
@@ -132,24 +156,45 @@ class ContextParallel:
         return self._sharding.unshard(x, dim=dim, grad=grad)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of this rank's tokens, int64 ``[T_local]``, for RoPE and labels."""
+        """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
+
+        Args:
+            seq_len: Length of the whole sequence, ``T``.
+            device: Device of the result; ``None`` for torch's default device.
+
+        Raises:
+            ValueError: The layout cannot divide this length, or the device cannot be used.
+
+        Example::
+
+            position_ids = cp.positions(seq_len, device=q.device)[None]  # [1, T_local]
+        """
         return self._sharding.positions(seq_len, device=device)
 
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of a model that every rank holds whole, in place, over the ranks.
+        """Sum the gradients of a model that every rank holds whole over the ranks, in place.
 
-        After the backward of each rank's part of the loss they are those of the whole loss. A
-        gradient that no rank has stays ``None``. Call it once a step, after the last backward: a
-        later backward that adds to a summed gradient raises a ``ValueError``, until ``zero_grad``
-        or a new gradient in its place. Shards of tensor parallelism, whose mesh holds no other rank
-        of this group, are summed shard by shard.
+        After each rank's backward of its part of the loss, the sums are the gradients of the whole
+        loss. A gradient that no rank has stays ``None``. Call it once a step, after the last
+        backward. A later backward that adds to a summed gradient raises a ``ValueError``, until
+        ``zero_grad`` or a new gradient in its place. Tensor-parallel parameters, whose mesh has no
+        other rank of this group, are summed shard by shard.
+
+        Args:
+            model: The model, with the same parameters on all ranks.
 
         Raises:
-            ValueError: A gradient is summed over these ranks already, or the model was told that
-                gradients are reduced by their mean.
+            ValueError: A gradient is summed over these ranks already, or ``hf.parallelize`` was
+                told that gradients are reduced by their mean.
             UnsupportedError: FSDP shards a parameter over ranks of the group, or a gradient is
                 sparse.
-            RankMismatchError: The ranks' parameters are unlike.
+            RankMismatchError: Parameters differ between ranks.
+
+        Example::
+
+            loss.backward()  # each rank's part of the loss
+            cp.reduce_gradients(model)
+            optimizer.step()
         """
         reduce_gradients(self._sharding.ring, model)
 
@@ -173,7 +218,14 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of this rank's shards: :func:`ring_attention` with this group and layout."""
+        """Compute attention of this rank's shards, over this group and layout.
+
+        Arguments and results are those of :func:`ring_attention`, with group and layout left out.
+
+        Example::
+
+            out = cp.attention(q, k, v, causal=True)  # [B, T_local, H, Dv]
+        """
         self._sharding.check_group()
         return ring_attention(
             q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
@@ -186,10 +238,15 @@ class ContextParallel:
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False,
         **options: Unpack[AttentionOptions],
     ) -> str:  # fmt: skip
-        """Say what :meth:`attention` would do with these arguments; sends and computes nothing.
+        """Return a text that says what :meth:`attention` would do with these arguments.
 
-        The kernel it would choose, why not the faster ones, how keys travel, and the plan in
-        figures; :func:`ring_core.viz.describe` draws it.
+        It names the kernel it would choose and why not a faster one, how keys travel between ranks,
+        and the plan in numbers; :func:`ring_core.viz.describe` draws the plan. Nothing is sent or
+        computed.
+
+        Example::
+
+            print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
         modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))

@@ -1,4 +1,4 @@
-"""Derivatives that ring attention does not have, refused when a backward begins."""
+"""Refusals of derivatives that ring attention does not have, raised when a backward begins."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ring_core import UnsupportedError
 
 
 def check_backward(*grads: Tensor | None) -> None:
-    """Refuse a backward that is to be differentiated, or whose gradients are a batch under vmap.
+    """Refuse a backward under ``create_graph=True``, or one whose gradients are a batch under vmap.
 
-    The engine runs a backward with gradients enabled under ``create_graph=True`` alone. An inner
-    backward, as of reentrant checkpointing, is an engine's run of its own.
+    Autograd runs a backward with gradients enabled only under ``create_graph=True``. A backward
+    within a backward, as of reentrant checkpointing, is a run of its own, with its own setting.
 
     Args:
-        grads: The incoming gradients.
+        *grads: The incoming gradients.
 
     Raises:
-        UnsupportedError: Either; nothing was sent.
+        UnsupportedError: It is one of these; nothing was sent.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
@@ -38,7 +38,7 @@ def check_backward(*grads: Tensor | None) -> None:
 
 
 def refuse_batch(*_: Any) -> NoReturn:
-    """Refuse vmap; also the rule of operations under it.
+    """Refuse vmap over a backward. It is also registered as the vmap rule of the operations.
 
     Raises:
         UnsupportedError: Always; nothing was sent.

@@ -1,9 +1,10 @@
-"""Sum the gradients of a model that every rank holds, and let no gradient be counted twice.
+"""Sums of a model's gradients over ranks, and hooks that let no gradient be counted twice.
 
-A gradient that was summed must not be added to, nor summed again: what it held before would count
-once for each rank. Two hooks of each parameter see to the first. The one before accumulation can
-still tell a sum from zeros; the one after it runs only where a gradient was really accumulated,
-which ``torch.autograd.grad`` does not do. They stay on the parameter, and hold no tensor.
+A summed gradient must be neither added to nor summed again: its old content would count once for
+each rank. Two hooks on each parameter detect additions. The first runs before a gradient is
+accumulated, when a sum can still be told from zeros. The second runs after, and only if a gradient
+was really accumulated, which ``torch.autograd.grad`` does not do. The hooks stay on the parameter,
+and hold no tensor.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ring_torch.comm.ranks import Ranks, check_device, others, peer_errors
 from ring_torch.comm.store import CallSignature
 
 _BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
-_FIELDS = 8  # of a header, which hold what ranks compare of their parameters
+_FIELDS = 8  # fields of the header in which ranks compare the descriptions of their parameters
 
 
 class ReductionChoice(ABC):
-    """A hook on a model that was told what reduces its gradients."""
+    """Owner of a model's forward hook that knows how the model's gradients are to be reduced."""
 
     @abstractmethod
     def check_reduction(self) -> None:
-        """Raise a ``ValueError`` unless gradients are summed by :func:`reduce_gradients`."""
+        """Raise a ``ValueError`` unless gradients are to be summed by :func:`reduce_gradients`."""
 
 
 def hooks_in(model: nn.Module) -> Iterator[object]:
-    """Yield the objects whose methods are hooks before a forward of the model or of its parts."""
+    """Yield the owners of methods that are forward pre-hooks of the model or of its modules."""
     for part in model.modules():
         for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
             if (owner := getattr(function, "__self__", None)) is not None:
@@ -48,7 +49,7 @@ def hooks_in(model: nn.Module) -> Iterator[object]:
 
 
 def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
-    """Sum gradients in place over the ranks; :meth:`ContextParallel.reduce_gradients`."""
+    """Sum a model's gradients in place; see :meth:`ContextParallel.reduce_gradients`."""
     number = ring.next_call()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -70,9 +71,12 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
     device = next((weight.device for weight in weights.values()), _default_device(ring))
     check_device(ring, device)
     signature = CallSignature.of(_fields(weights), "reduce_gradients")
+    # All ranks compare their parameters before they send gradients.
     with on_device(device), with_peer_errors(ring, number, signature), torch.no_grad():
         agree(ring, number, 0, signature, device)
         gradients = _used_gradients(ring, list(weights.values()), device)
+        # One all-reduce for each bucket: join its gradients in float32 or wider, sum them over the
+        # ranks, and copy the sums back.
         for bucket in _each_bucket([_local(gradient) for gradient in gradients.values()]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -82,6 +86,7 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
             for gradient, part in zip(bucket, flat.split(sizes), strict=True):
                 gradient.copy_(part.view_as(gradient))
     names = {weight: name for name, weight in weights.items()}
+    # Remember the summed gradients, to refuse backwards that add to them.
     sums = _Sums(gradients.values())
     for weight, gradient in gradients.items():
         guard = _guard_of(weight, ring) or _Guard(weight, names[weight], ring)
@@ -91,11 +96,12 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
 def _used_gradients(
     ring: Ranks, weights: list[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the gradients that some rank has; this one's part may be nothing, which is zeros."""
+    """Return the gradients that any rank has; where this rank has none, they are made as zeros."""
     if not weights:
         return {}
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(device)
+    # A parameter is used if any rank has a gradient for it.
     with peer_errors(others(ring)):
         dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
     gradients = {}
@@ -107,10 +113,13 @@ def _used_gradients(
 
 
 def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse gradients that are not dense, or that FSDP reduces over these ranks.
+    """Refuse gradients that are not dense, or that FSDP reduces over ranks of this group.
 
-    Those of a ``DTensor`` on a mesh that holds no other of these ranks, as tensor parallelism has
-    them beside context parallelism, are summed shard by shard.
+    A ``DTensor`` is allowed if its mesh has no other rank of this group, as with tensor parallelism
+    beside context parallelism: its gradients are summed shard by shard.
+
+    Raises:
+        UnsupportedError: There is one.
     """
     for name, weight in weights.items():
         if weight.grad is not None and weight.grad.is_sparse:
@@ -141,7 +150,7 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
 
 
 def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Describe all parameters in few fields of a header, for ranks to compare."""
+    """Return descriptions of all parameters in a few fields of a header, for ranks to compare."""
     lines = [
         f"{name} {list(_local(like).shape)} {str(like.dtype).removeprefix('torch.')}"
         + (f" {weight.placements} {weight.device_mesh.get_coordinate()}" if isinstance(weight, DTensor) else "")
@@ -156,7 +165,7 @@ def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
 
 def _default_device(ring: Ranks) -> torch.device:
-    """Return where a rank without parameters compares that with others."""
+    """Return the device on which a rank without parameters communicates."""
     return torch.device("cuda" if ring.group and dist.get_backend(ring.group) == "nccl" else "cpu")
 
 
@@ -166,7 +175,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group neighbours of one dtype and device, up to a size."""
+    """Yield lists of successive gradients of one dtype and device, of at most ``_BUCKET`` bytes."""
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -183,22 +192,26 @@ def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class _Sums:
-    """Gradients that hold a sum over ranks, as one call of ``reduce_gradients`` left them."""
+    """Gradients that hold sums over ranks since one call of ``reduce_gradients``.
+
+    Args:
+        gradients: The gradients, of which weak references are kept.
+    """
 
     def __init__(self, gradients: Iterable[Tensor]) -> None:
         self._refs = {id(gradient): TensorWeakRef(gradient) for gradient in gradients}
 
     def hold(self, key: int) -> bool:
-        """Return True if that gradient still holds its sum: it is neither gone nor zeroed."""
+        """Return True if the gradient with this ``id`` still holds its sum, not zeros."""
         if key in self._refs:
             self._forget_zeros()
         return key in self._refs
 
     def _forget_zeros(self) -> None:
-        """Drop gradients that are gone or zeroed.
+        """Forget gradients that were freed or zeroed.
 
-        The first of them that is asked for looks at all, so that the host of a GPU waits once, and
-        not at all where ``zero_grad`` has set gradients to ``None``.
+        The first query checks all gradients at once, so the host waits for the GPU only once. It
+        does not wait at all if ``zero_grad`` has set gradients to ``None``.
         """
         alive = [(key, x) for key, ref in self._refs.items() if (x := ref()) is not None]
         alive.sort(key=lambda item: str(item[1].device))
@@ -213,24 +226,30 @@ class _Sums:
 
 
 class _Guard:
-    """The hooks of one parameter, for the reductions of one group."""
+    """Hooks of one parameter that refuse additions to its summed gradient, for one group.
+
+    Args:
+        weight: The parameter.
+        name: Its name, for the error message.
+        ring: Ranks over which gradients are summed.
+    """
 
     def __init__(self, weight: nn.Parameter, name: str, ring: Ranks) -> None:
         self.name, self.ring = name, ring
         self._sums = _Sums(())
         self._gradient: TensorWeakRef | None = None
         self._key = 0
-        self._held = False  # before the gradient that is being accumulated
+        self._held = False  # the gradient was a sum before the accumulation under way
         weight.register_hook(self.before)
         weight.register_post_accumulate_grad_hook(self.after)
 
     def watch(self, sums: _Sums, gradient: Tensor) -> None:
-        """Take note of a gradient that was summed."""
+        """Remember a gradient that was summed, and the sums of its call."""
         self._sums, self._gradient, self._key = sums, TensorWeakRef(gradient), id(gradient)
 
     @property
     def summed(self) -> Tensor | None:
-        """The gradient that was summed, while anything holds it."""
+        """Gradient that was summed, or ``None`` once nothing else holds it."""
         return None if self._gradient is None else self._gradient()
 
     def holds(self, gradient: Tensor | None) -> bool:
@@ -239,12 +258,15 @@ class _Guard:
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def before(self, _: Tensor) -> None:
-        """See whether what is about to be added to is a sum."""
+        """Note, before a gradient is accumulated, if the parameter's gradient is a sum."""
         self._held = not is_capturing() and self.holds(self.summed)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def after(self, weight: Tensor) -> None:
-        """Refuse what was added to a sum; with ``create_graph`` a new tensor is their total."""
+        """Refuse a gradient that was added to a sum.
+
+        Under ``create_graph`` the total is a new tensor, which requires a gradient.
+        """
         held, self._held = self._held, False
         gradient = weight.grad
         if held and gradient is not None and (gradient is self.summed or gradient.requires_grad):
@@ -257,7 +279,7 @@ class _Guard:
 
 
 def _guard_of(weight: Tensor, ring: Ranks) -> _Guard | None:
-    """Return the hooks that a parameter has for a group."""
+    """Return the hooks that a parameter has for a group, or ``None``."""
     hooks = (weight._backward_hooks or {}).values()  # noqa: SLF001 - torch has no other list
     owners = (getattr(hook, "__self__", None) for hook in hooks)
     return next((x for x in owners if isinstance(x, _Guard) and x.ring == ring), None)

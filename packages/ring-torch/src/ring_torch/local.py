@@ -1,4 +1,4 @@
-"""Ranks on this machine, for tests, demonstrations and benchmarks: a process each.
+"""Ranks on this machine, one process each, for tests, demonstrations and benchmarks.
 
 Real jobs start their ranks with ``torchrun`` or a scheduler.
 """
@@ -21,26 +21,29 @@ from typing import Any, Self
 
 from ring_core import checks
 
-# Modules that ranks are forked with, for they take seconds to import.
+# Modules that are imported once, before ranks are forked, as they take seconds to import.
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
-_GRACE = 5.0
-_MOST = 1024  # processes on a machine, or threads of one
+_GRACE = 5.0  # seconds that ranks get after another has failed, or to end
+_MOST = 1024  # most processes on a machine, or threads of one
 
 
 class LocalRankError(RuntimeError):
-    """A function failed on some ranks; the message holds their tracebacks."""
+    """Error of a function that failed on some ranks; the message holds their tracebacks."""
 
 
 class LocalRanks:
-    """Processes that stay, joined in a group, and run what they are sent together.
+    """Processes on this machine that are joined in a process group and run functions together.
+
+    They stay alive between functions, until the block ends or :meth:`close` is called.
 
     Args:
-        world_size: How many.
+        world_size: Number of processes.
         timeout: Seconds after which a rank gives up waiting for another.
-        threads: Threads a rank computes with.
-        patience: Seconds after which :meth:`run` gives up waiting for an answer, or ``None``.
-        cuda: Give each rank a GPU and join them with NCCL; otherwise with gloo over loopback.
+        threads: Number of threads that each rank computes with.
+        patience: Seconds after which :meth:`run` gives up waiting for results; ``None`` for never.
+        cuda: True to give each rank a GPU and join them with NCCL; False to join them with gloo,
+            over the loopback interface.
 
     Raises:
         ValueError: An argument is malformed.
@@ -88,20 +91,23 @@ class LocalRanks:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._pending = [0] * world_size  # answers that have not been read, by rank
+        self._pending = [0] * world_size  # number of answers not read yet, by rank
 
     def __len__(self) -> int:
         return len(self._pipes)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``function(rank, *args)`` on every rank; what each returned.
+        """Run ``function(rank, *args)`` on every rank, and return the results by rank.
 
-        The function must be importable by name, and what it takes and returns picklable. Once a
-        rank has failed, the others get a few seconds more; an answer that comes later is dropped,
-        and their group may be of no further use.
+        Once a rank has failed, the others get 5 seconds more. A later result is dropped, and the
+        process group may be unusable from then on.
+
+        Args:
+            function: A function that can be imported by name.
+            *args: Arguments; they and the result must be picklable.
 
         Raises:
-            LocalRankError: A rank raised, died or did not answer.
+            LocalRankError: A rank raised an error, died, or did not answer in time.
         """
         answers = self.answers(function, *args, grace=_GRACE)
         words = [f"rank {rank}: {text}" for rank, (done, text) in enumerate(answers) if not done]
@@ -112,14 +118,20 @@ class LocalRanks:
     def answers(
         self, function: Callable[..., Any], *args: Any, grace: float | None = None
     ) -> list[tuple[bool, Any]]:
-        """``(True, value)`` or ``(False, what went wrong)`` of every rank.
+        """Run a function on every rank; return ``(True, result)`` or ``(False, error)`` by rank.
 
-        ``grace`` is how many seconds others may still take after the first failure.
+        Args:
+            function: A function that can be imported by name.
+            *args: Arguments; they and the result must be picklable.
+            grace: Seconds that the other ranks get after the first failure; ``None`` for
+                ``patience``.
         """
         for rank, pipe in enumerate(self._pipes):
             self._pending[rank] += 1
             with suppress(OSError):  # it died before; reading its answer says so
                 pipe.send((function, args))
+        # Collect answers in the order in which they come. A rank that did not answer an earlier
+        # call in time sends that answer first; it is dropped.
         answers: dict[int, tuple[bool, Any]] = {}
         until = math.inf if self._patience is None else time.monotonic() + self._patience
         while pending := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
@@ -130,7 +142,7 @@ class LocalRanks:
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):
                 answer = self._answer(rank)
                 self._pending[rank] -= 1
-                if self._pending[rank]:  # of a call before this one, too late
+                if self._pending[rank]:  # the answer to an earlier call
                     continue
                 answers[rank] = answer
                 if not answer[0] and grace is not None:
@@ -138,6 +150,7 @@ class LocalRanks:
         return [answers.get(n, (False, "no answer in time")) for n in range(len(self._pipes))]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Receive the next answer of a rank; if it has died, return its exit code as an error."""
         try:
             answer: tuple[bool, Any] = self._pipes[rank].recv()
         except (EOFError, OSError):
@@ -146,7 +159,7 @@ class LocalRanks:
         return answer
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; those that do not end within seconds are killed."""
         for pipe in self._pipes:
             pipe.close()
         until = time.monotonic() + _GRACE
@@ -173,7 +186,7 @@ def _serve(
     threads: int,
     cuda: bool,
 ) -> None:
-    """Be one rank until the pipe closes."""
+    """Run as one rank: join the process group, then run functions until the pipe closes."""
     # Looking the host's name up may take seconds, and ranks here need no other interface.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     import torch

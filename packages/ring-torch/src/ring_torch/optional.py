@@ -1,4 +1,4 @@
-"""What may be missing beside torch."""
+"""Imports of optional dependencies, which may be missing: Triton."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from importlib.util import find_spec
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported, as wherever torch comes with it."""
+    """Return True if Triton can be imported. Builds of torch for GPUs on Linux bring it."""
     return find_spec("triton") is not None

@@ -1,6 +1,6 @@
-"""Where tokens stand in the whole sequence, on a device and on the host; made once.
+"""Positions of tokens in the whole sequence, on a device and on the host, cached by plan.
 
-A copy from the host would wait, in each call, for what the GPU is doing.
+Without the cache each call would copy them from the host, and wait for the work queued on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from ring_torch.records import Run, runs_of
 
 @capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
 def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a rank: query indices, query positions, key positions; int64."""
+    """Return a rank's indices of queries, positions of queries and positions of keys, int64 each.
+
+    Indices count queries in their sequence. Positions of queries count in the sequence of keys.
+    """
     index, q_pos, k_pos = (
         torch.as_tensor(positions(rank), device=device)
         for positions in (plan.positions, plan.q_positions, plan.k_positions)
@@ -29,15 +32,19 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
 
 @capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
 def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
-    """Of the keys that a rank gathers, int64."""
+    """Return the positions of the keys that a rank gathers, int64, with its own keys if ``own``."""
     return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
 
 
 class Spans(NamedTuple):
-    """Spans of the keys that queries see by the mask, predicates left out.
+    """Spans of keys that each query sees: keys ``start <= j < stop``.
 
-    A band, chunks and documents show each query keys that follow one another. ``None`` is the first
-    key of the sequence, or its end, for all.
+    Bands, chunks and documents show each query one run of consecutive keys. Predicates are left
+    out. ``None`` stands for the first key of the sequence, or for its end, for all queries.
+
+    Attributes:
+        start: First key of each query, int32 ``[n]``, or ``None``.
+        stop: End of each query's keys, int32 ``[n]``, or ``None``.
     """
 
     start: Tensor | None  # int32 [n]
@@ -48,6 +55,7 @@ class Spans(NamedTuple):
 def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
     """Return the spans of keys that a rank's queries see."""
     mask, length, at = plan.mask, plan.kv_seq_len, plan.q_positions(rank)
+    # The band's limits first, then those of the chunk or document that each query is in.
     left, right = mask.band
     start = np.zeros_like(at) if left is None else at - left
     stop = np.full_like(at, length) if right is None else at + right + 1
@@ -65,17 +73,17 @@ def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
 
 @lru_cache(maxsize=256)
 def query_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
-    """Of a rank's queries."""
+    """Return the runs of consecutive positions among a rank's queries."""
     return runs_of(plan.q_positions(rank))
 
 
 @lru_cache(maxsize=256)
 def key_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
-    """Of a rank's keys."""
+    """Return the runs of consecutive positions among a rank's keys."""
     return runs_of(plan.k_positions(rank))
 
 
 @lru_cache(maxsize=64)
 def gathered_runs(plan: Plan, rank: int, own: bool) -> tuple[Run, ...]:
-    """Of the keys that a rank gathers."""
+    """Return the runs of consecutive positions among the keys that a rank gathers."""
     return runs_of(gather_program(plan, rank, own=own).positions)

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens: a layout belongs to the data, so one object owns both."""
+"""Splitting of sequences over ranks: slices, whole tensors from all slices, and positions."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
 
 
 class Sharding:
-    """Sequences split over the ranks of a group, in a layout.
+    """Process group and layout that split sequences: ``ContextParallel`` without attention.
 
     Args:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when it is first used.
-        layout: Its name, or a :class:`ring_core.ChunkLayout`.
+        layout: Name of the layout, or a :class:`ring_core.ChunkLayout`.
 
     Raises:
-        ValueError: No such layout, or it has chunks for another number of ranks.
+        ValueError: The layout is unknown, or has chunks for another number of ranks.
     """
 
     def __init__(self, group: Group, layout: LayoutSpec) -> None:
@@ -52,10 +52,10 @@ class Sharding:
 
     @property
     def ring(self) -> Ranks:
-        """The ranks, which are those of the first use.
+        """Ranks of the group, which must be the same as at the first use.
 
         Raises:
-            ValueError: The group was destroyed, or the default one is another by now.
+            ValueError: The group was destroyed, or the default group is another by now.
         """
         ring = ranks_of(self.group)
         if self._bound is None:
@@ -71,25 +71,26 @@ class Sharding:
         return ring
 
     def check_group(self) -> None:
-        """Refuse another group than at the first use; in a graph, when it is traced."""
+        """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
         self._check_group(id(self))  # an id that is read makes a graph this object's alone
 
     # A method, as torch 2.11 takes no object of ours for a constant when a function is given it.
     @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
     def _check_group(self, _: int) -> None:
+        """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.ring  # noqa: B018 - the property checks
 
     def layout(self, seq_len: int) -> Layout:
-        """Which rank holds which of ``seq_len`` tokens."""
+        """Return the layout of a sequence of ``seq_len`` tokens."""
         return Layout(self.layout_name, seq_len, self.ring.size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """This rank's slice, contiguous, of a whole tensor that every rank holds."""
+        """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
         return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
 
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
-        """Return the whole tensor, on every rank, from every rank's slice; differentiable."""
+        """Return the whole tensor, on every rank, joined from the slices of all ranks."""
         ring = self.ring
         number = ring.next_call()
         check_dim(x, dim)
@@ -100,7 +101,7 @@ class Sharding:
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Global positions of this rank's tokens, int64 ``[T_local]``."""
+        """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
         positions = self.layout(seq_len).positions(self.ring.rank)
         try:
             return torch.as_tensor(positions, device=device)
@@ -110,15 +111,15 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Unsharding:
-    """A call of ``unshard``: the slices of all ranks joined, and the way back of gradients.
+    """Call of ``unshard``, with its forward and backward.
 
     Attributes:
-        ring: The ranks.
-        layout: Which of them holds which tokens.
-        dim: Dimension of the sequence, from 0.
-        grad: What becomes of the gradient of the whole tensor.
-        needs_grad: Whether there will be a backward.
-        number: The call's number, from :meth:`Ranks.next_call`.
+        ring: Ranks of the group.
+        layout: Layout, which says which rank holds which tokens.
+        dim: Dimension of the sequence, not negative.
+        grad: How the gradient of the whole tensor becomes a slice's, ``"sum"`` or ``"slice"``.
+        needs_grad: True if there will be a backward.
+        number: Number of the call on its group, from :meth:`Ranks.next_call`.
     """
 
     ring: Ranks
@@ -129,18 +130,19 @@ class Unsharding:
     number: int
 
     def join(self, x: Tensor) -> Tensor:
-        """Return the whole tensor from this rank's slice ``x``.
+        """Return the whole tensor, all-gathered from this rank's slice ``x`` and the others'.
 
         Raises:
-            ValueError: ``x`` is no rank's slice.
-            RankMismatchError: The slices of the ranks are unlike.
+            ValueError: The size of ``x`` is no rank's part in this layout.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
         signature = self._signature("unshard", x)
         self._agree(signature, x.device)
-        # All ranks refuse a length here, as all have it; what comes next are the slices themselves.
+        # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
         parts = [x.contiguous()]
         if self.ring.size > 1:
+            # Every rank sends its slice to all others, and receives theirs in the order of ranks.
             (own,), parts = parts, [torch.empty_like(parts[0]) for _ in range(self.ring.size)]
             with self._guard(signature, x.device), peer_errors(others(self.ring)):
                 dist.all_gather(
@@ -148,6 +150,7 @@ class Unsharding:
                 )
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
+        # Copy each run of a rank's slice to its rows in the whole sequence.
         for rank, part in enumerate(parts):
             runs = layout.runs(rank)
             pieces = part.transpose(0, self.dim).split([run.length for run in runs])
@@ -156,13 +159,15 @@ class Unsharding:
         return whole
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank's slice from that of the whole tensor."""
+        """Return the gradient of this rank's slice from the gradient of the whole tensor."""
         size = self.ring.size
         layout = Layout(self.layout, grad.shape[self.dim], size)
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ring.rank)
         signature = self._signature("unshard backward", grad)
         self._agree(signature, grad.device)
+        # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them up,
+        # and gives each rank the sum of its own.
         slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
         slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
         total = torch.empty_like(slices[0])
@@ -171,6 +176,7 @@ class Unsharding:
         return total.to(grad.dtype)
 
     def _signature(self, name: str, x: Tensor) -> CallSignature:
+        """Return the facts of the call that must be equal on all ranks."""
         return CallSignature.of(
             {
                 "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."),
@@ -180,6 +186,7 @@ class Unsharding:
         )  # fmt: skip
 
     def _agree(self, signature: CallSignature, device: torch.device) -> None:
+        """Check that all ranks make this call with equal arguments, before tensors are sent."""
         if self.ring.size == 1:
             return
         check_device(self.ring, device)
@@ -189,11 +196,14 @@ class Unsharding:
 
     @contextmanager
     def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
+        """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
         with on_device(device), with_peer_errors(self.ring, self.number, signature):
             yield
 
 
 class _Unshard(torch.autograd.Function):
+    """Autograd function of ``unshard``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, unsharding: Unsharding) -> Tensor:
         ctx.unsharding = unsharding
@@ -225,10 +235,10 @@ def check_dim(x: object, dim: object) -> None:
 
 
 def check_grad(x: Tensor, grad: object) -> bool:
-    """Check ``grad`` of ``unshard``, and return whether there will be a backward.
+    """Check ``grad`` of ``unshard``, and return True if there will be a backward.
 
     Raises:
-        ValueError: It is neither word, or there will be a backward and neither was said.
+        ValueError: It is unknown, or missing although there will be a backward.
     """
     if grad is not None:
         checks.check_choice("grad", grad, UNSHARD_GRADS)
@@ -254,10 +264,10 @@ def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
 
 
 def _slice(run: Run) -> slice:
-    """Return the rows of the whole tensor that a run of tokens takes."""
+    """Return the rows of the whole tensor that hold a run of tokens."""
     return slice(run.global_start, run.global_start + run.length * run.stride, run.stride)
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes: gloo knows few dtypes."""
+    """View a contiguous tensor as bytes, as gloo supports few dtypes."""
     return x.view(-1).view(torch.uint8)

@@ -311,7 +311,8 @@ def attention_backward(
         numbers: Numbers of the forward.
         text: Constant part of the call.
     """
-    check_backward()  # AOTAutograd refuses create_graph=True only if a saved tensor needs a gradient
+    # AOTAutograd itself refuses create_graph=True only if a saved tensor needs a gradient.
+    check_backward()
     (dout, dlse), (out, lse, *saved, identity) = grads, results
     forward = _Identity(*identity.tolist())
     call, inputs = _call(text, tensors, numbers, forward.number, (forward.every, forward.checked))

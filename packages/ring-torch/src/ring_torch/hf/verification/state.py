@@ -17,7 +17,7 @@ _DICTS = (
 
 
 class SavedFields:
-    """A copy of the attributes, hooks and buffers of a model's modules, and of their configs.
+    """Copy of the attributes, hooks and buffers of a model's modules, and of their configs.
 
     Args:
         model: The model; tensors are kept by reference, not copied.
