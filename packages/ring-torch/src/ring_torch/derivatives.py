@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # no public way
+from torch._C._functorch import (  # torch has no public name for these
     is_batchedtensor,
     is_legacy_batchedtensor,
 )

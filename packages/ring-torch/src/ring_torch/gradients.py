@@ -28,7 +28,7 @@ from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device, others, peer_errors
 from ring_torch.comm.store import CallSignature
 
-_BUCKET = 1 << 26  # bytes of a message, so that few are sent and little is copied at a time
+_BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time
 _FIELDS = 8  # fields of the header in which ranks compare the descriptions of their parameters
 
 

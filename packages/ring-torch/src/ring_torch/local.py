@@ -128,7 +128,7 @@ class LocalRanks:
         """
         for rank, pipe in enumerate(self._pipes):
             self._pending[rank] += 1
-            with suppress(OSError):  # it died before; reading its answer says so
+            with suppress(OSError):  # the rank has died, which reading its answer will show
                 pipe.send((function, args))
         # Collect answers in the order in which they come. A rank that did not answer an earlier
         # call in time sends that answer first; it is dropped.
@@ -187,7 +187,7 @@ def _serve(
     cuda: bool,
 ) -> None:
     """Run as one rank: join the process group, then run functions until the pipe closes."""
-    # Looking the host's name up may take seconds, and ranks here need no other interface.
+    # Use the loopback interface: looking up the host's name may take seconds.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     import torch
     import torch.distributed as dist

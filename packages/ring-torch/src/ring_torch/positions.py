@@ -17,7 +17,7 @@ from ring_torch.capture import capture_safe_cache
 from ring_torch.records import Run, runs_of
 
 
-@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
 def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return a rank's indices of queries, positions of queries and positions of keys, int64 each.
 
@@ -30,7 +30,7 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
     return index, q_pos, k_pos
 
 
-@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
 def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
     """Return the positions of the keys that a rank gathers, int64, with its own keys if ``own``."""
     return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
@@ -51,7 +51,7 @@ class Spans(NamedTuple):
     stop: Tensor | None  # int32 [n]
 
 
-@capture_safe_cache(maxsize=16)  # of a long sequence each takes megabytes
+@capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
 def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
     """Return the spans of keys that a rank's queries see."""
     mask, length, at = plan.mask, plan.kv_seq_len, plan.q_positions(rank)

@@ -72,9 +72,10 @@ class Sharding:
 
     def check_group(self) -> None:
         """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
-        self._check_group(id(self))  # an id that is read makes a graph this object's alone
+        # Reading the id makes the compiler guard on it, so a graph is used for this object alone.
+        self._check_group(id(self))
 
-    # A method, as torch 2.11 takes no object of ours for a constant when a function is given it.
+    # A method, as torch 2.11 refuses objects of our classes as arguments of a constant function.
     @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
     def _check_group(self, _: int) -> None:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
@@ -216,7 +217,8 @@ class _Unshard(torch.autograd.Function):
         return ctx.unsharding.grad_of_slice(grad), None
 
 
-# In a graph `ring_torch.compiled.unshard` does it; where a graph broke, nothing of it is traced.
+# Compiled graphs use `ring_torch.compiled.unshard` instead. After a graph break this runs, and nothing
+# of it is traced.
 _unshard = torch.compiler.disable(_Unshard.apply)
 
 

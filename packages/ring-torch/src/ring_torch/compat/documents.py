@@ -227,7 +227,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
     call, inputs = part.call, part.inputs
-    if ring.size == 1 or len(part.spans) == 1:  # the rows are where the layout has them
+    if ring.size == 1 or len(part.spans) == 1:  # no exchange: the rows are in layout order already
         out, lse = run(call, inputs)
         return out[0], lse[0]
     moves = _moves(ring, layout, part.offsets, call.device)

@@ -179,7 +179,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
             f"a document of {-documents[-1] % ring.size} tokens of padding"
         )
     ours.documents = documents
-    _install(ours)  # kernels from the hub are registered when a model is loaded
+    # Again, as kernels from the hub are registered when a model is loaded.
+    _install(ours)
 
 
 def _install(ours: RingFlashAttention) -> None:

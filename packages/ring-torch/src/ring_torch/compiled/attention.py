@@ -343,7 +343,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
     """Run the backward operation, and assign its gradients to the tensors they belong to."""
     check_backward(dout, dlse)
-    saved = ctx.saved_tensors  # read once: checkpointing asks for it
+    saved = ctx.saved_tensors  # read once, as activation checkpointing requires
     tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
     found = attention_backward([dout, dlse], results, tensors, ctx.numbers, ctx.text)
     grads: list[Tensor | None] = [None] * ctx.count

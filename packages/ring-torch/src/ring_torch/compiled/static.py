@@ -88,7 +88,7 @@ def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
     """
     group: Any = None
     try:
-        if name is not None:  # there is no public way from a name
+        if name is not None:  # torch has no public function from a name to its group
             typed = distributed_c10d.GroupName(name)
             group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
         ranks = ranks_of(group)

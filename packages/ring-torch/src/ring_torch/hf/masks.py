@@ -122,17 +122,20 @@ def ring_mask(
         UnsupportedError: The pattern is unknown, or the keys are not the batch's own tokens (a KV
             cache, a prefix).
     """
-    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip  # of masks in memory
-    if unknown:  # in place of a TypeError
+    # These only say how a mask tensor is to be made.
+    del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip
+    if unknown:  # a newer transformers passes more: say so, instead of a TypeError
         raise UnsupportedError(
             lacks("masking_utils", f"known use of {', '.join(unknown)} of mask functions")
         )
     if cache_position is not None:
         q_length = cache_position.shape[0]
-    offset = q_offset if isinstance(q_offset, int) else -1  # a tensor: a cache of fixed size
+    # The offset is a tensor with a static KV cache. -1 lets it be refused below.
+    offset = q_offset if isinstance(q_offset, int) else -1
     if isinstance(attention_mask, CrossMask):
         return _cross_mask(attention_mask, mask_function, (batch_size, q_length, kv_length))
-    if attention_mask is None:  # of cross attention, maybe, where there is none
+    # Models ask for a cross attention mask even without cross attention, so this is no error yet.
+    if attention_mask is None:
         return NoMask()
     batch = sharded(attention_mask)
     if (batch_size, q_length, kv_length, offset, kv_offset) != (*batch.shape, batch.shape[1], 0, 0):

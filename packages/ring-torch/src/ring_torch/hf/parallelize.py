@@ -190,7 +190,8 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
     hooks = hooks_of(inner) if isinstance(inner, nn.Module) else None
     if hooks is not None:
         return _handle_of(hooks, cp, hooks.logits, hooks.reduction).verify(batch)
-    handle = _model(inner, cp, "local", "mean")  # FSDP takes no other, and verify knows of it
+    # Any model may have "mean", also one in FSDP, and verify divides the gradients by the factor.
+    handle = _model(inner, cp, "local", "mean")
     try:
         return handle.verify(batch)
     finally:
@@ -225,7 +226,7 @@ def _trainer(
         hooks = TrainerHooks(trainer, found)
         assert isinstance(found.owner, Handle)
         handle = hooks.owner = Handle([*done, *hooks.install()], found.owner._target)  # noqa: SLF001
-    except ValueError:  # of the second model, or of the rings: nothing is left half done
+    except ValueError:  # the second model or the rings were refused: undo the first model's changes
         for undo in reversed(done):
             undo()
         raise
@@ -334,7 +335,8 @@ def _attend(model: Any) -> Callable[[], object]:
     if has_written_attention(model):
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
-    # A model whose own module has attention of images alone sets that of its text part only.
+    # In some models, set_attn_implementation changes the text part only. So look at all text
+    # modules that attend, not at the model's own config.
     attending = [x for _, x in text_parts(model) if has_attention(x) and hasattr(x, "config")]
     if not all(is_ring(_attention_of(x)) for x in attending or [model]):
         _set(before)

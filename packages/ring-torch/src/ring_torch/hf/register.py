@@ -165,7 +165,7 @@ class RingAttention:
             if name not in _IGNORED
             and value is not None
             and value is not False
-            and (name, value) != ("logits_to_keep", 0)  # all of them
+            and (name, value) != ("logits_to_keep", 0)  # 0 keeps all
         ]:
             raise UnsupportedError(f"ring attention cannot honour {'; '.join(reasons)}")
         _check_pattern(mask, sliding_window, is_causal)

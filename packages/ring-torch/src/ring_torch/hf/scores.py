@@ -234,7 +234,8 @@ class Scores(Sealed):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
         raise SealedError(f"{cls._words} (asked for {getattr(func, '__name__', func)})")
 
-    def float(self) -> Scores:  # last: in a class body it would hide the type
+    # The last method, as in the class body below it the name hides the type ``float``.
+    def float(self) -> Scores:
         """Return the scores in float32."""
         return self.to(torch.float32)
 

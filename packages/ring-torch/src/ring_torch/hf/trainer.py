@@ -116,7 +116,7 @@ class TrainerHooks:
         self.accelerator = trainer.accelerator
         self.hooks = hooks
         self.owner: object = None
-        self.evaluated: Any = None  # the model that was prepared to be evaluated alone
+        self.evaluated: Any = None  # the model, while it is prepared for evaluation only
         self.firsts, self.ring_index = _first_ranks(hooks)
         self.cp_size = hooks.sharding.ring.size
         counts_all = trainer.args.average_tokens_across_devices
@@ -271,6 +271,7 @@ class TrainerHooks:
         from accelerate.utils import recursively_apply
 
         ranks = self.accelerator.num_processes
+        # Gathered tensors are [ranks * n, ...]: keep the n rows of each ring's first rank.
         return recursively_apply(
             lambda x: x.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1),
             self._own(self.accelerator, "gather")(tensors),

@@ -52,7 +52,8 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             layer = WrittenAttention(form, model.config)
             yield module.register_forward_pre_hook(layer.begin, with_kwargs=True).remove
             yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
-        if has_chunks and makes_chunks(module):  # it would read its mask to make them
+        # Replace its masks before it makes chunked ones itself, which would read the given mask.
+        if has_chunks and makes_chunks(module):
             yield module.register_forward_pre_hook(_chunk_masks, with_kwargs=True).remove
         if counts_queries(module):
             yield module.register_forward_pre_hook(_add_offsets, with_kwargs=True).remove
@@ -168,7 +169,8 @@ class _Positions(_Forward):
             raise UnsupportedError(
                 f"{type(module).__name__} is given positions {tuple(old.shape)}, other than from 0 on"
             )
-        given.arguments["position_ids"] = at.where(at < mask.length, 0)  # 0 for the padding
+        # Padding of the layout lies past the last position: give it position 0.
+        given.arguments["position_ids"] = at.where(at < mask.length, 0)
         return given.args[1:], given.kwargs
 
 

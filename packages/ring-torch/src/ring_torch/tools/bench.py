@@ -36,7 +36,7 @@ from ring_torch.kernels import capability_number, in_order
 from ring_torch.kernels.eager import dropout_keep
 from ring_torch.local import LocalRanks
 
-RingChecks = Callable[..., Iterator[Check]]  # ``doctor.ring_checks``
+RingChecks = Callable[..., Iterator[Check]]  # type of ``doctor.ring_checks``
 PATIENCE = 600.0  # seconds after which a round is given up
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}

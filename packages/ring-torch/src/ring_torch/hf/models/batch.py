@@ -104,7 +104,8 @@ def split_batch(
     _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
 
     gathers = "recurrent" in report.hooks
-    # With one token on a rank transformers takes a forward for a step of decoding, without a mask.
+    # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
+    # pad to at least two tokens a rank.
     least = max(length, sharding.ring.size + 1) if gathers else length
     more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
     # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.

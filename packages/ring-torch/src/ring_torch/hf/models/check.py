@@ -249,7 +249,7 @@ def _text_config(model: Any) -> Any:
     """Return the config of a model's text part, or the model's own if there are several."""
     try:
         return model.config.get_text_config()
-    except ValueError:  # there are several
+    except ValueError:  # transformers raises it if there are several text parts
         return model.config
 
 
@@ -342,7 +342,8 @@ def _mixes(module: nn.Module) -> bool:
         return True
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return max(module.kernel_size) > 1
-    name = type(module).__name__.removeprefix("RecurrentGemma")  # of the model, not of a layer
+    # The prefix RecurrentGemma is the model's name, and says nothing about this layer.
+    name = type(module).__name__.removeprefix("RecurrentGemma")
     return _MIXERS.search(name) is not None and not any(
         has_attention(x) or is_recurrent(x) for x in module.modules()
     )
@@ -375,7 +376,8 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
     yield from (reason for reason, applies in reasons.items() if applies)
     for module in parts.values():
         reads = reads_in_forward(type(module), "attention_mask") & {*_READS}
-        if reads and not is_recurrent(module):  # those are given the whole mask
+        # Recurrent layers are given the whole mask, which they may read.
+        if reads and not is_recurrent(module):
             yield (
                 f"{type(module).__name__} reads the attention_mask "
                 f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"

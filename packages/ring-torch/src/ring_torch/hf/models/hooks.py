@@ -234,7 +234,7 @@ class ModelHooks(ReductionChoice):
             output["logits"] = output["logits"][:, call.kept]
         if isinstance(output.get("loss"), Tensor):
             output["loss"] = self._whole_loss(module, output, call)
-        elif call.has_labels:  # a loss of another name would be of this rank's tokens
+        elif call.has_labels:  # under another name it would be this rank's part of the loss
             raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
@@ -411,11 +411,15 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, factor: int) -> Tensor:
+        """Return ``value``, and keep the factor for the backward."""
         ctx.factor = factor
-        return x.view_as(x) if value is x else value.clone()  # a view could not be changed in place
+        # torch refuses in-place changes of a view that a custom function returns, and the loss may
+        # be changed in place: return a copy.
+        return x.view_as(x) if value is x else value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of ``x``, multiplied by the factor."""
         return grad * ctx.factor, None, None
 
 

@@ -241,7 +241,7 @@ def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tens
     if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
         return x
     if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
-        return None  # the batch's own
+        return None  # replaced by the split batch's mask
     if name == "position_ids" and isinstance(x, Tensor):
         return mask.shard(x, dim=2) if x.ndim == _ROWS else mask.position_ids
     if name in _ALONG and isinstance(x, Tensor):

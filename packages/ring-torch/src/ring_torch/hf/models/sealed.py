@@ -274,7 +274,7 @@ class ShardedMask(Sealed):
         non_blocking: bool = False,
     ) -> ShardedMask:
         """Return the mask with its segment ids on a device; they keep their dtype."""
-        del dtype  # who moves an attention mask asks for bool, and ids would not survive that
+        del dtype  # models cast masks to bool, which would destroy the ids
         if self.segment_ids is None or device is None:
             return self
         return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))

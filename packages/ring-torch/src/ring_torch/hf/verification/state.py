@@ -68,7 +68,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             torch.inference_mode(mode=False),
             torch.enable_grad(),
         ):
-            torch.default_generator.manual_seed(0)  # ranks compare what they draw
+            # Ranks compare the dropout seeds that they draw, so they must draw alike.
+            torch.default_generator.manual_seed(0)
             for weight, weight_hooks in zip(weights, hooks, strict=True):
                 weight.grad = None
                 weight_hooks.clear()

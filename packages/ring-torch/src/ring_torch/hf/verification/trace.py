@@ -219,7 +219,8 @@ class Recorder:
         name, number, _ = self._open[-1]
         for path, x in tensors.items():
             is_compared = x.is_floating_point() or x.is_complex() or path in _INTEGERS
-            if x.ndim and x.numel() and is_compared:  # sums over tokens are a rank's own
+            # Scalars are sums over tokens, which each rank has of its own tokens.
+            if x.ndim and x.numel() and is_compared:
                 self._trace.records[name, number, kind, path] = Record(
                     module, tuple(x.shape), _floor(x.dtype), self._projections(x)
                 )
@@ -306,7 +307,7 @@ def _sequence_of(
     if len(unlike) > 1:
         return None
     for dim in unlike or range(len(split) - 1, -1, -1):
-        # Tokens of all rows may lie in one dimension, the first.
+        # Batch and sequence may be merged into one dimension, the first: [B * T, ...].
         times = 1 if dim or whole[dim] % rows or split[dim] % rows else rows
         fits = [
             one if unlike else _held_whole(one)
@@ -317,7 +318,9 @@ def _sequence_of(
                 for n in (1, times)
             }
         ]
-        if fits:  # of two sequences of one length, padding of either is left out
+        # If an encoder's and a decoder's sequence have one length, either may be meant: leave out
+        # tokens that are padding in any of them.
+        if fits:
             real = torch.stack([one.real for one in fits]).all(dim=0)
             return dim, replace(fits[0], real=real)
     return None if unlike else (None, None)
@@ -398,5 +401,6 @@ def _perturbed(x: Tensor) -> Tensor:
         return x
     unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
     draws = torch.rand_like(x)
-    steps = (draws - 1 / 8).sign().where(draws < 1 / 4, 0)  # of x's dtype, as the product has to be
+    # The integer 0 keeps the dtype of x, which the product must have.
+    steps = (draws - 1 / 8).sign().where(draws < 1 / 4, 0)
     return x * (1 + unit * steps)
