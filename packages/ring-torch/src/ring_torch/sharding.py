@@ -217,7 +217,7 @@ class _Unshard(torch.autograd.Function):
         return ctx.unsharding.grad_of_slice(grad), None
 
 
-# Compiled graphs use `ring_torch.compiled.unshard` instead. After a graph break this runs, untraced.
+# Compiled graphs use `ring_torch.compiled.unshard`. After a graph break this runs, untraced.
 _unshard = torch.compiler.disable(_Unshard.apply)
 
 

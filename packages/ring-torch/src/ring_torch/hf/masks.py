@@ -185,7 +185,7 @@ def _cross_mask(
 
 
 def sharded(attention_mask: object) -> ShardedMask:
-    """Return a batch's :class:`ShardedMask`; of anything else, say where to get one.
+    """Return the mask if it is a :class:`ShardedMask`, and raise an error for anything else.
 
     Raises:
         ValueError: It is not one, so it does not come from ``shard_batch``.

@@ -98,7 +98,7 @@ class Pass(NamedTuple):
     sent_before: int = 0
 
     def faults(self, seen: Watch) -> list[str]:
-        """Return a message if the bytes are not those of the program, and one if it was too fast.
+        """Return error messages: for other bytes than the program's, and for an impossible speed.
 
         No device exceeds its peak rate: a pass that seems to has left work out.
         """

@@ -273,9 +273,9 @@ def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Ite
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Return True if a router's loss, if the model has one, is Mixtral's load balancing loss.
+    """Return True if the code of a model calls Mixtral's load balancing loss for its router.
 
-    That is computed from router logits ``[B * T, E]``, which can be joined over the ranks.
+    That loss is computed from router logits ``[B * T, E]``, which can be joined over the ranks.
     """
     return "load_balancing_loss_func" in names_in_forward(type(model))
 

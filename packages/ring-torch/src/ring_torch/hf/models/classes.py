@@ -178,7 +178,7 @@ def is_pair(model: Any) -> bool:
 
 
 def of_pair(model: Any) -> Iterator[str]:
-    """Yield the reasons why an encoder-decoder cannot be split."""
+    """Yield the reasons, if any, why an encoder-decoder cannot be split."""
     name = name_of(model)
     if not is_pair(model):
         yield (

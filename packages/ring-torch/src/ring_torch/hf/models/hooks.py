@@ -125,7 +125,10 @@ class ModelHooks(ReductionChoice):
         return self.report.shifts_labels and not self.is_pair
 
     def divides_by_items(self, model: nn.Module) -> bool:
-        """Return True if the model's loss is the sum over labels over ``num_items_in_batch``."""
+        """Return True if the model's loss is a sum over labels, divided by their number.
+
+        The number is that of the whole batch, ``num_items_in_batch`` of the model's forward.
+        """
         return not self.is_pooling and (
             self.shifts_labels
             # Losses that do not go through `loss_function` are means over the labels given.

@@ -38,7 +38,10 @@ class Sealed:
         raise SealedError(self._words)
 
     def __eq__(self, other: object) -> bool:
-        """Refuse what a tensor would answer element by element, and an object with False."""
+        """Return True for the same object; refuse a comparison with anything but a stand-in.
+
+        A tensor would answer element by element, and a plain object with False.
+        """
         if not isinstance(other, Sealed):
             raise SealedError(self._words)
         return self is other
