@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 JAX = "benchmarks/results/jax-h200.json"
 JAX_RANKS = "benchmarks/results/jax-h200-ranks.json"
+HOST = "benchmarks/results/h200x4-host.json"  # in a table of its own columns
 OPTIONS = "benchmarks/results/options-h200*.json"
 JAX_OPTIONS = "benchmarks/results/jax-options-h200.json"
 
@@ -81,6 +82,7 @@ def test_tables_are_those_of_their_files() -> None:
     others |= {name for name in tables if (ROOT / name).match(OPTIONS)}
     tables = {name: x for name, x in tables.items() if name not in others}
     measured = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/results/h200*.json")}
+    measured -= {HOST}
     assert tables.keys() == measured
     for name, shown in tables.items():
         assert shown == table(json.loads((ROOT / name).read_text())["rows"])

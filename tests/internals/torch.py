@@ -5,6 +5,7 @@ from ring_torch import (
     autograd as autograd,
     call as call,
     capture as capture,
+    context as context,
     gradients as gradients,
     kernels as kernels,
     prepare as prepare,

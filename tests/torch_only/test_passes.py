@@ -19,7 +19,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def interpret(name: str) -> None:
         kernel: Any = getattr(passes, name)
-        monkeypatch.setattr(passes, name, interpreter.InterpretedFunction(kernel.fn))
+        monkeypatch.setattr(passes, name, interpreter.InterpretedFunction(kernel.kernel.fn))
 
     return interpret
 

@@ -54,3 +54,21 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
     head_exchange._unpack(layout, packed, again, orders, by_heads=by_heads)
     for x, y in zip(again, tensors, strict=True):
         assert torch.equal(x, y)
+
+
+def test_heads_may_lie_far_apart() -> None:
+    """Offsets beyond 2^31 numbers, in memory of which nearly nothing is touched."""
+    from internals.torch_triton import head_exchange_kernel
+
+    heads, stride = 3, 3 << 29
+    layout = HeadBuffer.of(1, HeadPart(1, 1, heads, 2, torch.int8))
+    before = 1 << 30  # where 32 bits would find the last head
+    memory = torch.empty(before + (heads - 1) * stride + 2, dtype=torch.int8, device="cpu")
+    x = memory.as_strided((1, 1, heads, 2), (1, 1, stride, 1), before)
+    x.copy_(torch.arange(2 * heads, device="cpu").view(x.shape))
+    packed = torch.zeros((1, layout.message.size), dtype=torch.uint8, device="cpu")
+    head_exchange_kernel.pack_on_gpu(layout, packed, [x], [None], by_heads=True)
+    assert packed[0, : 2 * heads].tolist() == list(range(2 * heads))
+    x.zero_()
+    head_exchange_kernel.unpack_on_gpu(layout, packed, [x], [None], by_heads=True)
+    assert x.flatten().tolist() == list(range(2 * heads))

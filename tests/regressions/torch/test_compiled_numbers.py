@@ -153,3 +153,12 @@ def _prepared(rank: int) -> None:
 
 def test_prepared_documents(pool: LocalRanks) -> None:
     pool.run(_prepared)
+
+
+def test_a_flag_is_no_seed() -> None:
+    """As without a compiler, which refuses it in words of its own around these."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 1, 8)
+    call: Any = torch.compile(ContextParallel().attention, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="dropout_seed must be an integer"):
+        call(x, x, x, dropout_p=0.1, dropout_seed=True)

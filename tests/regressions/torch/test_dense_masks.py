@@ -142,6 +142,33 @@ def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
         ring_attention(*qkv, mask=mask)
 
 
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ([0.0], "bias must be a torch.Tensor"),
+        (torch.zeros(T, T), "bias must have shape"),
+        (torch.zeros(1, 1, 1, T), "bias must have shape"),
+        (torch.zeros(1, 1, T, T + 1), "bias must have shape"),
+        (torch.zeros(1, 1, T, T, dtype=torch.int64), "bias must be floating point"),
+        (torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
+    ],
+)
+def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, words: str) -> None:
+    qkv, mask, _ = _given((T, T))
+    options: list[dict[str, Any]] = [{}, {"mask": mask}]
+    for given in options:
+        with pytest.raises(ValueError, match=words):
+            ring_attention(*qkv, bias=bias, **given)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_tensor_is_refused_beside_a_mask(name: str) -> None:
+    qkv, mask, _ = _given((T, T))
+    given: Any = dict(zip("qkv", qkv, strict=True)) | {name: [0.0]}
+    with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor"):
+        ring_attention(**given, mask=mask)
+
+
 def test_what_is_too_large_is_told_what_to_use() -> None:
     mask = checks.Tensor((1 << 13, (1 << 13) + 1), "bool", "cpu")
     with pytest.raises(ValueError, match=r"at most 64 MiB .*Mask\(predicate"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import attention, autograd, capture, prepare
+from internals.torch import attention, autograd, capture, context, prepare
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -64,6 +65,21 @@ def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "check_call", spy)
     ring_attention(_x(), _x(), _x())
     assert seen == [not only_warns]
+
+
+def test_explain_knows_of_autocast() -> None:
+    explain = ContextParallel().explain
+    plain, expected = (explain(x, x, x) for x in (_x(), _x(torch.bfloat16)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert explain(_x(), _x(), _x()) == expected != plain
+
+
+def test_explain_knows_of_deterministic_algorithms(only_warns: bool) -> None:
+    with patch.object(
+        context, "check_call", autospec=True, side_effect=prepare.check_call
+    ) as check:
+        ContextParallel().explain(_x(), _x(), _x())
+    assert check.call_args.args[6].deterministic is not only_warns
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide, build as build_known, whole
-from internals.torch_hf import TESTED_RELEASES, _undecorated
+from internals.torch_hf import TESTED_RELEASES, _undecorated, classes
 from sweep.compare import batch_of, build
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
@@ -210,6 +210,17 @@ def test_attention_that_is_not_set() -> None:
         hf.parallelize(model, ContextParallel())
 
 
+def test_a_loss_of_another_name() -> None:
+    """It would be of this rank's tokens."""
+    model = build(*LLAMA)
+    batch = batch_of(model)
+    hf.parallelize(model, ContextParallel())
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: {"total_loss": forward(*args, **kwargs).loss}
+    with pytest.raises(UnsupportedError, match=r"the output of LlamaForCausalLM .* has no loss"):
+        model(**batch, labels=batch["input_ids"])
+
+
 def test_attention_of_a_text_part_alone() -> None:
     """GOT-OCR2's own module has attention of images, which is kept; the text part's is set."""
     model = build("GotOcr2ForConditionalGeneration", "got_ocr2")
@@ -393,3 +404,31 @@ def test_two_ranks_are_as_one(
     two: LocalRanks, model_of: tuple[str, str], prepare: Any, changes: dict[str, Any]
 ) -> None:
     two.run(_exact, *model_of, prepare, changes)
+
+
+#: Names that a release has not: its models of these are newer, or older.
+ABSENT = {
+    "5.14": {"BailingHybridDeltaAttention", "KimiLinearDeltaAttention", "Lfm3ShortConv"},
+    "5.24": {"past_key_values_length"},
+}
+
+
+def test_names_that_refuse_are_in_transformers() -> None:
+    """A model that is refused by a name would be taken for another where the name is gone.
+
+    So each name that pooled outputs, heads, experts with a capacity, layers and attention that is
+    written out are told by has to stand somewhere in transformers' code.
+    """
+    release = ".".join(transformers.__version__.split(".")[:2])
+    assert transformers.__file__ is not None
+    sources = Path(transformers.__file__).parent.rglob("*.py")
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    names = {
+        *classes._POOLED, *classes.RECURRENT, *classes.WRITTEN, *classes.CACHES,
+        *classes.PAST_LENGTHS, *classes._RECURRENT_INPUTS, "expert_capacity", "get_seq_length",
+        "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
+    }  # fmt: skip
+    parts = {*classes._POOLED_TYPES, *classes._POOLED_HEADS, *classes._TOKEN_HEADS}
+    assert names - words == ABSENT.get(release, set())
+    # Reward models have their own code, in other libraries.
+    assert {x for x in parts if not any(x in word for word in words)} == {"RewardModel"}

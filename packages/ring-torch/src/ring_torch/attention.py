@@ -90,8 +90,8 @@ def ring_attention(
         mask: A :class:`ring_core.Mask` in place of ``causal``, ``window``, ``chunk_size`` and
             ``cu_seqlens``, and the way to give a predicate. Or booleans ``[T_local, T_kv]`` or
             ``[B or 1, H or 1, T_local, T_kv]``, true where a query may see a key: rows in layout
-            order, columns for all keys in natural order, at most 64 MiB a rank. They add to the
-            other options. Blocks that are hidden from all heads are skipped.
+            order, columns for all keys in natural order, at most 64 MiB a rank. A query sees a key
+            if both they and the other options show it. Blocks hidden from all heads are skipped.
         softmax_scale: Factor of the scores; ``None`` is ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
         sinks: ``[H]`` or ``[H, n]``, logits that join each row's softmax and have no value. Their
@@ -107,7 +107,7 @@ def ring_attention(
             ``torch.use_deterministic_algorithms(True)`` in any case, unless that only warns.
         return_lse: Return ``lse`` too. If it gets a gradient, the backward may run another kernel
             than the forward; over gathered keys it must get one on all ranks, or on none.
-        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
+        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``triton``, ``eager`` or a
             :class:`KernelConfig`. A kernel that is named never falls back.
         strategy: ``ring``: K/V shards go from rank to rank, a step at a time. ``balanced``: a ring
             over contiguous shards whose idle ranks compute for busy ones, so that causal work is
@@ -136,16 +136,14 @@ def ring_attention(
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
     """
-    if deterministic is False and torch.are_deterministic_algorithms_enabled():
-        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
+    q, k, v, deterministic = in_modes_of_torch(q, k, v, deterministic)
     options = CallOptions(
         causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap, sinks,
         bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel, strategy,
         transport,
     )  # fmt: skip
-    q, k, v = _as_autocast(q, k, v)
     if isinstance(mask, Tensor):
-        options = with_dense_mask(q, k, options, _size_of(group))
+        options = with_dense_mask(q, k, v, options, _size_of(group))
     if not torch.compiler.is_compiling():
         out, lse = _attend(q, k, v, group, layout, options)
     elif isinstance(mask, Mask) and mask.predicate is not None:
@@ -180,7 +178,9 @@ def _attend(
 _attend_between_graphs = torch.compiler.disable(_attend)
 
 
-def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> CallOptions:
+def with_dense_mask(
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, ranks: int
+) -> CallOptions:
     """Return options whose boolean mask, if there is one, has become a bias: ``-inf`` where false.
 
     Kernels skip the blocks in which the bias is ``-inf`` throughout.
@@ -188,23 +188,24 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
     Args:
         q: The call's queries.
         k: Its keys.
+        v: Its values.
         options: The call's options; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or
             1, T_local, T_kv]``, rows in layout order, columns for all keys in natural order. A bias
             that is given beside it is kept where it is true.
         ranks: Number of ranks that hold a sequence.
 
     Raises:
-        ValueError: The mask is malformed or too large.
+        ValueError: The mask is malformed or too large, or a tensor beside it is malformed.
     """
     mask, bias = options.mask, options.bias
     if not isinstance(mask, Tensor):
         return options
-    if q.ndim != 4 or k.ndim != 4:
-        return options._replace(mask=None)  # the call is refused for its shapes later
-    fact = checks.Tensor(
-        tuple(mask.shape), str(mask.dtype).removeprefix("torch."), str(mask.device)
-    )
-    checks.check_dense_mask(fact, tuple(q.shape), k.shape[1] * ranks, str(q.device))
+    if not all(isinstance(x, Tensor) for x in (q, k, v, mask if bias is None else bias)):
+        return options._replace(mask=None)  # the call is refused for its arguments later
+    sizes, device = checks.check_qkv(*map(_described, (q, k, v))), str(q.device)
+    checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
+    if bias is not None:  # it is broadcast below, where any shape would do
+        checks.check_bias(_described(bias), sizes, sizes.k_len * ranks, device)
     shown = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
@@ -214,17 +215,30 @@ def with_dense_mask(q: Tensor, k: Tensor, options: CallOptions, ranks: int) -> C
     )  # fmt: skip
 
 
+def _described(x: Tensor) -> checks.Tensor:
+    """Return a tensor's properties as checks take them; while traced, sizes may be symbols."""
+    return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
+
+
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
     """Return the number of ranks of a group, which the compiler takes for a constant."""
     return ranks_of(group).size
 
 
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v in autocast's dtype if it is enabled, as torch's own attention does."""
+def in_modes_of_torch(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return q, k, v and ``deterministic`` as autocast and torch's deterministic mode make them.
+
+    Autocast casts q, k and v as for torch's own attention, except from float64.
+    ``torch.use_deterministic_algorithms`` sets the option, unless it only warns.
+    """
+    if deterministic is False and torch.are_deterministic_algorithms_enabled():
+        deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
     kind = q.device.type if isinstance(q, Tensor) else "none"
     if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
-        return q, k, v
+        return q, k, v, deterministic
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (
         x.to(dtype)
@@ -232,4 +246,4 @@ def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
         else x
         for x in (q, k, v)
     )
-    return q, k, v
+    return q, k, v, deterministic

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
-from ring_torch.attention import ring_attention, with_dense_mask
+from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
 from ring_torch.comm.ranks import Group
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
@@ -192,7 +192,9 @@ class ContextParallel:
         figures; :func:`ring_core.viz.describe` draws it.
         """
         given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        record = with_dense_mask(q, k, CallOptions(**given), self.cp_size)
+        modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))
+        q, k, v, given["deterministic"] = modes
+        record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
         call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"

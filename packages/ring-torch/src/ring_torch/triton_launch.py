@@ -38,12 +38,12 @@ class DirectKernel:
     """
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._is_direct = triton.__version__ in VERSIONS and isinstance(kernel, JITFunction)
         self._compiled: dict[object, _Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return partial(self._launch, grid) if self._is_direct else self._kernel[grid]
+        return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
         device = torch.cuda.current_device()
@@ -65,7 +65,7 @@ class DirectKernel:
         compiled = self._compiled.get(key)
         runtime = triton.knobs.runtime
         if compiled is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            self._remember(key, self._kernel[grid](*given, **named), len(given), named)
+            self._remember(key, self.kernel[grid](*given, **named), len(given), named)
             return
         x_size, y_size, z_size = (*grid, 1, 1)[:3]
         kernel = compiled.kernel
@@ -78,5 +78,5 @@ class DirectKernel:
     def _remember(self, key: object, kernel: Any, count: int, named: dict[str, Any]) -> None:
         if len(self._compiled) >= _MOST_LAUNCHES:
             self._compiled = {}
-        constants = tuple(named[name] for name in self._kernel.arg_names[count:])
+        constants = tuple(named[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)

@@ -122,7 +122,7 @@ def _move_part(
         columns = start + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (columns < width)[None, :]
         at_place = places[:, None] + columns[None, :]
-        at_x = starts[:, None] + ((columns // DIM) * x_head + columns % DIM)[None, :]
+        at_x = starts[:, None] + ((columns // DIM).to(tl.int64) * x_head + columns % DIM)[None, :]
         if PACKS:
             tl.store(at_place, tl.load(at_x, mask=inside), mask=inside)
         else:

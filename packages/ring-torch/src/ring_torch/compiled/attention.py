@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,15 +84,23 @@ def _as_operands(options: CallOptions) -> CallOptions:
             )
         if window[0] is None and window[1] is None:
             options = options._replace(window=None)
-    if documents is not None and not isinstance(documents, (tuple, list)):
-        array = torch.as_tensor(documents)
+    is_sequence = isinstance(documents, (tuple, list))
+    has_arrays = is_sequence and any(
+        isinstance(x, (np.ndarray, np.generic, Tensor)) for x in documents
+    )
+    if documents is not None and (has_arrays or not is_sequence):
+        offsets: Any = documents
+        array = (
+            torch.stack([torch.as_tensor(x) for x in offsets]) if has_arrays
+            else torch.as_tensor(offsets)
+        )  # fmt: skip
         if array.device.type != "cpu":
             raise ValueError(
                 "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
             )
         own: Any = array.clone()  # the given one may be refilled
         options = options._replace(cu_seqlens=own)
-    if isinstance(seed, int):
+    if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
         halves: Any = (seed & _LOW, seed >> 32)
         options = options._replace(dropout_seed=halves)
     return options
