@@ -85,15 +85,11 @@ def _as_operands(options: CallOptions) -> CallOptions:
         if window[0] is None and window[1] is None:
             options = options._replace(window=None)
     is_sequence = isinstance(documents, (tuple, list))
-    has_arrays = is_sequence and any(
-        isinstance(x, (np.ndarray, np.generic, Tensor)) for x in documents
-    )
-    if documents is not None and (has_arrays or not is_sequence):
-        offsets: Any = documents
-        array = (
-            torch.stack([torch.as_tensor(x) for x in offsets]) if has_arrays
-            else torch.as_tensor(offsets)
-        )  # fmt: skip
+    offsets: Any = documents
+    if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
+        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
+    if offsets is not None and not is_sequence:
+        array = torch.as_tensor(offsets)
         if array.device.type != "cpu":
             raise ValueError(
                 "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
