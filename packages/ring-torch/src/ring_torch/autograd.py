@@ -74,6 +74,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
+        # The tripwire counts what is sent and received inside, if it checks this call.
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
@@ -141,6 +142,7 @@ def backward_pass(
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.backward_signature),
     ):
+        # Once for all items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:

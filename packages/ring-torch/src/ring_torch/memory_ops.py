@@ -263,6 +263,7 @@ def _row_dots(
     if SUMS:
         at = lse + batch * lse_batch + head * lse_head + row
         beside = tl.load(at, mask=row < rows, other=float("inf"))
+        # A row that sees nothing, with lse = -inf, gives nothing to the sum.
         beside = tl.where(beside == float("-inf"), float("inf"), beside)
         part = tl.exp(tl.load(sinks + head) - beside)
         tl.store(place + tl.program_id(0), tl.sum(part * found, axis=0))
@@ -288,6 +289,7 @@ def _merge(
     new_at = lse + batch * lse_batch + head * lse_head + row
     old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
+    # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old_part, new_part = tl.exp(old - safe), tl.exp(new - safe)

@@ -114,6 +114,7 @@ def check_call(
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
+    # The key holds no tensors and no seed: calls with other numbers are prepared as one.
     if seed is not None or facts[3:] != _NO_FACTS:
         options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)
     kinds = _kinds_in(options)
@@ -129,6 +130,7 @@ def check_call(
         every,
         number > 0,
     )
+    # A call with options that have no hash is prepared anew each time.
     is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:

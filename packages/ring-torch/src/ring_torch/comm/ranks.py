@@ -152,6 +152,7 @@ class Ranks:
         try:
             if coalesces:
                 group._start_coalescing(device)  # noqa: SLF001
+            # All are only started here; the current stream's kernels so far precede them on a GPU.
             pending = [group.send([tensor], peer, 0) for tensor, peer in sends]
             pending += [group.recv([tensor], peer, 0) for tensor, peer in receives]
             if coalesces:  # NCCL: all messages run together, and one handle stands for them

@@ -34,7 +34,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds between two looks at a key
 
 @dataclass(frozen=True)
 class CallSignature:
-    """All that must be equal on all ranks for a pass of a call, beside its number and seed."""
+    """Fields of a call that must be equal on all ranks in a pass, with their digest.
+
+    The call's number and seed, which must be equal, too, are not among them.
+    """
 
     fields: dict[str, Any]  # by name; values that ``json`` can write
     digest: bytes  # of all fields, 8 bytes

@@ -115,6 +115,7 @@ class FlashKernel(Kernel):
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _numbers_where_seen(result, lse))
             return AttentionState(result, _numbers(lse))
+        # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
         unseen, inside = _unseen(item, device), None
@@ -141,7 +142,7 @@ class FlashKernel(Kernel):
         dout, q, k, v, result = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
-            lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
+            lse = upstream.lse.contiguous()  # libraries misread other strides, without an error
             grads = self._backward(dout, q, k, v, result, lse, options, out)
             return Grads(*grads, None)
         batch = rows.q.shape[0]

@@ -219,9 +219,10 @@ def _lengths(
 
 
 def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Return True if scores are not finite, or masked weights, which are 0, meet what is not.
+    """Return True if an item has NaN or infinity that the operator would handle wrongly.
 
-    Where nothing of an item is masked, what the weights meet may be anything.
+    That is any in q or k and, if some of the item is masked, any in the other tensors: masked
+    weights, which are 0, are multiplied with them.
     """
     read = (q, k) if item.is_full else (q, k, *others)
     return False in [bool(torch.isfinite(x).all()) for x in read]
@@ -229,7 +230,7 @@ def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *others: Tensor) -> b
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
     """Return slices of query heads, one of each K/V head, with q, k and v ``[B, K, T, D]``."""
-    # The operator reads no others, and does not say so.
+    # The operator misreads other strides, without an error.
     assert False not in [x.stride(-1) == 1 for x in (q, columns.k, columns.v) if x.shape[-1] > 1]
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)

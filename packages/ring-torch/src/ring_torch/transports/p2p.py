@@ -112,7 +112,7 @@ class Messages:
         overlapped: bool, early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start the messages of :meth:`fetch` in the other direction, with gradients."""
-        del group, overlapped  # messages are told apart by their order, and never hold up kernels
+        del group, overlapped  # messages are matched by their order, and always run beside kernels
         ring = self.spec.ranks
         # To each owner the sums over its keys: views of `grads` where those are contiguous.
         sends = [

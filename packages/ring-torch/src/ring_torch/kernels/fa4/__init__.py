@@ -43,7 +43,7 @@ class Flash4:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
             place = AttentionState(out, lse)
-        # Without an lse a launch is faster at unlike head dims, and slower at like ones.
+        # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
         modded = modded_of("forward", q, v, options)
         self._compiled.forward(q, k, v, place.out, place.lse if has_lse else None, options, modded)
@@ -153,7 +153,7 @@ class HopperSplitBackward:
     ) -> None:  # fmt: skip
         """Run an item's backward in one launch: write ``dq``, and add to the sums of dK and dV."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
-        is_causal = item.window == (None, 0)  # which the compiled function takes beside a window
+        is_causal = item.window == (None, 0)  # compiled functions have a flag for it
         sides: Window = (None, None) if is_causal else item.window
         given = tuple(side is not None for side in sides)
         group = q.shape[2] // k.shape[2]

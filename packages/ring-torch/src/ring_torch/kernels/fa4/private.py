@@ -274,7 +274,7 @@ class CompiledFlash4:
 def _library_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
 ) -> None:  # fmt: skip
-    """Call the library as one would by hand."""
+    """Call the library's forward, which looks up, or compiles, its function."""
     _interface()._flash_attn_fwd(
         q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
         learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
@@ -285,7 +285,7 @@ def _library_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
     modded: Modded, place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Call the library as one would by hand."""
+    """Call the library's backward, which looks up, or compiles, its functions."""
     dq, dk, dv = _interface()._flash_attn_bwd(
         q, k, v, out, dout, lse, dq=place, score_mod_bwd=modded.score_mod_bwd,
         deterministic=options.deterministic, **modded.arguments, **_arguments(options),
