@@ -156,6 +156,7 @@ def _pack(
     k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    """Copy K and V of one token side by side."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, SIZE)
     place = both + batch * batch_stride + token * token_stride + at
@@ -171,6 +172,7 @@ def _add(
     total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Add up to four parts to a stretch of one row."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < size
@@ -200,6 +202,7 @@ def _largest(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Find the largest finite bias among the visible columns of a few rows of one head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     inside = row < rows
@@ -232,6 +235,7 @@ def _largest(
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
+    """Write NaN into lse of rows whose scores are not finite, for a stretch of one head's rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     place = lse + batch * lse_batch + head * lse_head + row
@@ -250,6 +254,7 @@ def _row_dots(
     dots_head, lse_batch, lse_head,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute ``rowsum(x * y)`` for rows of one head or, with ``SUMS``, their weighted sum."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -279,6 +284,7 @@ def _merge(
     out_batch, out_row, out_head, lse_batch, lse_head,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)

@@ -345,6 +345,7 @@ def _check_options(
     sizes: checks.Sizes, tensors: Described, options: CallOptions, grads: tuple[bool, bool], *,
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
+    """Check the options that belong to no tensor; return the request and the kernel's settings."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
@@ -364,6 +365,7 @@ def _params(
     plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
     device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
+    """Return the parameters of all work items, but for the dropout seed, which calls set later."""
     return KernelParams(
         plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
@@ -411,6 +413,7 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
 
 
 def _fact(x: object, name: str) -> TensorSpec:
+    """Return the static properties of an argument, or refuse what is no dense local tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:

@@ -46,6 +46,10 @@ class DirectKernel:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
+        """Launch directly if an equal launch was compiled before, otherwise by Triton.
+
+        The key holds all that Triton specialises a kernel for, and the constants.
+        """
         device = torch.cuda.current_device()
         values: list[int | None] = []
         facts: list[object] = [device, *named.items()]

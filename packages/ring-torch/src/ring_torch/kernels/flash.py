@@ -309,6 +309,7 @@ def _options(
     window: Window | None = None,
     documents: Documents | None = None,
 ) -> Options:
+    """Return a launch's options, with the item's own window if none is given."""
     return Options(
         params.scale, params.softcap, window or item.window, documents, params.deterministic
     )

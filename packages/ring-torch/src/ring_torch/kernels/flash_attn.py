@@ -94,6 +94,7 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, boo
 
 @cache
 def _missing_2() -> str | None:
+    """Return why FlashAttention-2 cannot be called on this machine, or ``None``."""
     try:
         found = version("flash-attn")
         import_module(FLASH_2.module)
@@ -120,6 +121,7 @@ FA2 = FlashKernel(
 
 @cache
 def _missing_3() -> str | None:
+    """Return why FlashAttention-3 cannot be called on this machine, or ``None``."""
     try:
         import_module(FLASH_3.module)
     except ImportError as error:

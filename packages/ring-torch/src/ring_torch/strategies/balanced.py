@@ -71,6 +71,7 @@ def balanced_steps(
     """Return the steps of a pass for a rank, each with its pieces of helped and helping work."""
 
     def pieces(stage: Stage) -> tuple[HelpPiece, ...]:
+        """Return the pieces of a stage: cuts of its work items for others, in matching order."""
         if not stage.helps:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
@@ -174,6 +175,7 @@ class Balanced(Strategy):
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
 
         def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
+            """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
             theirs = helped_rows(call, launch.item, rows, tensors)
             grads = zero_row_grads(call, theirs)
             if theirs.q.shape[0] > 0:

@@ -168,9 +168,9 @@ class Gather(Strategy):
             places = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
 
-        # One group of dK/dV is in flight while the next is computed, so a peer's transfer is waited
-        # for when there is other work in line. Peers read a group's sums until their transfer ends:
-        # nothing writes `room[n]` any more but what arrives for this rank's own keys.
+        # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
+        # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
+        # their transfer ends, so nothing writes `room[n]` any more but own columns (`finish`).
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
@@ -433,6 +433,7 @@ def _resolve(given: Resolution) -> Strategy:
 
 
 def _memory_refusals(plan: Plan, request: Request) -> Refusals:
+    """Return why ``auto`` does not gather: memory beyond ``MOST_MEMORY`` times a ring's."""
     memory = gather_memory(
         plan, q_width=request.q_heads * request.head_dim,
         kv_width=request.kv_heads * (request.head_dim + request.v_head_dim),

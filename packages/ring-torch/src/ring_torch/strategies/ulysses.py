@@ -137,6 +137,7 @@ def _exchanges(
     ranks: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype,
     acc_dtype: torch.dtype, needs_delta: bool,
 ) -> Exchanges:  # fmt: skip
+    """Make the message layouts of a call from the shapes of its tensors; P ranks cut heads."""
     q, k = (
         HeadPart(batch, length, heads // ranks, dim, dtype)
         for batch, length, heads, dim in (q_shape, k_shape)

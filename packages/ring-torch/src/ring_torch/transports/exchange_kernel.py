@@ -175,6 +175,7 @@ def _exchange_keys(
     table, chunks, target,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    """Run one exchange of K/V: write own ones, signal, wait for all ranks, and read theirs."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
     programs = tl.num_programs(0)
@@ -227,6 +228,7 @@ def _add_peers(
     headers, header, digest, rank, ranks, patience, table, chunks, total,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Run one exchange of dK/dV: signal, wait for all ranks, and add their sums."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
     # This rank's part was written by earlier kernels of the stream: it is complete.

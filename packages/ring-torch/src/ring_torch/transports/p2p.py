@@ -54,6 +54,7 @@ class Messages:
         return iter([self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)])
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
+        """Start the messages of one group of heads, whose tensors ``inputs`` holds."""
         ring, keys = self.spec.ranks, self.spec.keys
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.

@@ -189,6 +189,7 @@ class PeerCopies:
         window.join(main)
 
         def add_to(total: torch.Tensor, length: int, where: Where) -> None:
+            """Wait for the peers' sums and add them to ``total``."""
             # The kernels of the caller's stream go on when the copies are there and calls compared.
             for event in _last(home):
                 main.wait_event(event)

@@ -57,6 +57,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
 
 
 def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
+    """Return why processes of this machine cannot use it, or an empty string."""
     if device != "cuda":
         return "copies out of other GPUs' memory; torch finds no GPU here"
     if not dist.is_nccl_available():

@@ -115,6 +115,7 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 
 @cache
 def _missing() -> str | None:
+    """Return why flash-attn-4 cannot be called on this machine, or ``None``."""
     try:
         found = version("flash-attn-4")
     except PackageNotFoundError:

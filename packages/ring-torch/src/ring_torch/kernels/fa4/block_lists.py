@@ -66,6 +66,7 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
 
 @capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
 def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
+    """Return the lists of an item without segment ids, made by the host once."""
     kinds = kinds_on(item, grid)
     if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
@@ -87,6 +88,7 @@ def _list_blocks(
     OUTER_SIZE: tl.constexpr, INNER_SIZE: tl.constexpr, OUTER_PADDED: tl.constexpr,
     INNER_PADDED: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
+    """Write the lists of one outer block of one sequence, comparing segment ids by extremes."""
     outer, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tl.arange(0, OUTER_PADDED)
     at = outer * OUTER_SIZE + token

@@ -133,6 +133,7 @@ def _from_16_bytes(ids: Tensor) -> Tensor:
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+    """Return the fields of ``Numbers`` that are no addresses."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
         batch, heads = kept["slopes"].shape

@@ -134,6 +134,7 @@ class Launch:
         }  # fmt: skip
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
+        """Return the arguments that list the blocks to visit, unless the kernel derives them."""
         if not self._is_indexed:
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
@@ -159,6 +160,7 @@ class Launch:
         return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
+        """Return the arguments that mask scores: bounds, segment ids, tiles or documents."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
         if rows.segments is not None and columns.segments is not None:
@@ -173,6 +175,7 @@ class Launch:
         return found
 
     def _options(self) -> dict[str, Any]:
+        """Return the arguments of bias, ALiBi and dropout; strides of absent tensors are 0."""
         rows, columns, params = self.rows, self.columns, self.params
         found: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
@@ -216,6 +219,7 @@ def _launch(
     name: Pass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
     blocks: Blocks, capability: int, device: torch.device,
 ) -> None:  # fmt: skip
+    """Launch a pass's kernel, with only those arguments that it takes."""
     from ring_core.triton import backward, forward
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
