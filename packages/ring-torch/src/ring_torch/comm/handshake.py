@@ -58,17 +58,17 @@ _IN_WORDS, _COMPARED = 1, 2
 class Header(NamedTuple):
     """Message of 2,048 bytes that a rank sends to the next one before a pass.
 
-    ======  =====  ============================================================
+    ======  ==================================================================
     bytes   field
-    ======  =====  ============================================================
-    0-3     magic  ``RING``: tensors that arrive in a header's place have none
-    4-7     kind   1: all fields follow
+    ======  ==================================================================
+    0-3     magic ``RING``: tensors that arrive in a header's place have none
+    4-7     kind, 1: all fields follow
     8-15    number of the call on the group
     16-23   digest of the signature
-    24-31   seed   of dropout
-    32-39   nonce  of the group, part of the keys of its notes in the store
+    24-31   seed of dropout
+    32-39   nonce of the group, part of the keys of its notes in the store
     40-     fields of the signature, JSON, padded with zeros
-    ======  =====  ============================================================
+    ======  ==================================================================
 
     A GPU sends the header of a call that was compared before in another form: 256 times the same
     eight bytes, the digest of signature, number and seed. One kernel writes them.
