@@ -74,7 +74,7 @@ class QueryBlock(NamedTuple):
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
     runs: tuple[Run, ...] = ()  # of their positions, if an option needs these
-    bias_shift: Tensor | None = None  # [B or 1, H or 1, n] subtracted from the bias, wide
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, n], acc. dtype: subtracted from the bias
 
     def take(self, part: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
@@ -220,7 +220,7 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     bias: Tensor | None
     slopes: Tensor | None
-    bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], wide
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], accumulators' dtype
 
     def key_tensors(self) -> list[Tensor]:
         """Return the tensors that travel for keys: k, v and, if there are any, segment ids."""

@@ -129,6 +129,7 @@ class Balanced(Strategy):
         )  # fmt: skip
 
         def attend(launch: Launch, tensors: list[Tensor]) -> AttentionState:
+            """Attend to own K/V with another rank's rows; the result is merged there, not here."""
             theirs = helped_rows(call, launch.item, rows, tensors)
             result = empty_state(theirs.q, inputs.v.shape[3])
             if theirs.q.shape[0] > 0:
@@ -188,6 +189,7 @@ class Balanced(Strategy):
             return _row_grad_tensors(grads)
 
         def add(part: slice, tensors: list[Tensor]) -> None:
+            """Add the gradients that a helper sent home for a slice of this rank's rows."""
             for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
                 total.add_(x)
 
@@ -223,6 +225,7 @@ class Balanced(Strategy):
             # The next step reads the K/V that arrived.
             transfer.wait()
             held = arriving
+        # dQ of the last step's helpers may still be on its way.
         remote.finish()
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)

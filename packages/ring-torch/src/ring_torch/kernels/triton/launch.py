@@ -87,6 +87,8 @@ class Launch:
                 name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
                 row=(dim + v.shape[3]) * q.element_size(),
             )  # fmt: skip
+            # One program for each outer block and head: of keys and K/V heads where dK/dV are
+            # summed, so that programs of other blocks never add to the same ones.
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
         _launch(
