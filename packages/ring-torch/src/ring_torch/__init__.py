@@ -1,6 +1,7 @@
 """Exact attention over sequences longer than one device holds, for PyTorch.
 
-``ContextParallel`` owns the layout and the data; ``ring_attention`` takes local shards.
+``ContextParallel`` shards tensors by a layout and attends to them; ``ring_attention`` is the
+function beneath it, for callers that shard tensors themselves.
 """
 
 from ring_core import (

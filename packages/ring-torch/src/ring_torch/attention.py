@@ -1,4 +1,4 @@
-"""The public function on local shards."""
+"""The public function ``ring_attention``, which takes this rank's shards."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def ring_attention(
     strategy: str | StrategyConfig = "auto",
     transport: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence whose shards lie on the ranks of a group.
+    """Compute exact attention over a sequence whose shards lie on the ranks of a group.
 
-    Every rank calls it with its own shards, whose tokens are those of the ``layout``, and gets its
-    own slice of the answer of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``,
-    forward and backward.
+    Every rank calls it with its own shards, of the tokens that the ``layout`` gives it, and gets
+    its own slice of the result of dense attention, ``softmax(softmax_scale * q @ k.T + ...) @ v``.
+    The same holds for gradients in the backward.
 
     Args:
         q: ``[B, T_local, H, D]``, float16, bfloat16, float32 or float64. Under autocast q, k and v
@@ -78,34 +78,36 @@ def ring_attention(
         layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
             causal work is even; or what :func:`ring_core.balance_chunks` returns, in which the work
             of a mask is even.
-        causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
-            positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
-        window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
-            unbounded.
-        chunk_size: Sees keys of its own chunk of this many positions only.
-        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents; they see themselves only.
-        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: equal ids
-            see each other, negative ones see nothing and are not seen.
-        mask: A :class:`ring_core.Mask` in place of the four options above; the way to a predicate.
-            Or booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1, T_local, T_kv]``, true where a
-            query may see a key: rows in layout order, columns for all keys in natural order, at
-            most 64 MiB a rank; beside the other options. Blocks that all heads hide are skipped.
-        softmax_scale: Default ``D ** -0.5``.
+        causal: If true, the query at position ``i`` sees keys ``j <= i``. With more keys than
+            queries, positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
+        window: ``(left, right)``: a query sees keys ``i - left <= j <= i + right``; ``None`` leaves
+            a side unbounded.
+        chunk_size: Number of positions of a chunk: a query sees only keys of its own chunk.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents: a query sees only keys of
+            its own document.
+        segment_ids: int32 ``[B, T_local]``, or a pair (queries', keys'), in layout order: tokens of
+            equal ids see each other; those of negative ids see nothing and are not seen.
+        mask: A :class:`ring_core.Mask` in place of ``causal``, ``window``, ``chunk_size`` and
+            ``cu_seqlens``, and the way to give a predicate. Or booleans ``[T_local, T_kv]`` or
+            ``[B or 1, H or 1, T_local, T_kv]``, true where a query may see a key: rows in layout
+            order, columns for all keys in natural order, at most 64 MiB a rank. A query sees a key
+            if both they and the other options show it. Blocks hidden from all heads are skipped.
+        softmax_scale: Factor of the scores; ``None`` is ``D ** -0.5``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``, before bias and mask.
-        sinks: ``[H]`` or ``[H, n]``: logits that take softmax mass and yield no value. Their
-            gradient here is this rank's part: sum it over ranks with the other replicated
-            parameters.
+        sinks: ``[H]`` or ``[H, n]``, logits that join each row's softmax and have no value. Their
+            gradient is this rank's part: sum it over ranks, as of all replicated parameters.
         bias: ``[B or 1, H or 1, T_local, T_kv]``, added to the scores: rows in layout order,
-            columns for all keys in natural order; has a gradient; ``-inf`` masks.
-        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * abs(i - j)``; no gradient.
-        dropout_p: Probability to drop a softmax weight; which ones depends on ``dropout_seed`` and
-            global indices alone, not on ring size, layout, strategy or kernel.
+            columns for all keys in natural order. It gets a gradient; ``-inf`` masks.
+        alibi_slopes: ``[H]`` or ``[B, H]``: ``-slope * abs(i - j)`` is added to the scores. They
+            get no gradient.
+        dropout_p: Probability to drop a softmax weight. Which weights are dropped depends on
+            ``dropout_seed`` and global indices alone, not on ring size, layout, strategy or kernel.
         dropout_seed: An integer in ``[0, 2**64)``, equal on all ranks.
-        deterministic: Only use kernels whose backward repeats bit for bit. As if set under
-            ``torch.use_deterministic_algorithms(True)``, unless that only warns.
+        deterministic: Use only kernels whose backward repeats bit for bit. It is true under
+            ``torch.use_deterministic_algorithms(True)`` in any case, unless that only warns.
         return_lse: Return ``lse`` too. If it gets a gradient, the backward may run another kernel
-            than the forward; over gathered keys it gets one on all ranks, or on none.
-        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``eager`` or a
+            than the forward; over gathered keys it must get one on all ranks, or on none.
+        kernel: ``auto``, ``fa4``, ``fa3``, ``cudnn``, ``fa2``, ``sdpa``, ``triton``, ``eager`` or a
             :class:`KernelConfig`. A kernel that is named never falls back.
         strategy: ``ring``: K/V shards go from rank to rank, a step at a time. ``balanced``: a ring
             over contiguous shards whose idle ranks compute for busy ones, so that causal work is
@@ -125,9 +127,11 @@ def ring_attention(
 
     Raises:
         ValueError: An argument is malformed; nothing was sent.
-        UnsupportedError: No kernel, or not the one named, can do this; nothing was sent.
+        UnsupportedError: No kernel, strategy or transport, or not the one named, can do this;
+            nothing was sent.
         RankMismatchError: Ranks make different calls; no data of the other call was used.
-        RuntimeError: A peer failed or did not answer within the group's timeout.
+        RuntimeError: A peer failed or did not answer within the group's timeout, or a pass failed
+            on this group before.
 
     Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite
     context", arXiv 2310.01889.
@@ -153,8 +157,8 @@ def ring_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, group: Group, layout: LayoutSpec, options: CallOptions
 ) -> tuple[Tensor, Tensor]:
-    """Check a call, and run it as one operation of autograd."""
-    # An operation over several processes has no rule for these.
+    """Check a call, and run it as one autograd function; return ``(out, lse)``."""
+    # An operation over several processes has no rules for transforms.
     if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
         raise UnsupportedError(
             "ring attention has no rule for vmap, grad, jvp and the other transforms of torch.func. "
@@ -177,18 +181,18 @@ _attend_between_graphs = torch.compiler.disable(_attend)
 def with_dense_mask(
     q: Tensor, k: Tensor, v: Tensor, options: CallOptions, ranks: int
 ) -> CallOptions:
-    """Options without an array for a mask, and with a bias that says the same, by ``-inf``.
+    """Return options whose boolean mask, if there is one, has become a bias: ``-inf`` where false.
 
-    Kernels skip the blocks of which nothing else is left.
+    Kernels skip the blocks in which the bias is ``-inf`` throughout.
 
     Args:
         q: The call's queries.
         k: Its keys.
         v: Its values.
-        options: The call's; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or 1,
-            T_local, T_kv]``, rows in layout order, columns for all keys in natural order. The bias
-            is added where it is true.
-        ranks: That hold a sequence.
+        options: The call's options; ``mask`` may be booleans ``[T_local, T_kv]`` or ``[B or 1, H or
+            1, T_local, T_kv]``, rows in layout order, columns for all keys in natural order. A bias
+            that is given beside it is kept where it is true.
+        ranks: Number of ranks that hold a sequence.
 
     Raises:
         ValueError: The mask is malformed or too large, or a tensor beside it is malformed.
@@ -197,7 +201,7 @@ def with_dense_mask(
     if not isinstance(mask, Tensor):
         return options
     if not all(isinstance(x, Tensor) for x in (q, k, v, mask if bias is None else bias)):
-        return options._replace(mask=None)  # which is refused for that
+        return options._replace(mask=None)  # the call is refused for its arguments later
     sizes, device = checks.check_qkv(*map(_described, (q, k, v))), str(q.device)
     checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
     if bias is not None:  # it is broadcast below, where any shape would do
@@ -212,22 +216,23 @@ def with_dense_mask(
 
 
 def _described(x: Tensor) -> checks.Tensor:
-    """Return what checks take of a tensor; traced, so its sizes may be symbols."""
+    """Return a tensor's properties as checks take them; while traced, sizes may be symbols."""
     return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _size_of(group: Group) -> int:
+    """Return the number of ranks of a group, which the compiler takes for a constant."""
     return ranks_of(group).size
 
 
 def in_modes_of_torch(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return q, k, v and ``deterministic`` as torch's modes have them.
+    """Return q, k, v and ``deterministic`` as autocast and torch's deterministic mode make them.
 
-    Autocast casts as for torch's own attention. ``torch.use_deterministic_algorithms`` sets the
-    option, unless it only warns.
+    Autocast casts q, k and v as for torch's own attention, except from float64.
+    ``torch.use_deterministic_algorithms`` sets the option, unless it only warns.
     """
     if deterministic is False and torch.are_deterministic_algorithms_enabled():
         deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""The ring as one differentiable operation."""
+"""Autograd function of a call, and its two passes around those of the strategy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class RingAttention(torch.autograd.Function):
-    """``(out, lse)`` of a call.
+    """Autograd function from the tensors of a call to ``(out, lse)``.
 
-    Saved for the backward: the inputs, ``out``, ``lse`` and what the strategy saves.
+    It saves the inputs, ``out``, ``lse`` and what the strategy saves for the backward.
     """
 
     @staticmethod
@@ -35,7 +35,7 @@ class RingAttention(torch.autograd.Function):
         k_ids: Tensor | None,
         sinks: Tensor | None, bias: Tensor | None, slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run the strategy's forward."""
+        """Run the forward of a call, and save for the backward."""
         inputs = Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes)
         out, lse, saved = forward_pass(call, inputs)
         ctx.call = call
@@ -45,34 +45,41 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the strategy's backward, which is not differentiable itself."""
+        """Run the backward of a call; it has no derivative itself."""
         check_backward(dout, dlse)
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
-        # Compiled autograd would trace the ring's messages; it may look into nothing here.
+        # Compiled autograd would trace the messages between ranks; it must not look inside.
         run = _backward_alone if torch.compiler.is_compiling() else backward_pass
         return None, *run(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
-    """``out`` in the inputs' dtype and ``lse``, sinks included, and what to save.
+    """Run the forward of a call; return ``out``, ``lse`` and what to save for the backward.
 
-    Where the rows of a bias are shifted, that begins with the shift and ``lse`` of shifted scores.
+    ``out`` is in the inputs' dtype, and both include the sinks. If the rows of a bias are shifted,
+    what is saved begins with the shift and the ``lse`` of shifted scores.
+
+    Raises:
+        RankMismatchError: Ranks make different calls.
+        WrongResultError: The tripwire checked this call and found a wrong result.
+        RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
     if call.device.type == "cuda":
         check_graph(call.ranks, call.forward_signature, call.device)
-    # What is saved for the backward stays the caller's own: copies live as long as a pass.
+    # Autograd saves the caller's own tensors: these copies live only as long as the pass.
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
     with (
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
+        # The tripwire counts what is sent and received inside, if it checks this call.
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
-        # Libraries allocate what they return with the strides of what they are given.
+        # Libraries return results with the strides of the inputs they were given.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
         wrong = None
         if seen is not None:
@@ -88,9 +95,9 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
 
 
 def saved_shapes(call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-    """Return the shapes and dtypes of what a compiled forward saves.
+    """Return the shapes and dtypes of the tensors that a compiled forward saves, in order.
 
-    ``plan_known`` is whether the plan is that of the call; otherwise any plan saves as much.
+    ``plan_known`` is false where the graph serves several plans; then the shapes fit all of them.
     """
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=plan_known)
     if inputs.bias is None or not call.params.shifts_bias:
@@ -108,7 +115,18 @@ def backward_pass(
     saved: Saved,
     grads: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """A gradient for each of the inputs, from those of ``results = (out, lse)``."""
+    """Run the backward of a call; return a gradient for each field of ``Inputs`` that is given.
+
+    ``results`` are ``(out, lse)`` as the forward returned them, ``saved`` what it saved, and
+    ``grads`` the gradients of the results, of which either may be ``None``. Gradients are in the
+    inputs' dtypes, and ``None`` for segment ids and slopes.
+
+    Raises:
+        RankMismatchError: Ranks make different calls.
+        UnsupportedError: ``lse`` has a gradient, and the kernel that was named cannot take it.
+        WrongResultError: The tripwire checked this call and found a wrong gradient.
+        RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
+    """
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
         shift, lse, *rest = saved
@@ -124,6 +142,7 @@ def backward_pass(
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.backward_signature),
     ):
+        # Once for all items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
@@ -148,15 +167,15 @@ _backward_alone = torch.compiler.disable(backward_pass)
 
 @contextmanager
 def _launches_on(device: torch.device) -> Iterator[None]:
-    """Launch on a device, without autocast."""
+    """Run the block with a device as the current one and autocast off."""
     with on_device(device), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on a device, without autocast.
+    """Return a context manager that makes a device current and turns autocast off.
 
-    A context that changes nothing is not entered: that would take the host longer than asking.
+    Where nothing is to change it does nothing: entering contexts takes the host longer than asking.
     """
     if torch.is_autocast_enabled(device.type):
         return _launches_on(device)
@@ -164,9 +183,9 @@ def _on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
-    """``rowsum(dout * out) - dlse`` as ``[B, H, T_local]``.
+    """Return ``delta = rowsum(dout * out) - dlse``, ``[B, H, T_local]`` in the accumulators' dtype.
 
-    Some rows at a time: the product is wide.
+    Without Triton it is computed some rows at a time, to bound the memory of the product.
     """
     if _has_passes(out, acc_dtype):
         from ring_torch.memory_ops import row_dots_on_gpu
@@ -183,7 +202,10 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
 
 
 def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
-    """This rank's part: ``dsink = -sum(exp(sink - lse) * delta)`` over its rows."""
+    """Return this rank's part of the sinks' gradient, in their shape and dtype.
+
+    That of a head is ``-sum(exp(sink - lse) * delta)`` over this rank's rows.
+    """
     dout, out, lse, delta = upstream
     one = folded(sinks, lse.dtype)
     if delta is None and dlse is None and _has_passes(out, lse.dtype):
@@ -202,5 +224,5 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
 
 
 def _has_passes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether passes over memory are Triton kernels."""
+    """Return True if Triton kernels (``memory_ops``) can go over this tensor."""
     return x.is_cuda and dtype == torch.float32 and has_triton()

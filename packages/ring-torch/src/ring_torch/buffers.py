@@ -1,4 +1,4 @@
-"""Several tensors in one buffer."""
+"""Buffers that hold several tensors, so that these travel as one message."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """Several tensors as one message: where each lies in a flat buffer of bytes."""
+    """Layout of several tensors in a flat buffer of bytes, which is one message.
+
+    Each tensor begins at a multiple of 16 bytes.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
-    offsets: tuple[int, ...]
-    size: int
+    offsets: tuple[int, ...]  # bytes
+    size: int  # bytes of the whole buffer
 
     @classmethod
     def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
-        """The packing of tensors of these shapes and dtypes."""
+        """Lay out tensors of these shapes and dtypes one after the other."""
         sizes = [
             -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
             for shape, dtype in parts
@@ -41,22 +44,22 @@ class BufferSpec:
 
     @property
     def as_bytes(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of a message."""
+        """Shape and dtype of the buffer itself: ``(size,)`` bytes."""
         return (self.size,), torch.uint8
 
     def buffer(self, device: torch.device) -> Tensor:
-        """An uninitialised message."""
+        """Allocate an uninitialised buffer."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors inside a message."""
+        """Return the tensors inside a buffer, as views."""
         return [
             buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
         ]
 
     def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """A new message that holds copies of the tensors."""
+        """Copy tensors of these shapes and dtypes into a new buffer."""
         buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor)
@@ -65,12 +68,12 @@ class BufferSpec:
 
 @lru_cache(maxsize=256)
 def flat(numel: int, dtype: torch.dtype) -> BufferSpec:
-    """The packing of so many numbers."""
+    """Return the layout of a single flat tensor of ``numel`` numbers."""
     return BufferSpec.of(((numel,), dtype))
 
 
 def packing_of(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> BufferSpec:
-    """One message that holds tensors like these, in another dtype if one is given."""
+    """Return the layout of tensors of the same shapes, in their dtypes or in ``dtype``."""
     shapes = [x.shape for x in tensors]
     return _packing(tuple(shapes), tuple([dtype or x.dtype for x in tensors]))
 
@@ -81,15 +84,16 @@ def _packing(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) ->
 
 
 class HeadPart(NamedTuple):
-    """One tensor of an exchange of tokens for heads.
+    """Shape of one tensor in an exchange that trades tokens for heads.
 
     Attributes:
         batch: Batch size B.
-        length: Tokens a rank holds, T_local; there are ``T = P * T_local`` on P ranks.
-        heads: Heads a rank attends with, H / P.
+        length: Tokens that a rank holds, T_local; there are ``T = P * T_local`` on P ranks.
+        heads: Heads that a rank attends with, H / P.
         dim: Numbers of a head, D.
-        dtype: Of the numbers.
-        head_major: Results are laid out as ``[B, H, T]`` in memory (``lse``), not ``[B, T, H, D]``.
+        dtype: The tensor's dtype.
+        head_major: True if results lie as ``[B, H, T, D]`` in memory, as ``lse`` does with D = 1;
+            otherwise as ``[B, T, H, D]``.
     """
 
     batch: int
@@ -100,7 +104,7 @@ class HeadPart(NamedTuple):
     head_major: bool = False
 
     def empty(self, tokens: int, heads: int, device: torch.device) -> Tensor:
-        """Allocate ``[B, tokens, heads, D]``."""
+        """Allocate a result ``[B, tokens, heads, D]``, in the order of memory asked for."""
         shape = (self.batch, tokens, heads, self.dim)
         if not self.head_major:
             return torch.empty(shape, dtype=self.dtype, device=device)
@@ -110,13 +114,15 @@ class HeadPart(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadBuffer:
-    """A message for each rank, with its part of several tensors, ``[B, T_local, H / P, D]`` each.
+    """Layout of the messages of an exchange, one for each rank, ``[P, bytes]`` together.
+
+    A message holds a part ``[B, T_local, H / P, D]`` of each of several tensors.
 
     Attributes:
-        ranks: How many ranks there are, P.
-        parts: The tensors.
-        blocks: Shape of each tensor's part of all messages, ``[P, B, T_local, H / P, D]``.
-        message: What one rank sends another: its heads of all tensors.
+        ranks: Number of ranks P.
+        parts: Shapes of the tensors.
+        blocks: Shape of each tensor's parts in all messages, ``[P, B, T_local, H / P, D]``.
+        message: Layout of the message to one rank.
     """
 
     ranks: int
@@ -126,7 +132,7 @@ class HeadBuffer:
 
     @classmethod
     def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:
-        """Lay out the messages; equal ones are laid out once."""
+        """Return the layout of an exchange of tensors of these shapes, made once."""
         return _head_buffer(ranks, parts)
 
 

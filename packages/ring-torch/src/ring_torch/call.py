@@ -1,4 +1,4 @@
-"""Everything static about one call, and its forward."""
+"""The record of one checked call, the interface of strategies, and the forward of a call."""
 
 from __future__ import annotations
 
@@ -44,79 +44,89 @@ from ring_torch.transports.api import (
     Transport,
 )
 
-Saved = tuple[Tensor, ...]  # what a forward leaves to its backward, beside inputs and results
+Saved = tuple[Tensor, ...]  # tensors that a forward saves beside inputs and results
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Strategy(Protocol):
-    """How tokens move so that each work item finds its operands, forward and backward.
+    """A strategy resolved for one rank: it moves tokens so that each work item has its operands.
 
-    Both passes begin with :func:`ring_torch.comm.handshake.agree`, before any tensor is used, and
-    hand plain tensors on: autograd stands around them.
+    Both passes compare the call with the peers' (:func:`ring_torch.comm.handshake.agree`, or a
+    transport's own comparison) before a peer's tensor is used. They work on plain tensors: autograd
+    is outside of them.
     """
 
-    name: str  # what ``strategy=`` calls it
-    depends_on_kernel: bool = False  # whether what travels is another with another kernel
-    adds_sinks: bool = False  # whether the state that the forward returns includes the sinks
+    name: str  # the name that ``strategy=`` takes
+    depends_on_kernel: bool = False  # True if another kernel would change what travels
+    adds_sinks: bool = False  # True if the forward's results include the sinks
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Attention of this rank's queries, ``[B, T_local, H, Dv]``, and what to save."""
+        """Return ``(out, lse)`` of this rank's queries, and tensors to save for the backward.
+
+        ``out`` is ``[B, T_local, H, Dv]`` in the inputs' dtype or wider.
+        """
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, /
     ) -> Grads:
-        """Gradients of this rank's shards, wide or in the inputs' dtype."""
+        """Return the gradients of this rank's shards, in the inputs' dtype or wider.
+
+        ``upstream`` holds the final ``out`` and ``lse``, ``saved`` what the forward returned.
+        """
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of a pass from the steps that it runs, for the tripwire and ``explain``.
+        """Count the bytes that this rank exchanges in a pass, for the tripwire and ``explain``.
 
-        ``saved`` says that the backward has what the forward saved.
+        ``saved`` is true if the forward saves tensors, which the backward need not fetch again.
         """
 
     def visible_pairs(self, call: Call) -> float:
-        """Return how many visible (query, key) pairs this rank computes in a forward, a head."""
+        """Return the number of visible (query, key) pairs that this rank computes for each head."""
         return float(call.program.work()[:, call.ranks.rank].sum())
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """What a compiled forward saves; where the plan is not known, what all plans save."""
+        """Return the shapes and dtypes of what a compiled forward saves.
+
+        Without ``plan_known`` they have to fit every plan of the same graph.
+        """
         del call, inputs, plan_known
         return []
 
 
 class Call(NamedTuple):
-    """Everything static about a call."""
+    """Everything static about one checked call: plan, kernel, strategy, dtypes, signatures."""
 
     ranks: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
-    request: Request  # what it asks of kernels and strategies
+    request: Request  # the options and sizes that kernels and strategies have to support
     params: KernelParams
     kernel: Kernel
     choice: Selection
     dtype: torch.dtype  # of the inputs
     acc_dtype: torch.dtype  # of accumulators
     device: torch.device
-    needs_index: bool  # some option asks for global positions
+    needs_index: bool  # True if an option needs global positions of tokens
     needs_grad: bool
     strategy: Strategy
     transport: Transport
-    number: int  # of the calls on this group
+    number: int  # counted on the group, from 1
     forward_signature: CallSignature
     backward_signature: CallSignature
-    check_every: int = 0  # every which call the tripwire checked when this one was made
-    checked: int = 0  # the number by which the tripwire checks it, or 0
-    prepare_lse_grad: Callable[[], Call] | None = None  # this call, if ``lse`` has a gradient
+    check_every: int = 0  # the tripwire's setting at this call: it checks each n-th; 0 is none
+    checked: int = 0  # not 0 if the tripwire checks this call: the number that picks its samples
+    prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``
 
     @property
     def seed(self) -> int:
-        """The seed of dropout, or 0."""
+        """Seed of dropout, or 0."""
         return self.params.dropout_seed
 
     def with_lse_grad(self) -> Call:
-        """The call whose backward takes a gradient of ``lse``: maybe with another kernel.
+        """Return this call for a backward with a gradient of ``lse``, maybe with another kernel.
 
         Raises:
-            UnsupportedError: The kernel that was named has none.
+            UnsupportedError: The kernel that was named cannot take a gradient of ``lse``.
         """
         if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
             return self
@@ -127,13 +137,17 @@ class Call(NamedTuple):
         return call._replace(number=self.number, checked=self.checked, params=params)
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Query indices, query positions, key positions of a rank, where an option needs them."""
+        """Return query indices, query positions and key positions of a rank, int64 each.
+
+        They are ``None`` if no option needs them. A query's index counts queries; its position is
+        that among the keys, which differs if there are more keys than queries.
+        """
         if not self.needs_index:
             return None, None, None
         return positions_of(self.plan, rank, self.device)
 
     def rows(self, inputs: Inputs) -> QueryBlock:
-        """This rank's queries."""
+        """Return this rank's queries as a block, with what options need beside them."""
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
         rows = QueryBlock(
             inputs.q, None, None, inputs.q_ids, inputs.bias, slopes, bias_shift=inputs.bias_shift
@@ -145,7 +159,7 @@ class Call(NamedTuple):
         return rows._replace(indices=indices, position=position, runs=runs)
 
     def columns(self, rank: int, tensors: Sequence[Tensor]) -> KeyBlock:
-        """The keys of a rank from ``k``, ``v`` and, where there are any, segment ids."""
+        """Return K/V of a rank as a block; ``tensors`` are k, v and, if any, segment ids."""
         columns = KeyBlock(tensors[0], tensors[1], None, tensors[2] if len(tensors) > 2 else None)
         if not self.needs_index:
             return columns
@@ -158,7 +172,9 @@ class Call(NamedTuple):
     def open_session(
         self, inputs: Inputs, signature: CallSignature, *, groups: int, own: bool
     ) -> GatherSession:
-        """Open a session for one pass; ``own`` says that a rank's own keys are fetched, too.
+        """Open a session of the transport for one pass, over ``groups`` groups of heads.
+
+        With ``own`` a rank's own K/V are in the gathered buffer, too.
 
         Raises:
             RankMismatchError: A peer is making another call.
@@ -171,7 +187,7 @@ class Call(NamedTuple):
     def gathered_columns(
         self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
     ) -> KeyBlock:
-        """Return the gathered keys in a session's buffer, and all that belongs to them."""
+        """Return gathered K/V as a block; ``tensors`` are those that a session has filled."""
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
@@ -184,16 +200,16 @@ class Call(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """All that a strategy is resolved from, for one rank of a call.
+    """Arguments from which a strategy is resolved for one rank of a call.
 
     Attributes:
         program: The plan in the order of a ring.
         rank: The rank.
-        kernel: The kernel that its launches run.
-        sizes: Those of this rank's tensors.
-        itemsize: Bytes of a number of the inputs.
-        needs_index: Some option asks for global positions.
-        segment_ids: Ids go with the keys.
+        kernel: The kernel of all launches.
+        sizes: Sizes of this rank's tensors.
+        itemsize: Bytes of a number of q, k and v.
+        needs_index: True if an option needs global positions of tokens.
+        segment_ids: True if segment ids travel with K/V.
         inner: The call of one rank for this rank's heads, if the strategy splits heads.
     """
 
@@ -217,19 +233,20 @@ def _never(_transport: Transport) -> bool:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy of ``strategy=``, as it describes itself.
+    """Self-description of a strategy that ``strategy=`` can name.
 
     Attributes:
         name: The name that ``strategy=`` takes.
-        resolve: Makes the steps of both passes for a rank: the object that runs them, and counts
-            what they send. On one rank, where nothing travels, it is not asked.
-        refusals: Reasons why it cannot do a call, the same on all ranks.
-        opens_sessions: Its keys move in sessions of any transport; otherwise it sends messages
-            itself, and needs a transport that has them.
-        splits_heads: Its kernels run in an inner call of one rank: all tokens, a part of the heads.
-        is_automatic: True if ``strategy="auto"`` considers it over a transport.
-        automatic_refusals: Reasons for which a call that names neither strategy nor transport does
-            not take it, though it could.
+        resolve: Returns the object that runs both passes on a rank, with all steps made. It is not
+            asked for a one-rank call that is a single launch.
+        refusals: Returns the reasons why it cannot do a call, the same on all ranks.
+        opens_sessions: True if its K/V move in sessions of any transport; otherwise it sends
+            messages itself, and needs a transport that sends messages.
+        splits_heads: True if its kernels run in an inner call of one rank, over all tokens of a
+            part of the heads.
+        is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
+        automatic_refusals: Returns reasons for which a call that names neither strategy nor
+            transport does not take it, though it could.
     """
 
     name: str
@@ -251,7 +268,7 @@ def _positions_aligned8(plan: Plan, rank: int) -> bool:
 
 
 def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-    """A call's forward by its strategy, sinks included."""
+    """Run the forward of a call by its strategy; the results include the sinks."""
     state, saved = call.strategy.forward(call, inputs)
     if inputs.sinks is not None and not call.strategy.adds_sinks:
         state = add_sinks(state.out.to(call.acc_dtype), state.lse, inputs.sinks)
@@ -259,7 +276,10 @@ def attend(call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
-    """:func:`ring_core.finalize`, ``out`` in place: sinks take softmax mass and yield no value."""
+    """Let sinks ``[H]`` or ``[H, n]`` join each row's softmax, changing ``out`` in place.
+
+    It is :func:`ring_core.finalize`: sinks add to the denominator and have no value.
+    """
     with_sinks = torch.logaddexp(lse, folded(sinks, lse.dtype)[:, None])
     weight = (lse - with_sinks.masked_fill(with_sinks == -torch.inf, 0.0)).exp_()
     out.mul_(weight.transpose(1, 2).unsqueeze(-1))
@@ -267,6 +287,6 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
 
 
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
-    """Accumulators of what a backward adds up for queries."""
+    """Allocate accumulators, filled with zeros, of the gradients of query rows."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
     return QueryGrads(dq, zero_bias_grad(rows, call.params, call.acc_dtype))

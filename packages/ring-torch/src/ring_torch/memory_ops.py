@@ -1,4 +1,4 @@
-"""Passes over memory as Triton kernels: the merge of :func:`ring_core.merge`, and what travels."""
+"""Triton kernels for memory-bound passes: merging partial results, packing K/V, sums, row dots."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -15,14 +15,17 @@ from ring_torch.triton_launch import DirectKernel
 
 _ROWS = 16
 _MARK_ROWS = 1024
-_MORE_ROWS = 64  # of one head, whose sum is one number
-_NUMBERS = 2048  # a program adds
-_SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # of a bias, that a program looks at together
-_AT_ONCE = 4  # parts that one kernel adds
+_MORE_ROWS = 64  # rows of a head that a program sums up to one number
+_NUMBERS = 2048  # numbers that a program adds
+_SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # block of a bias that a program loads at a time
+_AT_ONCE = 4  # most parts that one launch adds
 
 
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators of these shapes."""
+    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators, in place.
+
+    It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
+    """
     _assert_unit_strides(acc, acc_lse, out, lse)
     batch, rows, heads, dim = acc.shape
     if acc.numel() > 0:
@@ -34,9 +37,10 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
 
 
 def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
-    """NaN for an ``lse [B, H, n]`` that is an infinity where ``out [B, n, H, D]`` is no number.
+    """Write NaN into ``lse [B, H, n]`` of rows whose scores are not finite, in place.
 
-    And for each that is ``inf``.
+    Such rows are those whose ``lse`` is ``inf``, or is ``-inf`` while ``out [B, n, H, D]`` is NaN.
+    A row that sees nothing has ``lse = -inf`` and numbers in ``out``; it is left as it is.
     """
     _assert_unit_strides(lse)
     batch, heads, rows = lse.shape
@@ -47,7 +51,7 @@ def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
 
 
 def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
-    """``rowsum(x * y)`` of ``[B, n, H, D]`` in float32, ``[B, H, n]``."""
+    """Return ``rowsum(x * y)`` for ``x`` and ``y [B, n, H, D]``, float32 ``[B, H, n]``."""
     _assert_unit_strides(x, y)
     batch, rows, heads, dim = x.shape
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
@@ -60,9 +64,10 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
 
 
 def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """``sum(exp(sink - lse) * rowsum(dout * out))`` over all rows, float32 ``[H]``.
+    """Return ``sum(exp(sink - lse) * rowsum(dout * out))`` over the rows of each head, ``[H]``.
 
-    ``dout`` and ``out [B, n, H, D]``, ``lse [B, H, n]`` with the sinks ``[H]`` in it, float32.
+    The sums are float32. ``dout`` and ``out`` are ``[B, n, H, D]``; ``lse [B, H, n]``, which
+    includes the sinks, and ``sinks [H]`` are float32.
     """
     _assert_unit_strides(dout, out, lse, sinks)
     batch, rows, heads, dim = out.shape
@@ -80,13 +85,16 @@ def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> T
 def bias_shift_on_gpu(
     bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the largest finite bias that each row sees, or 0, float32 ``[B, H, n]``.
+    """Return the largest finite bias that each row sees, or 0 if there is none.
 
     Args:
-        bias: ``[B or 1, H or 1, n, T_kv]``, whose last dimension is contiguous.
-        start: The first column that each row may see, int32 ``[n]``; ``None`` is column 0.
-        stop: The column after the last, likewise; ``None`` is ``T_kv``.
+        bias: ``[B or 1, H or 1, n, T_kv]``, contiguous in its last dimension.
+        start: First column that each row may see, int32 ``[n]``; ``None`` is column 0.
+        stop: Column after the last that each row may see, likewise; ``None`` is ``T_kv``.
         ids: Segment ids of the rows and of all columns, int32 ``[B, n]`` and ``[B, T_kv]``.
+
+    Returns:
+        Float32 ``[B or 1, H or 1, n]``: the bias's dimensions, but the batch size with ``ids``.
     """
     batch, heads, rows, columns = bias.shape
     batch = batch if ids is None else len(ids[0])
@@ -104,9 +112,10 @@ def bias_shift_on_gpu(
 
 
 def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
-    """Put ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side: ``both [B, n, K * (D + Dv)]``.
+    """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor.
 
-    The heads of a token have to lie together in each.
+    That is ``both [B, n, K * (D + Dv)]``, contiguous in its last dimension. The heads of a token
+    have to be contiguous in k and in v.
     """
     _assert_unit_strides(k, v)
     batch, tokens, heads, dim = k.shape
@@ -119,10 +128,14 @@ def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
 
 
 def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Add float32 ``[rows, n, m]``, in their order; rows may lie apart, in peers' memory, too."""
+    """Add parts to ``total`` in place, in their order, all float32 ``[rows, n, m]``.
+
+    A row has to be contiguous; rows may lie apart. Parts may be in peers' memory.
+    """
     rows, size = total.shape[0], total.shape[1] * total.shape[2]
     if rows * size == 0:
         return
+    # A kernel takes a fixed number of tensors: missing ones are filled up and not read.
     for start in range(0, len(parts), _AT_ONCE):
         some = parts[start : start + _AT_ONCE]
         given = [*some, *[total] * (_AT_ONCE - len(some))]
@@ -133,7 +146,7 @@ def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _assert_unit_strides(*tensors: Tensor) -> None:
-    """The kernels read and write the last dimension as if it were contiguous."""
+    """Assert that the last dimensions are contiguous, as the kernels take for granted."""
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
 
 
@@ -143,6 +156,7 @@ def _pack(
     k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    """Copy K and V of one token side by side."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = tl.arange(0, SIZE)
     place = both + batch * batch_stride + token * token_stride + at
@@ -158,11 +172,12 @@ def _add(
     total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Add up to four parts to a stretch of one row."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < size
     place = total + row * total_row + at
-    # All are asked for before the first is needed: they come from several peers at a time.
+    # Issue all loads before the first result is needed: they come from several peers at a time.
     x = tl.load(place, mask=inside)
     y = tl.load(a + row * a_row + at, mask=inside)
     if PARTS > 1:
@@ -187,6 +202,7 @@ def _largest(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Find the largest finite bias among the visible columns of a few rows of one head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     inside = row < rows
@@ -200,7 +216,8 @@ def _largest(
         q_id = tl.load(q_ids + batch * q_ids_batch + row, mask=inside, other=-1)
     of_rows = bias + batch * bias_batch + head * bias_head + row.to(tl.int64)[:, None] * bias_row
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    begin = tl.min(first, axis=0) // COLUMNS * COLUMNS  # blocks are aligned as rows are
+    begin = tl.min(first, axis=0) // COLUMNS * COLUMNS  # keeps loads as aligned as rows are
+    # A running maximum over the columns that some row of the block may see.
     for block in range(begin, tl.max(last, axis=0), COLUMNS):
         column = block + tl.arange(0, COLUMNS)
         seen = (column[None, :] >= first[:, None]) & (column[None, :] < last[:, None])
@@ -218,6 +235,7 @@ def _largest(
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
+    """Write NaN into lse of rows whose scores are not finite, for a stretch of one head's rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     place = lse + batch * lse_batch + head * lse_head + row
@@ -236,6 +254,7 @@ def _row_dots(
     dots_head, lse_batch, lse_head,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
+    """Compute ``rowsum(x * y)`` for rows of one head or, with ``SUMS``, their weighted sum."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -249,6 +268,7 @@ def _row_dots(
     if SUMS:
         at = lse + batch * lse_batch + head * lse_head + row
         beside = tl.load(at, mask=row < rows, other=float("inf"))
+        # A row that sees nothing, with lse = -inf, gives nothing to the sum.
         beside = tl.where(beside == float("-inf"), float("inf"), beside)
         part = tl.exp(tl.load(sinks + head) - beside)
         tl.store(place + tl.program_id(0), tl.sum(part * found, axis=0))
@@ -264,6 +284,7 @@ def _merge(
     out_batch, out_row, out_head, lse_batch, lse_head,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -274,6 +295,7 @@ def _merge(
     new_at = lse + batch * lse_batch + head * lse_head + row
     old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
+    # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old_part, new_part = tl.exp(old - safe), tl.exp(new - safe)
@@ -281,7 +303,7 @@ def _merge(
     divisor = tl.where(total == 0.0, 1.0, total)
     acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
     out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
-    # Outputs whose lse is -inf may be anything: they are not read.
+    # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
     x = tl.load(acc_at, mask=both & (old_part > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=both & (new_part > 0)[:, None], other=0.0).to(tl.float32)
     merged = x * (old_part / divisor)[:, None] + y * (new_part / divisor)[:, None]

@@ -1,4 +1,4 @@
-"""The options of a call: types for functions that hand them on, and the record of one call."""
+"""Options of a call: their types, for functions that pass them on, and their record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Window = tuple[int | None, int | None]
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of :func:`ring_torch.ring_attention`, for functions that hand them on."""
+    """Keyword options of :func:`ring_torch.ring_attention`, for functions that pass them on."""
 
     causal: bool
     window: Window | None
@@ -35,14 +35,14 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class CallOptions(NamedTuple):
-    """All of a call but its ``q``, ``k`` and ``v``, as given; the public function's order."""
+    """Options of one call as the caller gave them, in the order of the public function."""
 
     causal: bool = False
     window: Window | None = None
     chunk_size: int | None = None
     cu_seqlens: Sequence[int] | None = None
     segment_ids: Tensor | tuple[Tensor, Tensor] | None = None
-    mask: Mask | Tensor | None = None  # no tensor once the bias says it
+    mask: Mask | Tensor | None = None  # no tensor any more once it has become a bias
     softmax_scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -55,5 +55,6 @@ class CallOptions(NamedTuple):
     kernel: str | KernelConfig = "auto"
     strategy: str | StrategyConfig = "auto"
     transport: str = "auto"
-    # Not given: whether the bias is added to the scores, says a mask by ``-inf``, or both.
+    # Not an option of the caller: whether the bias is one that the caller gave, a boolean mask in
+    # the form of a bias, or both.
     bias_role: Literal["added", "mask", "both"] = "added"

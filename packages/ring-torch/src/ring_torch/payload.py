@@ -1,4 +1,7 @@
-"""Keys and values as they travel when gathered: side by side, so that neighbours are one copy."""
+"""Memory layout of gathered K/V and of their gradients.
+
+K and V of a token lie side by side, so that neighbouring tokens are fetched by one copy.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from ring_torch.records import Inputs
 
 
 class HeadGroups(NamedTuple):
-    """Into how many groups heads are cut; the backward cuts what the forward has cut."""
+    """Numbers of groups into which heads are cut in each pass."""
 
     forward: int
-    backward: int
-    #: Whether, of the last group, what gradients are done before its last launch go home beside it.
+    backward: int  # a multiple of ``forward``: saved K/V of a group are cut once more
+    #: True if gradients of the last group that are final before its last launch travel beside it.
     early: bool
 
 
@@ -27,9 +30,9 @@ ONE_GROUP = HeadGroups(1, 1, early=False)
 
 @dataclass(frozen=True)
 class KVPayload:
-    """The shape of a rank's keys and values: ``both [B, T_kv_local, K * D + K * Dv]``.
+    """Shape of a rank's K/V as they travel: ``both [B, T_kv_local, K * D + K * Dv]``.
 
-    ``K`` are the heads of a group, which is all unless heads are cut into several.
+    ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut.
     """
 
     batch: int
@@ -38,34 +41,34 @@ class KVPayload:
     dim: int
     v_dim: int
     dtype: torch.dtype
-    segments: bool  # whether ids int32 ``[B, T_kv_local]`` go with them
+    segments: bool  # True if segment ids, int32 ``[B, T_kv_local]``, travel with them
 
     @classmethod
     def of(cls, inputs: Inputs, groups: int = 1) -> KVPayload:
-        """The shape of a call's, for one of so many groups of heads."""
+        """Return the shape of a call's K/V for one of ``groups`` equal groups of heads."""
         k, v = inputs.k, inputs.v
-        sizes = map(int, (*k.shape, v.shape[3]))  # a compiler's numbers have no hash
+        sizes = map(int, (*k.shape, v.shape[3]))  # symbolic sizes of a compiler have no hash
         return _keys(*sizes, k.dtype, inputs.k_ids is not None, groups)
 
     @cached_property
     def width(self) -> int:
-        """Numbers a token."""
+        """Numbers of a token: K and V of all heads of a group."""
         return self.heads * (self.dim + self.v_dim)
 
     @cached_property
     def message(self) -> BufferSpec:
-        """What a rank gives: keys and values, and ids if there are any."""
+        """Layout of a rank's whole K/V in one buffer, with segment ids if there are any."""
         both = ((self.batch, self.length, self.width), self.dtype)
         ids = [((self.batch, self.length), torch.int32)] if self.segments else []
         return BufferSpec.of(both, *ids)
 
     def size(self, length: int) -> int:
-        """Bytes of the message for so many tokens."""
+        """Return the bytes of ``length`` tokens, segment ids included, without padding."""
         token = self.width * self.dtype.itemsize + (4 if self.segments else 0)
         return self.batch * length * token
 
     def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """``k [B, n, K, D]`` and ``v [B, n, K, Dv]``, views."""
+        """Return ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` as views of ``both [B, n, width]``."""
         if self.dim == self.v_dim:
             k, v = both.view(*both.shape[:2], 2, self.heads, self.dim).unbind(dim=2)
             return k, v
@@ -83,21 +86,21 @@ def _keys(
 
 @dataclass(frozen=True)
 class KeyGradBuffer:
-    """Where the sums of gradients of keys lie in a flat buffer, wide.
+    """Memory order of dK/dV sums in a flat buffer, in the accumulators' dtype.
 
-    By token, ``[B, n, K * D + K * Dv]``, or by head, ``[B, K, n, D]`` and ``[B, K, n, Dv]`` one
-    after the other: the order in which some kernels add them up.
+    It is by token, ``[B, n, K * D + K * Dv]``, or with ``head_major`` by head: ``[B, K, n, D]`` and
+    then ``[B, K, n, Dv]``, the order in which some kernels add them up.
     """
 
     keys: KVPayload
     head_major: bool
 
     def numel(self, length: int) -> int:
-        """Numbers for so many tokens."""
+        """Return how many numbers the sums of ``length`` tokens are."""
         return self.keys.batch * length * self.keys.width
 
     def views(self, flat: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The sums of dK and dV, as they lie."""
+        """Return views of the sums of dK and of dV, in the buffer's own order of dimensions."""
         keys = self.keys
         if not self.head_major:
             return keys.split(flat.view(keys.batch, length, keys.width))
@@ -106,13 +109,17 @@ class KeyGradBuffer:
         return flat[:cut].view(shape), flat[cut:].view(shape)
 
     def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
-        """The sums of dK and dV of some tokens."""
+        """Return views of the sums of dK and of dV for a span of tokens."""
         at = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
         dk, dv = self.views(flat, length)
         return dk[at], dv[at]
 
     def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
-        """Those of some tokens, in as few pieces as can be: ``[rows, n, numbers a token]``."""
+        """Return views that together are the sums of a span of tokens, as few as possible.
+
+        Each is ``[rows, n, m]`` and contiguous in its last two dimensions, so it moves as one
+        two-dimensional copy.
+        """
         keys = self.keys
         if not self.head_major:
             return [flat.view(keys.batch, length, keys.width)[:, span]]
@@ -122,5 +129,5 @@ class KeyGradBuffer:
 
 
 def are_rows(x: Tensor) -> bool:
-    """Whether all heads of a token lie together."""
+    """Return True if all heads of a token are contiguous in ``x [B, n, K, D]``."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]

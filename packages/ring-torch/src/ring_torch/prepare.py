@@ -1,4 +1,8 @@
-"""One call, checked: what the loops need to know, and the tensors they work on."""
+"""Checks of a call, its plan, and the choice of kernel, strategy and transport; nothing is sent.
+
+Equal calls are prepared once: a call is known again by the shapes and dtypes of its tensors and the
+values of its options.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +42,15 @@ from ring_torch.strategies import choose_strategy, resolve, strategy_names
 from ring_torch.transports import transport_names
 from ring_torch.tripwire import checked_every, number_checked
 
-_LONGEST = 48  # characters of numbers in a message
+_LONGEST = 48  # characters of a list of numbers in an error message
 _QKV = ("q", "k", "v")
-#: What each of :class:`Inputs` is called where it is given.
+#: The name of each field of :class:`Inputs` in the public function.
 _NAMES = (*_QKV, "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
-#: Types of options that stay what they are: equal ones are checked once.
+#: Immutable types of options: options of these types that are equal are checked once.
 _VALUES = frozenset({
     bool, int, float, str, tuple, type(None), Mask, KernelConfig, StrategyConfig,
 })  # fmt: skip
-#: Options without tensors, of which a key holds what is static; the facts are none, too.
+#: Options that hold tensors, set to ``None``: a key has the tensors' shapes and dtypes instead.
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
 _NO_FACTS = (None,) * 5
 _NO_DEVICE: AbstractContextManager[None] = nullcontext()
@@ -64,16 +68,27 @@ def check_call(
     grad: bool | None = None,
     check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:
-    """Check all arguments of a call, plan it and choose its kernel; nothing is sent.
+    """Check all arguments of a call, plan it, and choose kernel, strategy and transport.
 
-    ``number`` is the call's, from :meth:`Ranks.next_call`. ``grad`` says whether there will be a
-    backward; ``None`` asks the tensors. ``check`` is ``(check_every, checked)`` of the call of
-    which this is the backward; ``None`` asks :func:`ring_torch.check`.
+    Nothing of the call is sent. The first call of a group may communicate to find out which
+    transports its ranks can use.
+
+    Args:
+        ring: The ranks that hold one sequence.
+        number: The call's number, from :meth:`Ranks.next_call`; with 0 ranks do not communicate.
+        layout: The layout, as given.
+        q: ``[B, T_local, H, D]``.
+        k: ``[B, T_kv_local, K, D]``.
+        v: ``[B, T_kv_local, K, Dv]``.
+        options: All other options, as given.
+        grad: True if there will be a backward; ``None`` asks the tensors.
+        check: ``(check_every, checked)`` of the call of which this is the backward; ``None`` asks
+            the settings of :func:`ring_torch.check`.
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: No kernel, or not the one named, can do the call, or it is captured into a
-            CUDA graph with an option or a kernel that a graph cannot hold.
+        UnsupportedError: No kernel, strategy or transport, or not the one named, can do the call;
+            or it is captured into a CUDA graph with an option or a kernel that a graph cannot hold.
     """
     q_ids, k_ids, bias = None, None, options.bias
     if options.segment_ids is not None:
@@ -99,6 +114,7 @@ def check_call(
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
+    # The key holds no tensors and no seed: calls with other numbers are prepared as one.
     if seed is not None or facts[3:] != _NO_FACTS:
         options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)
     kinds = _kinds_in(options)
@@ -114,6 +130,7 @@ def check_call(
         every,
         number > 0,
     )
+    # A call with options that have no hash is prepared anew each time.
     is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
@@ -137,7 +154,10 @@ def _is_hashable(x: object) -> bool:
 
 
 def _kinds_in(options: CallOptions) -> tuple[type, ...]:
-    """Return the types of options and of what they hold: ``True`` equals 1, and is none."""
+    """Return the types of the options and of the numbers in them.
+
+    They belong to the key of a call, as ``True == 1``, but only one of the two is a valid number.
+    """
     kinds = [*map(type, options)]
     for held in (options.window, options.cu_seqlens):
         if isinstance(held, tuple):
@@ -147,14 +167,15 @@ def _kinds_in(options: CallOptions) -> tuple[type, ...]:
 
 @lru_cache(maxsize=256)
 def _as_key(options: CallOptions, _kinds: tuple[type, ...]) -> CallOptions:
-    """CallOptions as calls are known again by: one mask, whatever gave it, and no seed.
+    """Check the options of the mask and of dropout, and return the options in a normal form.
 
-    ``causal`` stays, for it is more than the mask of the same name: it is checked.
+    All options that make up the mask become one ``Mask``, and the seed is left out, so that equal
+    calls are known again. ``causal`` stays, as it is also checked against the lengths of q and k.
 
     Raises:
-        ValueError: One of these is malformed.
+        ValueError: One of these options is malformed.
     """
-    given: Any = options.mask  # whatever else it is is refused
+    given: Any = options.mask  # anything but a mask is refused below
     mask = checks.check_mask(
         given, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
@@ -166,11 +187,11 @@ def _as_key(options: CallOptions, _kinds: tuple[type, ...]) -> CallOptions:
 
 
 def _check_capture(call: Call) -> None:
-    """Refuse what a CUDA graph cannot hold.
+    """Refuse a call that a CUDA graph cannot hold.
 
     Raises:
-        UnsupportedError: Positions come from the host, where a seed would be frozen, too, or the
-            kernel looks at numbers there.
+        UnsupportedError: An option needs positions or a seed, which come from the host and would
+            be frozen, or the kernel looks at numbers on the host.
     """
     if call.needs_index:
         raise UnsupportedError(
@@ -185,7 +206,7 @@ def _check_capture(call: Call) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """What is static about a tensor."""
+    """Static properties of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -193,7 +214,7 @@ class TensorSpec(NamedTuple):
     requires_grad: bool
 
     def described(self) -> checks.Tensor:
-        """As the checks take it."""
+        """Return the properties in the form that the checks of ``ring_core`` take."""
         return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
 
 
@@ -210,7 +231,19 @@ def _prepare(
     *,
     lse_grad: bool = False,
 ) -> Call:
-    """Check what is static about a call, plan it and choose its kernel: once for equal calls."""
+    """Check, plan and choose all that is static about a call: once for equal calls.
+
+    Args:
+        ring: The ranks that hold one sequence.
+        layout: The layout, as given.
+        facts: Properties of each field of :class:`Inputs` that is given.
+        options: The options in their normal form (:func:`_as_key`).
+        types: Types of the options, part of the key alone.
+        grads: True if there will be a backward, and if it is to have the bias's gradient.
+        check_every: The tripwire's setting, on which ranks have to agree.
+        probe: True if ranks may communicate to find out which transports they can use.
+        lse_grad: True for the backward of a call whose ``lse`` has a gradient.
+    """
     sizes, tensors = _check_tensors(facts)
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
@@ -258,7 +291,7 @@ def _prepare(
 def _facts_of_heads(
     facts: tuple[TensorSpec | None, ...], parts: int
 ) -> tuple[TensorSpec | None, ...]:
-    """All tokens of one of so many parts of the heads."""
+    """Return the properties of the inner call's tensors: all tokens of ``H / parts`` heads."""
     *qkv, _, _, sinks, _, slopes = facts
     found: list[TensorSpec | None] = []
     for fact in qkv:
@@ -273,7 +306,7 @@ def _facts_of_heads(
 
 
 class Described(NamedTuple):
-    """A call's tensors as the checks take them."""
+    """Tensors of a call in the form that the checks of ``ring_core`` take."""
 
     q: checks.Tensor
     k: checks.Tensor
@@ -286,7 +319,10 @@ class Described(NamedTuple):
 
 
 def _check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
-    """What tensors are, but for the bias, which is as wide as all keys."""
+    """Check all tensors but the bias, and return the call's sizes.
+
+    The bias is checked later: its width is the number of all keys, which the plan knows.
+    """
     every: Any = [None if fact is None else fact.described() for fact in facts]
     tensors = Described(*every)
     sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
@@ -309,6 +345,7 @@ def _check_options(
     sizes: checks.Sizes, tensors: Described, options: CallOptions, grads: tuple[bool, bool], *,
     lse_grad: bool,
 ) -> tuple[Request, KernelConfig]:  # fmt: skip
+    """Check the options that belong to no tensor; return the request and the kernel's settings."""
     scale = checks.check_scale(options.softmax_scale, sizes.head_dim)
     cap = checks.check_softcap(options.softcap)
     for name in ("deterministic", "return_lse"):
@@ -328,6 +365,7 @@ def _params(
     plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
     device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
+    """Return the parameters of all work items, but for the dropout seed, which calls set later."""
     return KernelParams(
         plan.mask, checks.check_scale(options.softmax_scale, request.head_dim),
         checks.check_softcap(options.softcap), float(options.dropout_p), 0, config.block_q,
@@ -342,7 +380,7 @@ def _fields(
     layout: LayoutSpec, plan: Plan, tensors: Described, options: CallOptions, params: KernelParams,
     grads: tuple[bool, bool],
 ) -> dict[str, Any]:  # fmt: skip
-    """What has to be equal on all ranks, beside what is chosen."""
+    """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
     return {
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _in_words(plan.mask.cu_seqlens),
@@ -359,7 +397,7 @@ def _fields(
 
 
 def _in_words(numbers: tuple[object, ...] | None) -> str | None:
-    """Numbers that differ between ranks, short enough for a message: the first, and a digest."""
+    """Return numbers as text that fits an error message: if long, the first and a digest."""
     if numbers is None:
         return None
     text = str(numbers)
@@ -375,6 +413,7 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
 
 
 def _fact(x: object, name: str) -> TensorSpec:
+    """Return the static properties of an argument, or refuse what is no dense local tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:

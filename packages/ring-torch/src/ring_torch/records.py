@@ -1,4 +1,4 @@
-"""What travels between the parts of a call: tensors of rows and columns, results, gradients.
+"""Records that kernels and strategies exchange: queries, keys, results, gradients, parameters.
 
 Shapes: an item has ``n`` query rows and ``m`` key columns; ``q [B, n, H, D]``, ``k [B, m, K, D]``,
 ``v [B, m, K, Dv]``, ``out [B, n, H, Dv]``, ``lse`` and ``delta [B, H, n]``.
@@ -20,7 +20,7 @@ from ring_core import BlockGeometry, Mask
 
 @dataclass(frozen=True)
 class KernelParams:
-    """What all items of a call share."""
+    """Parameters that all work items of a call share."""
 
     mask: Mask
     scale: float
@@ -30,18 +30,18 @@ class KernelParams:
     block_q: int | None = None
     block_k: int | None = None
     fused_backward: bool = False
-    boundaries: Tensor | None = None  # document and chunk borders, for predicates
-    blocks: BlockGeometry | None = None  # a predicate's tiles
+    boundaries: Tensor | None = None  # positions of document and chunk borders, for predicates
+    blocks: BlockGeometry | None = None  # tiles of a predicate
     deterministic: bool = False
-    bias_grad: bool = False  # the bias wants its gradient
-    bias_masks: bool = False  # the bias says a mask, whose hidden blocks are to be skipped
+    bias_grad: bool = False  # the bias needs its gradient
+    bias_masks: bool = False  # the bias holds a boolean mask: blocks that are all -inf are skipped
     shifts_bias: bool = False  # each row of the bias is shifted (QueryBlock.bias_shift)
-    sinks: Tensor | None = None  # float32 [H], for a launch that is to add them
-    needs_lse: bool = True  # otherwise a kernel that is given a place may leave its lse as it is
+    sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
+    needs_lse: bool = True  # if false, a kernel may leave the lse that it is given uninitialised
 
 
 class Run(NamedTuple):
-    """Tokens ``start <= n < stop`` whose positions count on one by one, from ``position``."""
+    """Tokens ``start <= n < stop`` at consecutive positions, the first of which is ``position``."""
 
     start: int
     stop: int
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
-    """The runs of tokens at some positions, as few as there are."""
+    """Return the maximal runs of consecutive positions in a list of positions."""
     if positions.size == 0:
         return ()
     edges = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
@@ -57,6 +57,7 @@ def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
 
 
 def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
+    """Return the runs inside a slice of the tokens, counted from its start."""
     cut = ((max(x.start, part.start), min(x.stop, part.stop), x) for x in runs)
     return tuple(
         Run(a - part.start, b - part.start, x.position + a - x.start) for a, b, x in cut if a < b
@@ -64,19 +65,19 @@ def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
 
 
 class QueryBlock(NamedTuple):
-    """Queries and all that belongs to them."""
+    """Queries, and the rows of other inputs that belong to them."""
 
     q: Tensor
-    indices: Tensor | None  # [n] global index of each query, where an option needs it
-    position: Tensor | None  # [n] where it stands among the keys, where an option needs it
+    indices: Tensor | None  # [n] global index of each query, if an option needs it
+    position: Tensor | None  # [n] its position among the keys, if an option needs it
     segments: Tensor | None  # [B, n] int32
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
-    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
-    bias_shift: Tensor | None = None  # [B or 1, H or 1, n] taken off the bias, wide
+    runs: tuple[Run, ...] = ()  # of their positions, if an option needs these
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, n], acc. dtype: subtracted from the bias
 
     def take(self, part: slice) -> QueryBlock:
-        """The same for a slice of the queries."""
+        """Return the block of a slice of the queries, as views."""
         if part.start == 0 and part.stop == self.q.shape[1]:
             return self
         return QueryBlock(
@@ -92,17 +93,17 @@ class QueryBlock(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """Keys and values and all that belongs to them."""
+    """Keys and values, with their positions and segment ids."""
 
     k: Tensor
     v: Tensor
-    position: Tensor | None  # [m] global index of each key, where an option needs it
+    position: Tensor | None  # [m] global index of each key, if an option needs it
     segments: Tensor | None  # [B, m] int32
-    aligned8: bool = False  # positions are known to be 8 n to 8 n + 7, at 8 m
-    runs: tuple[Run, ...] = ()  # of their positions, where an option needs these
+    aligned8: bool = False  # columns 8 m to 8 m + 7 are at positions 8 n to 8 n + 7, for each m
+    runs: tuple[Run, ...] = ()  # of their positions, if an option needs these
 
     def take(self, part: slice) -> KeyBlock:
-        """The same for a slice of the keys."""
+        """Return the block of a slice of the keys, as views."""
         if part.start == 0 and part.stop == self.k.shape[1]:
             return self
         return KeyBlock(
@@ -116,20 +117,24 @@ class KeyBlock(NamedTuple):
 
 
 class AttentionState(NamedTuple):
-    """Where a forward kernel merges its part; wide floats."""
+    """Attention over some keys, ``(out, lse)``, which merges with that over others.
+
+    Kernels merge into one in the accumulators' dtype.
+    """
 
     out: Tensor
     lse: Tensor
 
     def take(self, part: slice) -> AttentionState:
-        """The same for a slice of the rows."""
+        """Return the record of a slice of the rows, as views."""
         return AttentionState(self.out[:, part], self.lse[:, :, part])
 
 
 class BackwardInputs(NamedTuple):
-    """What the backward of some rows starts from; ``lse`` and ``delta`` are global.
+    """Inputs of the backward of some rows: the final results, and the gradient of ``out``.
 
-    ``delta`` is left out for kernels that compute it themselves (:attr:`Kernel.needs_delta`).
+    ``out``, ``lse`` and ``delta`` are those over all keys, not of an item. ``delta`` is left out
+    for kernels that compute it themselves (:attr:`Kernel.needs_delta`).
     """
 
     dout: Tensor
@@ -138,47 +143,47 @@ class BackwardInputs(NamedTuple):
     delta: Tensor | None  # rowsum(dout * out) - dlse
 
     def take(self, part: slice) -> BackwardInputs:
-        """The same for a slice of the rows."""
+        """Return the record of a slice of the rows, as views."""
         delta = None if self.delta is None else self.delta[:, :, part]
         return BackwardInputs(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
 
 
 class QueryGrads(NamedTuple):
-    """Accumulators of the rows' gradients; wide floats."""
+    """Accumulators of gradients of query rows, in the accumulators' dtype."""
 
     dq: Tensor
     dbias: Tensor | None
 
     def take(self, part: slice) -> QueryGrads:
-        """The same for a slice of the rows."""
+        """Return the record of a slice of the rows, as views."""
         return QueryGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
 
 
 def zero_bias_grad(rows: QueryBlock, params: KernelParams, dtype: torch.dtype) -> Tensor | None:
-    """Where the gradient of the bias is added up; ``None`` if none is wanted."""
+    """Allocate the accumulator of the bias's gradient; ``None`` if none is needed."""
     if rows.bias is None or not params.bias_grad:
         return None
     return torch.zeros(rows.bias.shape, dtype=dtype, device=rows.bias.device)
 
 
 class KeyGrads(NamedTuple):
-    """Accumulators of the columns' gradients; wide floats."""
+    """Accumulators of gradients of keys and values, in the accumulators' dtype."""
 
     dk: Tensor
     dv: Tensor
 
     def take(self, part: slice) -> KeyGrads:
-        """The same for a slice of the columns."""
+        """Return the accumulators of a slice of the keys, as views."""
         return KeyGrads(self.dk[:, part], self.dv[:, part])
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of accumulators for inputs of a dtype."""
+    """Return the dtype of accumulators: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_state(q: Tensor, v_dim: int) -> AttentionState:
-    """Nothing seen yet, for queries ``[B, n, H, D]``: the identity of the merge."""
+    """Return the identity of the merge for queries ``[B, n, H, D]``: zeros, and ``lse = -inf``."""
     batch, length, heads, _ = q.shape
     dtype = acc_dtype(q.dtype)
     return AttentionState(
@@ -190,9 +195,10 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
 def unseen_state(
     q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, covered: bool = False
 ) -> AttentionState:
-    """Room for the rows of ``q [B, n, H, D]``, ``out`` in its dtype or the one given.
+    """Allocate results for the rows of ``q [B, n, H, D]``, with ``out`` in its dtype or ``dtype``.
 
-    They see nothing, unless they are ``covered``: all will be written.
+    They are those of rows that see nothing; with ``covered``, as all will be written, they are
+    uninitialised.
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
@@ -204,7 +210,7 @@ def unseen_state(
 
 
 class Inputs(NamedTuple):
-    """The tensors of a call, as given (local shards); the last is what is taken off the bias."""
+    """Tensors of a call, this rank's shards as given; the last is computed, not given."""
 
     q: Tensor
     k: Tensor
@@ -214,19 +220,19 @@ class Inputs(NamedTuple):
     sinks: Tensor | None
     bias: Tensor | None
     slopes: Tensor | None
-    bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], wide
+    bias_shift: Tensor | None = None  # [B or 1, H or 1, T_local], accumulators' dtype
 
     def key_tensors(self) -> list[Tensor]:
-        """What travels of keys: ``k``, ``v`` and, where there are any, segment ids."""
+        """Return the tensors that travel for keys: k, v and, if there are any, segment ids."""
         return [self.k, self.v] if self.k_ids is None else [self.k, self.v, self.k_ids]
 
 
-#: How many fields of :class:`Inputs` are given.
+#: Number of fields of :class:`Inputs` that the caller gives.
 GIVEN = len(Inputs._fields) - 1
 
 
 def has_unit_stride(x: Tensor) -> bool:
-    """Return True if the last dimension is contiguous: kernels take that for granted."""
+    """Return True if the last dimension is contiguous, as kernels take for granted."""
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
@@ -239,7 +245,7 @@ def with_unit_strides(inputs: Inputs) -> Inputs:
 
 
 class Grads(NamedTuple):
-    """Gradients of an item, or of all that a rank holds, in the inputs' dtype or wider."""
+    """Gradients of a work item, or of all of a rank's tensors, in the inputs' dtype or wider."""
 
     dq: Tensor
     dk: Tensor
@@ -247,14 +253,17 @@ class Grads(NamedTuple):
     dbias: Tensor | None
 
 
-#: Which dimension heads are, of what is cut into groups of them.
+#: The dimension of heads, for each field that is cut into groups of heads.
 _HEADS = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 2) | {"lse": 1, "delta": 1}
 
 
 def head_group[T: (
     Inputs, QueryBlock, KeyBlock, AttentionState, BackwardInputs, QueryGrads, KeyGrads
 )](of: T, n: int, groups: int) -> T:  # fmt: skip
-    """Views of the ``n``-th of so many equal groups of heads; without bias and slopes only."""
+    """Return views of the ``n``-th of ``groups`` equal groups of heads.
+
+    Records with a bias or slopes cannot be cut.
+    """
     if groups == 1:
         return of
     found: dict[str, Any] = {name: x for name, x in of._asdict().items() if x is not None}
@@ -266,6 +275,6 @@ def head_group[T: (
 
 
 def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sinks ``[H]`` or ``[H, n]`` as one a head."""
+    """Return sinks ``[H]`` or ``[H, n]`` as one equivalent logit for each head, ``[H]``."""
     sinks = sinks.to(dtype)
     return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)

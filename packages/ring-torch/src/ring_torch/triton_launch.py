@@ -1,10 +1,10 @@
-"""Triton kernels whose repeated launches call what was compiled, without asking Triton again.
+"""Direct launches of Triton kernels that were compiled before, to save the host's time.
 
-``kernel[grid](...)`` binds arguments by name and finds out what each is specialised for, which
-takes the host longer than the launch. A launch whose tensors are of the same dtypes and as aligned
-as those of one before, and whose integers are of the same kinds, has the same compiled kernel: it
-is launched directly. So it is with :data:`VERSIONS` of Triton; else, and interpreted, nothing
-changes.
+``kernel[grid](...)`` binds arguments by name and works out for which values each is specialised,
+which takes the host longer than the launch itself. A launch whose tensors have the same dtypes and
+alignments as those of one before, and whose integers are of the same kinds, has the same compiled
+kernel, which is launched directly. That relies on Triton's internals, so it is done with
+:data:`VERSIONS` of Triton alone; with others, and in the interpreter, Triton launches as usual.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MOST_LAUNCHES = 1024
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel, and the constants behind the arguments that a launch gives."""
+    """A compiled kernel, and the values of its constants, which follow a launch's arguments."""
 
-    kernel: Any  # unloaded when it is dropped
+    kernel: Any  # kept alive: Triton unloads a kernel that nobody references
     run: Any
     constants: tuple[object, ...]
 
@@ -33,7 +33,8 @@ class _Compiled(NamedTuple):
 class DirectKernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants_and_options)``.
 
-    Arguments that are no constants are positional: tensors, integers and ``None``.
+    Arguments that are no ``tl.constexpr`` are positional: tensors, integers and ``None``.
+    Constants and options of the launch, such as ``num_warps``, are given by name.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -45,6 +46,10 @@ class DirectKernel:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
     def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
+        """Launch directly if an equal launch was compiled before, otherwise by Triton.
+
+        The key holds all that Triton specialises a kernel for, and the constants.
+        """
         device = torch.cuda.current_device()
         values: list[int | None] = []
         facts: list[object] = [device, *named.items()]

@@ -1,4 +1,5 @@
-"""Ranks and how they agree: groups, messages, signatures of calls, shared memory.
+"""Communication between the ranks of a process group: messages, agreement on calls, exchanges.
 
-Knows no attention. May import ``buffers`` and ``capture``. Another way to agree is one file here.
+Nothing here knows of attention. This package may import ``buffers`` and ``capture``. Another way to
+agree is one file here.
 """

@@ -1,9 +1,9 @@
-"""Ranks that are about to exchange tensors make sure that they mean the same call.
+"""Handshake before each pass: ranks make sure that they are about to run the same call.
 
-Everybody sends a header of fixed size to the rank ahead, before any tensor: what it is about to do
-and, so that a difference can be named, that in readable fields. And a pass that fails on a rank
-ends on the others with that rank's words, and closes the group for later calls: what was sent may
-still be under way, and would be read as something else.
+Before any tensor, each rank sends the next rank a header of fixed size: a digest of its call and,
+so that a difference can be named, readable fields. If a pass fails on a rank, it ends on the others
+with that rank's error message, and the group is closed for later calls: messages of the failed pass
+may still be in flight, and would be received as something else.
 """
 
 from __future__ import annotations
@@ -51,26 +51,27 @@ _UNLIKE_SHARDS = (
 )
 _HEAD = struct.Struct("<4sIQ8sQQ")
 _MAGIC = b"RING"
-_IN_WORDS, _COMPARED = 1, 2  # statuses: with fields to read, or of a call compared before
+# Kinds of headers: with readable fields, or repeating the digest of a call compared before.
+_IN_WORDS, _COMPARED = 1, 2
 
 
 class Header(NamedTuple):
-    """What a rank sends ahead of a pass: 2,048 bytes.
+    """Message of 2,048 bytes that a rank sends to the next one before a pass.
 
-    ======  =====  ============================================================
+    ======  ==================================================================
     bytes   field
-    ======  =====  ============================================================
-    0-3     magic  ``RING``: tensors that arrive in a header's place have none
-    4-7     kind 1: all is here
+    ======  ==================================================================
+    0-3     magic ``RING``: tensors that arrive in a header's place have none
+    4-7     kind, 1: all fields follow
     8-15    number of the call on the group
     16-23   digest of the signature
-    24-31   seed   of dropout, two words of 32 bits
-    32-39   nonce  of the group, for the names of its notes in the store
-    40-     fields JSON, padded with zeros
-    ======  =====  ============================================================
+    24-31   seed of dropout
+    32-39   nonce of the group, part of the keys of its notes in the store
+    40-     fields of the signature, JSON, padded with zeros
+    ======  ==================================================================
 
-    A GPU sends the header of a call that was compared before without fields: 256 times the same
-    eight bytes, which are the digest of signature, number and seed. One kernel writes them.
+    A GPU sends the header of a call that was compared before in another form: 256 times the same
+    eight bytes, the digest of signature, number and seed. One kernel writes them.
     """
 
     kind: int
@@ -82,13 +83,13 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, signature: CallSignature, number: int, seed: int, nonce: int = 0) -> Self:
-        """Make the header of a pass, in readable fields."""
+        """Make the header of a pass, with readable fields."""
         assert len(signature.text) <= HEADER_BYTES - _HEAD.size, "a header holds all fields"
         return cls(_IN_WORDS, number, signature.digest, seed, nonce, signature.text)
 
     @classmethod
     def read(cls, message: bytes) -> Self | None:
-        """Return the header in a message, or None if the message is something else."""
+        """Return the header in a message, or ``None`` if the message is no header."""
         word, kind, number, digest, seed, nonce = _HEAD.unpack_from(message)
         repeated = message[:_WORD_BYTES]
         if any(repeated) and message == repeated * _WORDS:
@@ -98,14 +99,14 @@ class Header(NamedTuple):
         return cls(kind, number, digest, seed, nonce, message[_HEAD.size :].rstrip(b"\0"))
 
     def bytes(self) -> bytearray:
-        """Return the message that is sent."""
+        """Return the message as it is sent, ``HEADER_BYTES`` long."""
         if self.kind == _COMPARED:
             return bytearray(self.digest * _WORDS)
         head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed, self.nonce)
         return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
     def mismatch(self, theirs: Header | None) -> str:
-        """What another rank's header says that this one does not, in words."""
+        """Describe how another rank's header differs from this one, field by field."""
         if theirs is None:
             return (
                 "what arrived is no header. It is left over from a call that failed, or something "
@@ -121,7 +122,7 @@ class Header(NamedTuple):
         return differences + (_UNLIKE_SHARDS if _differ_in_length(mine, other) else "")
 
     def as_fields(self) -> dict[str, Any]:
-        """All that it says."""
+        """Return the fields of the header by name, call number and seed included."""
         if self.kind == _COMPARED:
             return {"status": "a call like an earlier one"}
         found: object = None
@@ -134,23 +135,23 @@ class Header(NamedTuple):
 def agree(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
-    """Check that the rank behind makes the same call, before any of its data is used.
+    """Check that the previous rank is making the same call, before any of its data is used.
 
-    Messages of unequal size would crash gloo, and of equal size but other shapes would pass
-    unnoticed. On a GPU the host reads the header of the first such call; from then on the stream
-    compares digests, and a difference ends it in an error. The first such call also waits for all
-    ranks to find the same.
+    Without it, messages of unequal size would crash gloo, and messages of equal size but other
+    shapes would go unnoticed. On a GPU the host reads the header of the first call with this
+    signature; from then on the stream compares digests, and a difference ends it in an error. The
+    first such call also waits until all ranks have found their calls to be the same.
 
     Args:
-        ring: The ranks.
-        number: The call's number.
-        seed: Of dropout.
-        signature: What else must be equal on all ranks.
-        device: Where the call's tensors are.
+        ring: The ranks that hold one sequence.
+        number: The call's number on the group.
+        seed: The call's dropout seed, or 0.
+        signature: All else that must be equal on all ranks.
+        device: The device of the call's tensors.
 
     Raises:
-        RankMismatchError: The rank behind is making another call, or another rank has found that
-            one does.
+        RankMismatchError: The previous rank is making another call, or some rank has reported that
+            its previous one is.
         PeerError: A rank did not come within the group's timeout.
     """
     if ring.size == 1:
@@ -162,6 +163,7 @@ def agree(
     if device.type != "cpu" and has_agreed:
         _check_on_stream(ring, number, seed, signature, device)
         return
+    # Headers go one rank ahead, all at the same time. No tensor of the pass is in flight yet.
     sent, received = _exchange_headers(ring, Header.of(signature, number, seed), device)
     if received != sent:  # ranks that make the same call send the same bytes
         _compare(ring, sent, received, signature, has_agreed=has_agreed)
@@ -171,6 +173,8 @@ def agree(
         agreement = StoreAgreement.of(group, state.nonce, number, signature.fields["pass"])
         digest = signature.for_call(number, seed)
         patience = timeout_of(group, device)
+        # Equal to the previous rank's call is not yet equal to all: wait at the store until every
+        # rank has counted itself, or one has reported a difference. Peers do the same meanwhile.
         with peer_errors(others(ring)):
             note = agreement.wait_for_all(digest, ring.size, patience)
         if note is not None:
@@ -185,10 +189,12 @@ def agree(
 def _compare(
     ring: Ranks, sent: bytes, received: bytes, signature: CallSignature, *, has_agreed: bool
 ) -> None:
-    """Say what differs between this rank's header and that of the rank behind, if they do.
+    """Check that this rank's header and the previous rank's are of the same call.
+
+    A difference is reported through the store to ranks that wait there.
 
     Raises:
-        RankMismatchError: They are of different calls.
+        RankMismatchError: They are of different calls; it names the fields that differ.
     """
     mine, theirs = Header.read(sent), Header.read(received)
     assert mine is not None
@@ -204,20 +210,21 @@ def _compare(
     agreement = StoreAgreement.of(ring.group, state.nonce, mine.number, signature.fields["pass"])
     agreement.report_mismatch(text)
     known = theirs is not None and theirs.digest in state.agreed
-    # Who finds no difference waits for all in the first such call, and goes on in a later one.
+    # Ranks that find no difference wait for all in the first such call, and read the report there.
+    # In a later one they go on without waiting: then the group is closed, so that they hear of it.
     if theirs is None or (ring.size > 2 and (known or has_agreed)):
         fail(ring, text)
     raise RankMismatchError(text)
 
 
 def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
-    """Send a header to the rank ahead; return what was sent, and what the rank behind has sent.
+    """Send a header to the next rank and receive the previous rank's; return both as bytes.
 
-    The first headers of a group bring its nonce round: rank 0 draws it and sends, each other rank
-    receives it before it sends, and rank 0 receives last. Notes that a group of the same name left
-    in the store count for nothing from then on. A send and a receive are started apart there: NCCL
-    connects all peers of what is started together before anything moves, so that rank 0, which
-    would wait for the last rank to connect, would keep the rank ahead from receiving.
+    The first headers of a group also pass its nonce round: rank 0 draws it and sends, each other
+    rank receives before it sends, and rank 0 receives last. Notes that an earlier group of the same
+    name has left in the store are ignored from then on. Send and receive are separate transfers
+    there: NCCL connects all peers of a transfer before anything moves, and rank 0, waiting for the
+    last rank to connect, would keep the next rank from receiving.
     """
     state = ring.state
     arriving = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
@@ -228,13 +235,16 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tupl
         clear_failure(ring.group)
         state.nonce = secrets.randbits(64)
     elif is_first:
+        # The previous rank sends as soon as it has the nonce; until then this rank waits.
         ring.start([], receives).wait()
         theirs = Header.read(bytes(arriving.cpu().numpy()))
         state.nonce = 0 if theirs is None else theirs.nonce
     assert state.nonce is not None
     sent = header._replace(nonce=state.nonce).bytes()
     mine = torch.frombuffer(sent, dtype=torch.uint8).to(device)
+    # Later headers are sent and received together: every rank does both at the same time.
     ring.start([(mine, ring.ahead(1))], [] if is_first else receives).wait()
+    # The nonce has gone round: the last rank sends now.
     if is_first and is_origin:
         ring.start([], receives).wait()
     return bytes(sent), bytes(arriving.cpu().numpy())
@@ -243,12 +253,15 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tupl
 def _check_on_stream(
     ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
-    """Exchange headers of a call compared before; a difference ends the stream in an error."""
+    """Exchange headers of a call whose signature was compared before, without waiting for them.
+
+    A difference ends the stream in an error.
+    """
     digest = signature.as_int64(number, seed)
     mine = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
     theirs = torch.empty_like(mine)
     ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
-    # What is queued behind this runs only if the rank behind means the same call.
+    # Kernels and messages queued behind this run only if the previous rank makes the same call.
     torch._assert_async(mine[0] == theirs[0], "ranks of a ring make different calls")  # noqa: SLF001
 
 
@@ -261,8 +274,12 @@ def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
 def _note_agreed(
     ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
-    """Note that all ranks make such calls; what they said before this one, all have read."""
+    """Remember that all ranks have compared calls of this signature, and forget the oldest.
+
+    Rank 0 also deletes the store's keys of the agreement before this one.
+    """
     state = ring.state
+    # All ranks have come to this agreement, so all have read the one before.
     if state.last is not None and ring.rank == 0:
         last, read = state.last
         last.clear(read)
@@ -273,15 +290,17 @@ def _note_agreed(
 
 
 def has_agreed(ring: Ranks, signature: CallSignature) -> bool:
-    """Whether this group has compared such calls in words before."""
+    """Return True if the ranks of this group have compared calls of this signature before."""
     return signature.digest in ring.state.agreed
 
 
 def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> None:
-    """Check that a pass that is being captured into a CUDA graph was compared before.
+    """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
+
+    The first comparison is made by the host, which a graph cannot hold.
 
     Raises:
-        ValueError: It was not.
+        ValueError: The pass is being captured and was not compared.
     """
     if ring.size == 1 or not is_capturing():
         return
@@ -294,10 +313,10 @@ def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> 
 
 @contextmanager
 def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
-    """Around a pass: its failure on one rank ends it on all, in the words of that rank.
+    """Run a pass so that a failure on one rank ends it on all, with that rank's error message.
 
-    The rank that fails leaves its words in the store. The others wait for it until the group's
-    timeout, and find them there. On all of them the group is then closed for later calls.
+    The rank that fails leaves its message in the store. The others wait for its tensors until the
+    group's timeout, and find the message then. On all of them the group is closed for later calls.
 
     Raises:
         RankMismatchError: Ranks make different calls.
@@ -328,18 +347,19 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
 
 
 def _read_mismatch(ring: Ranks, number: int, name: str) -> str | None:
-    """Return the note of a rank that found a difference in a pass, if there is one."""
+    """Return the report of a rank that found a difference in a pass, if there is one."""
     nonce = ring.state.nonce
-    if nonce is None:  # nobody behind this rank has come as far as that
+    if nonce is None:  # no header has arrived yet, so no rank before this one has come so far
         return None
     assert ring.group is not None
     return StoreAgreement.of(ring.group, nonce, number, name).read_report()
 
 
 def _note_queued(ring: Ranks, name: str) -> None:
-    """Keep what the host has queued, for the thread that looks whether it ends.
+    """Record the pass that the host has just queued, for the thread that checks whether it ends.
 
-    Nothing while a CUDA graph is captured, which a look at an event from any thread could break.
+    While a CUDA graph is captured nothing is recorded: querying an event from any thread could
+    break the capture.
     """
     state = ring.state
     state.queued = None
@@ -349,7 +369,7 @@ def _note_queued(ring: Ranks, name: str) -> None:
 
 
 def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
-    """Close a group for later calls, and say why to the others."""
+    """Close a group for later calls and, with ``report``, leave the reason for the other ranks."""
     assert ring.group is not None
     ring.state.failure = text
     if report:
@@ -357,7 +377,10 @@ def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
 
 
 def _differ_in_length(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Return True if q or k, ``[B, T_local, H, D, dtype]``, differ in their tokens alone."""
+    """Return True if q or k differ in the number of tokens alone.
+
+    A field holds ``[B, T_local, H, D, dtype]``.
+    """
     for a, b in ((mine.get(name), theirs.get(name)) for name in "qk"):
         if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 5):
             continue

@@ -1,6 +1,7 @@
-"""All-to-all exchanges that trade tokens for heads: one message to each rank, whatever they hold.
+"""All-to-all exchanges that trade tokens for heads, of several tensors in one message a rank.
 
-As in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Nothing here knows of attention.
+It is the exchange of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509). Nothing here knows
+of attention.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def to_heads(
     """Send each rank its heads of our tokens; return all tokens of our heads, in natural order.
 
     Args:
-        ranks: Those that exchange.
+        ranks: The ranks that exchange; each has a contiguous range of heads.
         layout: How the messages hold the tensors.
         tensors: ``[B, T_local, H, D]`` each, any strides.
         orders: For each tensor the positions of rank 0's tokens, then those of rank 1, ..., int64
@@ -47,7 +48,10 @@ def to_heads(
 def to_tokens(
     ranks: Ranks, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
 ) -> list[Tensor]:
-    """Undo :func:`to_heads`: ``[B, T, H / P, D]`` become ``[B, T_local, H, D]``."""
+    """Undo :func:`to_heads`: return ``[B, T_local, H, D]`` for each tensor ``[B, T, H / P, D]``.
+
+    The arguments and errors are those of :func:`to_heads`.
+    """
     device = tensors[0].device
     results = [x.empty(x.length, layout.ranks * x.heads, device) for x in layout.parts]
     none = [None] * len(results)
@@ -59,6 +63,10 @@ def _exchange(
     ranks: Ranks, layout: HeadBuffer, given: tuple[Sequence[Tensor], Orders],
     results: tuple[Sequence[Tensor], Orders], *, splits_heads: bool,
 ) -> None:  # fmt: skip
+    """Pack ``given`` tensors into a message for each rank, exchange, and unpack into ``results``.
+
+    With ``splits_heads`` rank n gets the n-th range of heads; otherwise its tokens.
+    """
     device, size = given[0][0].device, (layout.ranks, layout.message.size)
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     pack, unpack = _pack, _unpack
@@ -66,9 +74,11 @@ def _exchange(
         from ring_torch.comm import head_exchange_kernel
 
         pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
+    # `sent` and `received` belong to this exchange alone: tensors may be overwritten once packed.
     pack(layout, sent, *given, by_heads=splits_heads)
     with peer_errors(others(ranks)):
-        # Rank n gets row n. The stream waits for the exchange: `sent` may be freed behind it.
+        # Row n goes to rank n, and row n of `received` comes from it. All ranks exchange at the
+        # same time. The stream waits for the exchange, so both may be freed behind it.
         dist.all_to_all_single(received, sent, group=ranks.group)
     unpack(layout, received, *results, by_heads=not splits_heads)
 
@@ -77,7 +87,7 @@ def _pack(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
-    """Put the part for rank n of each tensor, a range of its heads or of its tokens, into row n."""
+    """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
     dim = 2 if by_heads else 1
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         ordered = x if order is None else x.index_select(1, order)
@@ -88,7 +98,7 @@ def _unpack(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
-    """Put row n of a buffer, which came from rank n, where its heads or tokens belong."""
+    """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
     dim = 2 if by_heads else 1
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         if order is None:
@@ -98,7 +108,7 @@ def _unpack(
 
 
 def _blocks(layout: HeadBuffer, buffer: Tensor) -> list[Tensor]:
-    """View a buffer ``[P, bytes]`` as the parts of each tensor, ``[P, B, T_local, H / P, D]``."""
+    """Return views of a buffer ``[P, bytes]``: of each tensor ``[P, B, T_local, H / P, D]``."""
     message = layout.message
     return [
         buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)

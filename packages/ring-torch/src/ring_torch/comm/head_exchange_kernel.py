@@ -1,4 +1,4 @@
-"""The copies of a :class:`ring_torch.buffers.HeadBuffer` as one Triton kernel."""
+"""Triton kernel that packs or unpacks a :class:`ring_torch.buffers.HeadBuffer` in one launch."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from ring_torch.buffers import HeadBuffer
 from ring_torch.triton_launch import DirectKernel
 
-_NUMBERS, _COLUMNS = 4096, 512  # that a program copies, and of one token at a time
+_NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and most of one token
 
 
 def pack_on_gpu(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
-    """Put the part for rank n of each tensor, a range of its heads or of its tokens, into row n."""
+    """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
     _move(layout, buffer, tensors, orders, by_heads=by_heads, packs=True)
 
 
@@ -28,7 +28,7 @@ def unpack_on_gpu(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool,
 ) -> None:  # fmt: skip
-    """Put row n of a buffer, which came from rank n, where its heads or tokens belong."""
+    """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
     _move(layout, buffer, tensors, orders, by_heads=by_heads, packs=False)
 
 
@@ -36,6 +36,7 @@ def _move(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
+    """Launch the copy between up to three tensors and a buffer; ``packs`` is its direction."""
     assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
     sizes: list[int] = []
     for part, offset in zip(layout.parts, layout.message.offsets, strict=True):
@@ -68,7 +69,7 @@ def _move_tensors(
     DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy between a buffer ``[P, bytes]`` and up to three tensors, one a row of the grid."""
+    """Copy between a buffer ``[P, bytes]`` and up to three tensors; grid row n copies tensor n."""
     which = tl.program_id(1)
     if which == 0:
         _move_part(
@@ -95,10 +96,11 @@ def _move_part(
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,
     PACKS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tensor's blocks ``[P, B, T_local, H / P, D]``: rows of ``width = H / P * D``.
+    """Copy one tensor's parts of all messages, ``[P, B, T_local, H / P, D]``.
 
-    ``BY_HEADS``: the tensor is ``[B, T_local, H, D]``, and rank n has the n-th range of its heads;
-    otherwise it is ``[B, T, H / P, D]``, and rank n has the tokens that ``order`` names.
+    A row of the copy is a token of one rank's part, of ``width = H / P * D`` numbers. With
+    ``BY_HEADS`` the tensor is ``[B, T_local, H, D]``, and rank n's part is the n-th range of heads;
+    otherwise it is ``[B, T, H / P, D]``, and rank n's part are the tokens that ``order`` names.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own_rows = batch * length
@@ -115,6 +117,7 @@ def _move_part(
         if order is not None:
             position = tl.load(order + position, mask=is_row, other=0)
         starts = x + b * x_batch + position.to(tl.int64) * x_row
+    # Every number of the tensor lies in exactly one part, so programs write no place twice.
     for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (columns < width)[None, :]

@@ -1,9 +1,9 @@
-"""Messages between the ranks of a process group, and what became of them.
+"""Ranks of a process group, messages between them, and the detection of peers that fail.
 
-Nothing here knows of attention. With gloo a rank finds the words of one that failed when it has
-waited in vain. The host of a GPU waits for nothing: NCCL's watchdog ends its process, in words that
-name no call and no cause. So a thread logs these before: the words of a rank that failed, and a
-pass that does not end.
+Nothing here knows of attention. With gloo a rank that has waited in vain reads the error message of
+the rank that failed. The host of a GPU waits for nothing: NCCL's watchdog ends its process with a
+message that names neither call nor cause. So a thread logs these before that: the error message of
+a rank that failed, and a pass that does not end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST_WAIT, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 
 
 class PeerError(RuntimeError):
-    """Ranks that this one exchanges with failed, or did not answer within the group's timeout."""
+    """Error of an exchange: peers failed, or did not answer within the group's timeout."""
 
     def __init__(self, peers: Sequence[int], reason: object) -> None:
         ranks = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
@@ -43,27 +43,27 @@ class PeerError(RuntimeError):
 
 
 class QueuedPass(NamedTuple):
-    """A pass that a host has queued on its GPU and does not wait for."""
+    """A pass that the host has queued on its GPU and does not wait for."""
 
-    name: str  # with the call's number
-    start: float  # seconds, of ``time.monotonic``
-    ended: Any  # a CUDA event
+    name: str  # the call's number and the pass
+    start: float  # when it was queued, seconds of ``time.monotonic``
+    ended: Any  # a CUDA event behind it
 
 
 @dataclass
 class GroupState:
-    """What has happened on a group."""
+    """Mutable state of a group: calls counted, signatures compared, failures."""
 
     calls: int = 0
-    nonce: int | None = None  # drawn by rank 0, and told ahead with the first header
-    agreed: dict[bytes, None] = field(default_factory=dict)  # digests compared, oldest first
-    last: tuple[StoreAgreement, bytes] | None = None  # the last, which all ranks have read
-    failure: str | None = None  # of a pass: what its ranks sent may still be under way
-    is_watched: bool = False  # whether a thread looks for failures of other ranks
-    queued: QueuedPass | None = None  # the last, while it is watched
+    nonce: int | None = None  # drawn by rank 0, and passed on with the first header
+    agreed: dict[bytes, None] = field(default_factory=dict)  # signatures compared, oldest first
+    last: tuple[StoreAgreement, bytes] | None = None  # the last agreement, and the digest it used
+    failure: str | None = None  # error message of a failed pass; the group is closed then
+    is_watched: bool = False  # True once a thread looks for failures of other ranks
+    queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
 
     def check(self) -> None:
-        """Refuse to send anything after a failure.
+        """Refuse to send anything on a group on which a pass has failed.
 
         Raises:
             RuntimeError: An earlier call failed.
@@ -78,10 +78,10 @@ class GroupState:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place among those that hold one sequence; without a group it is alone.
+    """The ranks that hold one sequence, as this rank sees them; without a group it is alone.
 
-    A ring does not keep its group: calls are cached, and a group that is kept after it is destroyed
-    keeps its threads, which may end with the interpreter in an abort.
+    The group is referenced weakly. Calls are cached, and a group that is kept after it is destroyed
+    keeps its threads, which may abort the process when the interpreter ends.
     """
 
     group_ref: ref[dist.ProcessGroup] | None
@@ -91,10 +91,10 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group.
+        """Process group, or ``None`` for a rank that is alone.
 
         Raises:
-            RuntimeError: It was destroyed.
+            RuntimeError: The group was destroyed.
         """
         if self.group_ref is None:
             return None
@@ -103,18 +103,18 @@ class Ranks:
         return group
 
     def behind(self, distance: int) -> int:
-        """The rank this far behind."""
+        """Return the rank ``distance`` before this one, round the ring."""
         return (self.rank - distance) % self.size
 
     def ahead(self, distance: int) -> int:
-        """The rank this far ahead."""
+        """Return the rank ``distance`` after this one, round the ring."""
         return (self.rank + distance) % self.size
 
     def next_call(self) -> int:
-        """The number of a new call on this group, counted on every rank, failed calls included.
+        """Count a new call on this group and return its number, from 1; 0 without a group.
 
-        A rank whose call fails before anything is sent is one call behind its peers' messages.
-        Numbers tell: otherwise its next call would meet the one that its peers still wait in.
+        Every rank counts, failed calls included. If a call fails on one rank before anything is
+        sent, its peers still wait in it: numbers keep its next call from being taken for that one.
 
         Raises:
             RuntimeError: A pass of an earlier call failed.
@@ -131,7 +131,10 @@ class Ranks:
         sends: Sequence[tuple[torch.Tensor, int]],
         receives: Sequence[tuple[torch.Tensor, int]],
     ) -> Transfer:
-        """Start moving contiguous tensors, which may not be touched until that is done.
+        """Start sending and receiving contiguous tensors, as ``(tensor, peer)``, all at once.
+
+        Until the transfer has been waited for, sent tensors may be read but not written, and
+        received ones neither. Messages between two ranks are matched by their order.
 
         Raises:
             PeerError: A peer is gone.
@@ -149,9 +152,10 @@ class Ranks:
         try:
             if coalesces:
                 group._start_coalescing(device)  # noqa: SLF001
+            # All are only started here; the current stream's kernels so far precede them on a GPU.
             pending = [group.send([tensor], peer, 0) for tensor, peer in sends]
             pending += [group.recv([tensor], peer, 0) for tensor, peer in receives]
-            if coalesces:  # all messages are under way together, and one handle stands for them
+            if coalesces:  # NCCL: all messages run together, and one handle stands for them
                 pending = [group._end_coalescing(device)]  # noqa: SLF001
         except RuntimeError as error:
             raise PeerError(peers, error) from error
@@ -160,20 +164,22 @@ class Ranks:
 
 ALONE = Ranks(None, 0, 1)
 
-# Facts about groups, which are not ours to extend.
+# The ranks of each group. Process groups take no attributes of ours, so they are kept here.
 _ranks_of: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfers under way, with the tensors they read kept alive."""
+    """Messages in flight; it keeps the tensors that are sent alive."""
 
     pending: tuple[dist.Work, ...] = ()
     sent: tuple[torch.Tensor, ...] = ()
     peers: tuple[int, ...] = ()
 
     def wait(self) -> None:
-        """Wait until all have arrived (on CUDA: make the current stream wait).
+        """Wait until all messages are complete (on CUDA: let the current stream wait).
+
+        Then received tensors may be read, and sent ones overwritten.
 
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
@@ -190,7 +196,7 @@ DONE = Transfer()
 
 @contextmanager
 def peer_errors(peers: Sequence[int]) -> Iterator[None]:
-    """Name the ranks of the group that something inside is exchanged with, if that fails.
+    """Turn a failure of the exchange inside the block into an error that names its peers.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -203,7 +209,7 @@ def peer_errors(peers: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def collective(ring: Ranks, what: str) -> Iterator[None]:
-    """Around a collective: name it if it fails; it is not entered after a failed pass.
+    """Run a collective so that its error names ``what`` it was; refuse it on a closed group.
 
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
@@ -219,10 +225,13 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
 def exchange(
     ring: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
 ) -> list[list[torch.Tensor]]:
-    """Send part ``n`` of each tensor to rank ``n``; all parts of a tensor have one shape.
+    """Send part ``n`` of each tensor to rank ``n``, and wait for what all ranks send.
+
+    All parts of a tensor have one shape, which is the same on all ranks. The parts for a rank
+    travel in one message.
 
     Returns:
-        What came, by tensor and rank; this rank's own part is the one given.
+        The received parts, by tensor and then by rank; this rank's own part is the one given.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
@@ -231,6 +240,7 @@ def exchange(
     peers = others(ring)
     sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
     receives = [(spec.buffer(device), peer) for peer in peers]
+    # All pairs of ranks exchange at the same time; buffers are this exchange's own.
     ring.start(sends, receives).wait()
     came = {peer: spec.views(buffer) for buffer, peer in receives}
     came[ring.rank] = [some[ring.rank] for some in parts]
@@ -238,23 +248,23 @@ def exchange(
 
 
 def header_device(ring: Ranks, device: torch.device) -> torch.device:
-    """Where headers lie: gloo sends from the host, others from the device of a call's tensors."""
+    """Return the device of headers: the CPU with gloo, otherwise that of the call's tensors."""
     return torch.device("cpu") if dist.get_backend(ring.group) == "gloo" else device
 
 
 def others(ring: Ranks) -> list[int]:
-    """The ranks beside this one."""
+    """Return all ranks but this one, ascending."""
     return [rank for rank in range(ring.size) if rank != ring.rank]
 
 
 def ranks_of(group: Any) -> Ranks:
-    """The ring of a process group, a one-dimensional ``DeviceMesh``, or ``None``.
+    """Return the ranks of a process group, of a one-dimensional ``DeviceMesh``, or of ``None``.
 
-    ``None`` is the default group, or one rank alone where none is initialised.
+    ``None`` is the default group, or this process alone where none is initialised.
 
     Raises:
-        ValueError: Not a group, a mesh of several dimensions, a group this rank is not in, or one
-            that was destroyed.
+        ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,
+            or one that was destroyed.
     """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -288,10 +298,10 @@ def ranks_of(group: Any) -> Ranks:
 
 
 def check_device(ring: Ranks, device: torch.device) -> None:
-    """Check that a group of several ranks can send tensors of this device.
+    """Refuse a device whose tensors the backend of the group cannot send.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The group has no backend for the device.
     """
     assert ring.group is not None
     try:
@@ -304,9 +314,9 @@ def check_device(ring: Ranks, device: torch.device) -> None:
 
 
 def warn_if_alone() -> None:
-    """Warn where this process is one of several that no process group joins.
+    """Warn if a launcher started several processes but no process group is initialised.
 
-    Under Python's default filters a process shows it once, as it always comes from this line.
+    Under Python's default filters a process shows the warning once, as it has one source line.
     """
     size = os.environ.get("WORLD_SIZE", "")
     if dist.is_available() and dist.is_initialized():
@@ -321,9 +331,10 @@ def warn_if_alone() -> None:
 
 
 def watch(ring: Ranks, timeout: timedelta) -> Thread:
-    """Start to look, several times within a group's timeout, until the group is gone.
+    """Start a thread that looks for failed ranks, several times within the group's timeout.
 
-    What is found is logged; a failure closes the group for later calls.
+    It logs failures of other ranks, and passes that do not end; a failure closes the group for
+    later calls. The thread ends with the group.
     """
     stop = Event()
     thread = Thread(
@@ -331,7 +342,7 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
     )
 
     def end() -> None:
-        """A process whose interpreter ends while a thread is inside the store's code is aborted."""
+        """Stop the thread: an interpreter that ends while it is inside the store's code aborts."""
         stop.set()
         thread.join(timeout=5)
 
@@ -341,6 +352,7 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
 
 
 def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
+    """Look at the store and at the last queued pass until the group fails or is destroyed."""
     patience = max(_LEAST_WAIT, min(timeout / 8, _LONGEST))
     while not stop.wait(patience.total_seconds()):
         try:
@@ -355,6 +367,8 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
             state.failure = text
             _LOG.error("%s", text)
             return
+        # A pass is looked at once, after three quarters of the timeout: soon enough to log before
+        # the watchdog ends the process.
         queued = state.queued
         if queued is None or time.monotonic() - queued.start < 0.75 * timeout.total_seconds():
             continue
@@ -369,6 +383,7 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
 
 
 def _has_ended(queued: QueuedPass) -> bool:
+    """Return True if the GPU has come to the end of a pass, or is in an error."""
     try:
         return bool(queued.ended.query())
     except RuntimeError:  # the GPU is in an error, which says more

@@ -1,4 +1,7 @@
-"""Rows brought from one order over the ranks to another. Nothing here knows of attention."""
+"""Relayout: one all-to-all that moves rows from one assignment to ranks to another.
+
+Nothing here knows of attention.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, eq=False)
 class Relayout:
-    """Which rows go where: ``received[after]`` of what ``sent[before]`` brings.
+    """Moves of one relayout for this rank: ``y = all_to_all(x[before])[after]``.
 
     Attributes:
-        ring: The ranks.
-        before: Order in which rows are sent, int64 ``[T_local]``.
-        sent: How many go to each rank.
-        received: How many come from each rank.
-        after: Order in which those that arrive are wanted, int64 ``[T_local]``.
+        ring: The ranks that exchange.
+        before: Local indices in the order of sending, by receiving rank; int64 ``[T_local]``.
+        sent: Number of rows sent to each rank.
+        received: Number of rows received from each rank.
+        after: For each row of the result, its place among the received ones; int64 ``[T_local]``.
     """
 
     ring: Ranks
@@ -38,25 +41,29 @@ class Relayout:
     after: torch.Tensor
 
     def __call__(self, x: torch.Tensor, guard: Guard) -> torch.Tensor:
-        """Rows ``[T_local, ...]`` in their new order; differentiable, with a guard each way."""
+        """Return the rows of ``x [T_local, ...]`` that belong here after the relayout, in order.
+
+        It is differentiable. ``guard`` makes a context manager around each exchange, forward and
+        backward.
+        """
         moved: torch.Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
         return moved.reshape(x.shape)
 
     def back(self) -> Relayout:
-        """The moves that undo these."""
+        """Return the relayout that undoes this one."""
         return Relayout(
             self.ring, self.after.argsort(), self.received, self.sent, self.before.argsort()
         )
 
 
 def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.device) -> Relayout:
-    """The moves from one order to another.
+    """Make the relayout of this rank from one assignment of rows to another.
 
     Args:
-        ring: The ranks.
-        source: The position of each row of each rank now, ``[P, T_local]``.
-        target: The position of each row wanted, ``[P, T_local]``.
-        device: Where the rows lie.
+        ring: The ranks that exchange.
+        source: Global position of each rank's rows now, int64 ``[P, T_local]``.
+        target: Global position of each rank's rows afterwards, likewise.
+        device: The device of the rows.
     """
     rank = ring.rank
     owner, wanted = _owner_of(source), _owner_of(target)
@@ -72,6 +79,7 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
 
 
 def _owner_of(positions: Ints) -> Ints:
+    """Return the rank that holds each global position, int64 ``[P * T_local]``."""
     owner = np.empty(positions.size, dtype=np.int64)
     for rank, row in enumerate(positions):
         owner[row] = rank
@@ -79,7 +87,7 @@ def _owner_of(positions: Ints) -> Ints:
 
 
 class _Move(torch.autograd.Function):
-    """One all-to-all; the gradient goes the way back."""
+    """All-to-all as an autograd function: the backward moves gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:
@@ -93,6 +101,7 @@ class _Move(torch.autograd.Function):
 
 
 def _move(x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:
+    """Exchange the rows of ``x [T_local, width]``, in a copy that no one else writes."""
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
     with guard(), peer_errors(others(moves.ring)):

@@ -1,9 +1,9 @@
-"""What ranks compare of a call, and tell each other of it through their process group's store.
+"""Signatures of calls, and notes about them that ranks leave in their process group's store.
 
-A rank compares its call with that of the rank behind. Others would learn of a difference, or of a
-failure inside a pass, only by waiting in vain: so who finds one leaves a note, for who waits to
-read. And the first time that a group makes a call, each waits until all ranks have found it to be
-the same.
+A rank compares its call with that of the previous rank only. Others would learn of a difference, or
+of a failure inside a pass, by waiting in vain. So the rank that finds one leaves a note in the
+store, and a rank that waits reads it. The first time that a group makes a call, each rank waits
+until all have found it to be the same.
 """
 
 from __future__ import annotations
@@ -28,48 +28,51 @@ import torch.distributed as dist
 _SAME = b"the same"
 _DIGEST_BYTES = 8
 LONGEST_FIELD = 96  # characters
-_PATIENCE = timedelta(seconds=5)  # with a store that answers within milliseconds
+_PATIENCE = timedelta(seconds=5)  # a store that is there answers within milliseconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.1  # seconds between two looks at a key
 
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What must be equal on all ranks for a pass of a call, beside its number and seed."""
+    """Fields of a call that must be equal on all ranks in a pass, with their digest.
 
-    fields: dict[str, Any]  # anything that ``json`` writes
-    digest: bytes
-    text: bytes  # the fields as a message holds them: JSON, long ones cut
+    The call's number and seed, which must be equal, too, are not among them.
+    """
+
+    fields: dict[str, Any]  # by name; values that ``json`` can write
+    digest: bytes  # of all fields, 8 bytes
+    text: bytes  # the fields as a header holds them: JSON, long values cut
 
     @classmethod
     def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
-        """The signature of the pass of this name."""
+        """Make the signature of a pass from the call's fields and the pass's name."""
         fields = {"pass": name, **fields}
         whole = json.dumps(fields, sort_keys=True).encode()
         short = json.dumps({key: _cut(x) for key, x in fields.items()}, sort_keys=True).encode()
         return cls(fields, hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest(), short)
 
     def for_call(self, number: int, seed: int) -> bytes:
-        """What tells this call from any other: the digest of all, number and seed included."""
+        """Return a digest of 8 bytes that identifies a call: signature, number and seed."""
         text = self.digest + struct.pack("<QQ", number, seed)
         return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
     def as_int64(self, number: int, seed: int) -> int:
-        """The same as a number, int64."""
+        """Return the digest of :meth:`for_call` as an int64, which GPUs compare."""
         return int.from_bytes(self.for_call(number, seed), "little", signed=True)
 
 
 @dataclass(frozen=True)
 class StoreAgreement:
-    """Whether all ranks of a group make one call, in a pass of it; known by its number."""
+    """The keys of one pass of one call in a group's store, by which its ranks agree on it."""
 
-    store: Any  # that the group's members met in
-    nonce: int  # of the group: one of the same name may have left notes in the store
-    number: int
+    store: Any  # the store through which the group was made
+    nonce: int  # of the group: an earlier one of the same name may have left notes in the store
+    number: int  # of the call
     name: str  # of the pass
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, nonce: int, number: int, name: str) -> StoreAgreement:
-        """Make a group's agreement, which does not keep the group."""
+        """Make the agreement of a group; it does not keep the group alive."""
         return cls(_store_of(group), nonce, number, name)
 
     @property
@@ -77,16 +80,21 @@ class StoreAgreement:
         return f"{_base_key()}/{self.nonce:x}/{self.number}/{self.name}"
 
     def report_mismatch(self, text: str) -> None:
-        """Leave a note for ranks that wait."""
+        """Leave a note about a difference, for ranks that wait in :meth:`wait_for_all`."""
         _ask_store(lambda: self.store.set(self._key, text))
 
     def read_report(self) -> str | None:
-        """The note that another rank left, if there is one."""
+        """Return the note about a difference that a rank has left, or ``None``."""
         text = _ask_store(lambda: _read(self.store, self._key))
         return None if text in {None, _SAME} else text.decode(errors="replace")
 
     def wait_for_all(self, digest: bytes, size: int, timeout: timedelta) -> str | None:
-        """Wait until all ranks have found their calls to be the same; else the note of one.
+        """Wait until all ranks have found their calls to be the same, or one has left a note.
+
+        A rank counts itself; the last one of ``size`` ends the wait of all.
+
+        Returns:
+            ``None`` if all calls are the same, otherwise the note.
 
         Raises:
             RuntimeError: A rank did not come within the timeout.
@@ -106,7 +114,7 @@ class StoreAgreement:
         return self.read_report()
 
     def clear(self, digest: bytes) -> None:
-        """Take what all ranks have read out of the store."""
+        """Delete the keys of this agreement, once all ranks have read them."""
 
         def delete() -> None:
             for key in (self._key, self._count(digest)):
@@ -115,12 +123,12 @@ class StoreAgreement:
         _ask_store(delete)
 
     def _count(self, digest: bytes) -> str:
-        """Under which name ranks that make one call are counted."""
+        """Return the key under which ranks are counted that make the call with this digest."""
         return f"{self._key}/{digest.hex()}"
 
 
 def _cut(value: Any) -> Any:
-    """Cut a field that is long to its beginning and a digest of all of it."""
+    """Return a field's value; of a long one its beginning and a digest of all of it, as text."""
     text = json.dumps(value)
     if len(text) <= LONGEST_FIELD:
         return value
@@ -129,18 +137,18 @@ def _cut(value: Any) -> Any:
 
 
 def report_failure(group: dist.ProcessGroup, text: str) -> None:
-    """Leave a note that a rank failed inside a pass; the first that is left stays."""
+    """Leave a note that this rank failed inside a pass, unless another rank was first."""
     _ask_store(lambda: _store_of(group).compare_set(f"{_base_key()}/failure", "", text))
 
 
 def read_failure(group: dist.ProcessGroup) -> str | None:
-    """The note of the first rank of a group that failed inside a pass, if one did."""
+    """Return the note of the first rank that failed inside a pass, or ``None``."""
     text = _ask_store(lambda: _read(_store_of(group), f"{_base_key()}/failure"))
     return text.decode(errors="replace") if text else None
 
 
 def clear_failure(group: dist.ProcessGroup) -> None:
-    """Take out the note of an earlier group, whose name and store this one has."""
+    """Delete the failure note of an earlier group with the same name and store."""
     _ask_store(lambda: _store_of(group).delete_key(f"{_base_key()}/failure"))
 
 
@@ -157,20 +165,20 @@ def _base_key() -> str:
 
 
 def _ask_store(what: Callable[[], Any]) -> Any:
-    """What the store answers, or ``None``: it may be gone with the rank that kept it."""
+    """Return the store's answer, or ``None`` if it is gone with the rank that kept it."""
     with suppress(RuntimeError):
         return _with_timeout(what)
     return None
 
 
 def _poll(store: Any, key: str, timeout: timedelta) -> None:
-    """Wait until a key is set.
+    """Wait until a key is set, by looking at it again and again.
 
-    ``store.wait`` would keep the store's connection to itself: threads of this process that wait
-    for other groups, and what their peers wait for, would have to stand behind it.
+    ``store.wait`` would block the store's connection: other threads of this process, whose peers
+    wait for what they have to write, could not use it.
 
     Raises:
-        RuntimeError: It was not set within the timeout.
+        RuntimeError: The key was not set within the timeout.
     """
     end, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE
     while not store.check([key]):
@@ -185,10 +193,10 @@ def _read(store: Any, key: str) -> bytes | None:
 
 
 def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
-    """What the store answers; asked on a thread, for over a link that is down it never does.
+    """Return the store's answer, asked for on a thread: over a link that is down none ever comes.
 
     Raises:
-        RuntimeError: It did not answer in time, or is gone.
+        RuntimeError: The store did not answer in time, or is gone.
     """
     answer: Future[T] = Future()
     patience = patience or _PATIENCE
@@ -210,7 +218,7 @@ def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's members wait for each other."""
+    """Return the timeout of a group: how long its ranks wait for each other."""
     options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

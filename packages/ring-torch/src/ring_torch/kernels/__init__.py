@@ -1,4 +1,4 @@
-"""The kernels of ring_torch, and the choice among them: by measured times, else in order."""
+"""Attention kernels of ring_torch, and the choice among them by measured times or by order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ring_torch.kernels.library import capability
 from ring_torch.kernels.sdpa import CUDA_FLASH, CUDNN, CpuFlashKernel
 from ring_torch.kernels.triton import TritonKernel
 
-#: As fast as they are on Hopper and Blackwell, where nothing was timed.
+#: All kernels, the fastest on Hopper and Blackwell first: the order of ``auto`` without timings.
 KERNELS: tuple[Kernel, ...] = (
     FA4, FA3, CUDNN, FA2, CUDA_FLASH, CpuFlashKernel(), TritonKernel(), EagerKernel(),
 )  # fmt: skip
@@ -37,12 +37,12 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def choose(config: KernelConfig, request: Request, program: RingProgram) -> Selection:
-    """The kernel a call named, or with ``auto`` the fastest that can do it.
+    """Return the kernel that a call names or, with ``auto``, the fastest that can do it.
 
-    Without times of this GPU that is the first.
+    Without measured times of this GPU the first that can do it counts as the fastest.
 
     Raises:
-        UnsupportedError: None can; every reason is named.
+        UnsupportedError: The named kernel cannot do the call, or none can; every reason is named.
     """
     request = replace(
         request,
@@ -76,12 +76,15 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
 
 
 def timed(device: str) -> tuple[Case, ...]:
-    """The cases of the table in use for GPUs like the current one, or for the host."""
+    """Return the measured cases for GPUs like the current one or, for ``"cpu"``, for the host."""
     return default().of("torch", capability_number(device))
 
 
 def capability_number(device: str) -> int | None:
-    """As in a table of rates; ``None`` for devices it does not tell apart (ROCm's, and others)."""
+    """Return the current device's key in the table of rates: ``90`` for sm_90, 0 for the CPU.
+
+    It is ``None`` for devices that the table does not have, such as AMD's.
+    """
     if device == "cpu":
         return 0
     if device != "cuda" or torch.version.hip:
@@ -91,14 +94,20 @@ def capability_number(device: str) -> int | None:
 
 
 def in_order(device: str) -> tuple[Kernel, ...]:
-    """The kernels in the order that counts without times: before Hopper ``fa2`` leads."""
+    """Return the kernels in the order of ``auto`` without timings; before Hopper ``fa2`` leads."""
     if device != "cuda" or capability()[0] >= 9:
         return KERNELS
     return (FA2, *(kernel for kernel in KERNELS if kernel is not FA2))
 
 
 def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kernel:
-    """The kernel of a name; it never falls back."""
+    """Return the kernel that a call names, or refuse the call: it never falls back.
+
+    Several kernels may share a name, for different devices.
+
+    Raises:
+        UnsupportedError: The kernel cannot do the call.
+    """
     name = config.name
     named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
     kernel = next((k for k in named if request.device in k.capabilities.devices), named[0])
@@ -122,5 +131,5 @@ def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
 
 
 def matrix() -> str:
-    """The support matrix as a Markdown table."""
+    """Return the support matrix of all kernels as a Markdown table."""
     return support_matrix([kernel.capabilities for kernel in KERNELS])

@@ -1,6 +1,6 @@
-"""What a kernel is: one work item, no rank, no group, no step in sight; and how results merge.
+"""Interface of attention kernels, each of which computes one work item, and the merge of results.
 
-Shapes are in ``ring_torch.records``.
+A kernel knows nothing of ranks, groups or steps. Shapes are those of ``ring_torch.records``.
 """
 
 from __future__ import annotations
@@ -40,84 +40,101 @@ _MERGED_ROWS = 512
 
 
 class SplitBackward(Protocol):
-    """A kernel's backward by parts: sums of several launches and ranks are rounded once.
+    """Backward of a kernel in two parts, so that dK/dV of launches and ranks are rounded once.
 
-    The sums are ``[B, K, m, D]`` and ``[B, K, m, Dv]``, float32, in an order of the kernel's own
-    inside each of its tiles of keys.
+    The first part adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``, whose order inside
+    each of the kernel's tiles of keys is its own. Sums of several launches, and of other ranks, are
+    added as they are. The second part rounds them into gradients.
     """
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
-        """Whether it can run all launches of a call over gathered keys, on all ranks alike."""
+        """Return True if every launch of a call over gathered keys can use the split backward.
+
+        All ranks must get the same answer.
+        """
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        """Write ``dq`` and add to the sums of dK and dV."""
+        """Run an item's backward: write ``dq``, and add to the sums of dK and dV."""
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
-        """Write ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``, in the inputs' dtype."""
+        """Round sums into ``places``: ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``."""
 
 
 class Kernel(Protocol):
-    """A way to compute work items. Stateless.
+    """A stateless implementation of attention over a work item, forward and backward.
 
-    A kernel has to say what it can do, and write ``attend`` and ``grads``. The rest is as most are:
-    it runs everywhere, and what the two methods give is merged and added.
+    A kernel has to define ``capabilities``, ``attend`` and ``grads``. The other methods have
+    defaults: it is available everywhere, and its results are merged and added by torch.
     """
 
-    capabilities: Capabilities  # it is only ever given calls that fit
-    #: Whether its backward is given ``delta``, or computes it from the global ``out``.
+    capabilities: Capabilities  # calls that do not fit these never reach it
+    #: True if its backward takes ``delta``; otherwise it computes that from the final ``out``.
     needs_delta: bool = True
-    #: Whether a launch that is all of a call can add its sinks (``KernelParams.sinks``).
+    #: True if a launch that is a whole call can add the sinks (``KernelParams.sinks``).
     adds_sinks: bool = False
-    #: True if it looks at numbers on the host, which a CUDA graph cannot hold.
+    #: True if it reads values of tensors on the host, which a CUDA graph cannot hold.
     reads_on_host: bool = False
-    #: Its backward by parts, if it has one.
+    #: The split backward, if it has one.
     parts: SplitBackward | None = None
-    #: About how long the first call with a predicate compiles; 0 where nothing is.
+    #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
     predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
-        """Why it cannot run on this machine; ``None`` if it can. Only asked for its devices."""
+        """Return why it cannot run on this machine, or ``None``.
+
+        It is asked only for calls on the devices of its capabilities.
+        """
         return None
 
     def config_refusals(
         self, _config: KernelConfig, _request: Request, _program: RingProgram, /
     ) -> tuple[str, ...]:
-        """What a call and its settings ask of it that it cannot do on this machine."""
+        """Return the reasons why it cannot run a call with these settings on this machine.
+
+        They come on top of what its capabilities refuse.
+        """
         return ()
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item alone; ``out`` in the inputs' dtype or a wider one.
+        """Return attention over the item's keys alone, with ``out`` in the inputs' dtype or wider.
 
-        Where a row sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. ``out`` is where a
-        kernel may write it; what it returns tells if it has.
+        In a row that sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. The argument
+        ``out`` is memory that the kernel may write the results to; it may also return new tensors.
         """
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """The item's gradients by themselves; ``out`` is where a kernel may write ``dq``."""
+        """Return the gradients of the item alone.
+
+        ``upstream`` has the final ``out`` and ``lse``, over all keys. The argument ``out`` is
+        memory that the kernel may write ``dq`` to; it may also return a new tensor.
+        """
 
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
     ) -> None:  # fmt: skip
-        """Attend and merge into ``into``; its ``lse`` is ``-inf`` where nothing was seen so far."""
+        """Attend to the item's keys and merge the result into ``into``, in place.
+
+        ``into.lse`` is ``-inf`` in rows that have seen nothing so far.
+        """
         merge_into(into, *self.attend(rows, columns, item, params))
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
-        """Add the item's gradients to the accumulators."""
+        """Compute the item's gradients and add them to the accumulators, in place."""
         grads = self.grads(rows, columns, upstream, item, params)
         row_grads.dq.add_(grads.dq)
         column_grads.dk.add_(grads.dk)
@@ -128,7 +145,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The kernel of a call, why not others, and how long those that can should take."""
+    """The kernel chosen for a call, with the reasons against others and the expected times."""
 
     kernel: Kernel
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
@@ -136,7 +153,7 @@ class Selection:
     has_predicate: bool = False
 
     def describe(self) -> str:
-        """A few lines for ``explain``."""
+        """Return the lines of ``explain`` about the kernel, and about those not taken."""
         name = self.kernel.capabilities.name
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
@@ -153,9 +170,10 @@ class Selection:
 
 
 def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge a kernel's ``(out, lse)`` into what was accumulated, in place.
+    """Merge a kernel's ``(out, lse)`` into an accumulated state, in place.
 
-    The formula of :func:`ring_core.merge`; outputs whose ``lse`` is ``-inf`` are never read.
+    It is the formula of :func:`ring_core.merge`. Rows with ``lse = -inf`` are ignored, whatever
+    numbers ``out`` has there, NaN included.
     """
     if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
         from ring_torch.memory_ops import merge_on_gpu
@@ -165,12 +183,14 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     if out.shape[1] <= _MERGED_ROWS:
         _merge_rows(into, out, lse)
         return
-    for start in range(0, out.shape[1], _MERGED_ROWS):  # a bounded number of rows in temporaries
+    # Some rows at a time, to bound the memory of temporaries.
+    for start in range(0, out.shape[1], _MERGED_ROWS):
         rows = slice(start, start + _MERGED_ROWS)
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
 
 
 def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
+    """Merge in torch's operations: both parts are scaled by ``exp(lse - merged)`` and added."""
     lse = lse.to(into.lse.dtype)
     merged = torch.logaddexp(into.lse, lse)
     safe = merged.masked_fill(merged == -torch.inf, 0.0)
@@ -182,13 +202,16 @@ def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
 
 
 class AccumulatingKernel(Kernel, Protocol):
-    """A kernel that merges and adds as it computes: it has to write the other two methods."""
+    """A kernel that merges and adds as it computes.
+
+    It has to define ``attend_into`` and ``grads_into`` in place of ``attend`` and ``grads``.
+    """
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item, wide."""
+        """Return attention over the item's keys, in the accumulators' dtype."""
         del out  # it is narrower
         into = empty_state(rows.q, columns.v.shape[3])
         self.attend_into(rows, columns, item, params, into)
@@ -198,7 +221,7 @@ class AccumulatingKernel(Kernel, Protocol):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """The item's gradients, wide."""
+        """Return the item's gradients, in the accumulators' dtype."""
         del out  # ``grads_into`` adds to what it is given
         dtype = acc_dtype(rows.q.dtype)
         dq, dk, dv = (

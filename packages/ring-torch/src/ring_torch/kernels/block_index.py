@@ -1,9 +1,8 @@
-"""Which blocks of scores the Triton kernels compute, where bands alone do not say.
+"""Block index of the Triton kernels: lists of the blocks of scores that a launch computes.
 
-A block is empty, partial (needs its mask) or full. For bands and documents a kernel works out from
-the item which blocks to visit; where segment ids, a predicate or a mask that is a tensor decide,
-the blocks that are not empty are indexed, for each block of the outer side: partial first, then
-full ones.
+A block is empty, partial (needs its mask) or full. For bands and documents a kernel derives from
+the item which blocks to visit. Where segment ids, a predicate or a boolean mask decide, the blocks
+that are not empty are listed for each block of the outer side: partial ones first, then full ones.
 """
 
 from __future__ import annotations
@@ -23,26 +22,27 @@ from ring_core.triton.tile_configs import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 
 Kinds = npt.NDArray[np.int8]
-FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
+FAR = 1 << 29  # stands for an open side of a band; sums of a few do not overflow int32
 
 
 class Grid(NamedTuple):
-    """Blocks of an item's rectangle: queries and keys a block, and on which device lists lie."""
+    """Division of an item's rectangle into blocks, and the form of their lists."""
 
-    block_q: int
-    block_k: int
-    all_partial: bool  # every block needs its mask
-    k_major: bool  # the outer side is the keys
-    device: torch.device
-    geometry: BlockGeometry | None  # of a predicate
+    block_q: int  # queries of a block
+    block_k: int  # keys of a block
+    all_partial: bool  # True if every block needs its mask
+    k_major: bool  # True if blocks of keys are the outer side
+    device: torch.device  # of the lists
+    geometry: BlockGeometry | None  # tiles of a predicate
 
 
 class BlockIndex(NamedTuple):
-    """Which inner blocks each outer block visits, int32.
+    """Lists of the inner blocks that each outer block visits, int32.
 
     Attributes:
-        blocks: Their numbers, ``[1 or B, outer, inner]``.
-        counts: How many of them are partial and how many full, ``[1 or B, outer, 2]``.
+        blocks: Numbers of inner blocks, partial ones first and then full ones; ``[1 or B, outer,
+            inner]``. What follows them in a list is not visited.
+        counts: Numbers of partial and of full blocks, ``[1 or B, outer, 2]``.
     """
 
     blocks: Tensor
@@ -52,10 +52,13 @@ class BlockIndex(NamedTuple):
 def block_index(
     item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, shown: Tensor | None = None
 ) -> BlockIndex:
-    """The blocks of an item.
+    """Return the block index of an item.
 
-    Segment ids are ``[B, n]`` of its rows and ``[B, m]`` of its columns; ``shown``, bool ``[B or 1,
-    n, m]``, is false where a mask hides from all heads.
+    Args:
+        item: The work item.
+        grid: Its division into blocks.
+        segments: Segment ids of its rows, ``[B, n]``, and of its columns, ``[B, m]``.
+        shown: Booleans ``[B or 1, n, m]``, false where a mask hides a score from all heads.
     """
     if segments is None and shown is None:
         return _without_segments(item, grid)
@@ -68,7 +71,7 @@ def block_index(
 
 
 def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
-    """Whether a block of ``[B, n, m]`` shows anything, ``[B, I, J]``."""
+    """Return for each block of booleans ``[B, n, m]`` whether any is true, ``[B, I, J]``."""
     edges = (0, -shown.shape[2] % block_k, 0, -shown.shape[1] % block_q)
     blocks = torch.nn.functional.pad(shown, edges).unflatten(2, (-1, block_k))
     live: Tensor = blocks.unflatten(1, (-1, block_q)).any(dim=4).any(dim=2)
@@ -76,6 +79,10 @@ def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
 
 
 def _in_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
+    """Return kinds ``[B, I, J]`` that also take segment ids into account, by their extremes.
+
+    A block is full only if all its ids are one. It is empty if the ranges of ids are disjoint.
+    """
     q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
@@ -90,7 +97,7 @@ def _without_segments(item: WorkItem, grid: Grid) -> BlockIndex:
 
 @capture_safe_cache(maxsize=32)
 def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
-    """The kinds of an item's blocks but for segment ids, int8 ``[1, I, J]``."""
+    """Return the kinds of an item's blocks, segment ids aside, int8 ``[1, I, J]`` on the device."""
     kinds = _in_band(item, grid.block_q, grid.block_k)
     if item.cu_q is not None and item.cu_k is not None:
         kinds = np.minimum(kinds, _in_documents(item.cu_q, item.cu_k, grid))
@@ -100,6 +107,7 @@ def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
 
 
 def _indexed(kinds: Tensor, grid: Grid) -> BlockIndex:
+    """Return kinds as lists: blocks sorted by partial, full and empty."""
     if grid.all_partial:
         kinds = kinds.clamp(max=PARTIAL)
     if grid.k_major:
@@ -115,13 +123,13 @@ def _kinds(live: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Kinds:
 
 
 def _edges(length: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first token of each block, and the last."""
+    """Return the first and the last token of each block."""
     first = np.arange(0, length, block)
     return first, np.minimum(first + block, length) - 1
 
 
 def _in_band(item: WorkItem, block_q: int, block_k: int) -> Kinds:
-    """The kinds of blocks, as the band says, ``[I, J]``; what reaches beyond is not full."""
+    """Return the kinds of blocks by the band, ``[I, J]``; blocks that stick out are not full."""
     q_len, k_len = item.q_stop - item.q_start, item.k_stop - item.k_start
     top, bottom = (x[:, None] for x in _edges(q_len, block_q))
     left, right = _edges(k_len, block_k)
@@ -132,7 +140,7 @@ def _in_band(item: WorkItem, block_q: int, block_k: int) -> Kinds:
 
 
 def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid: Grid) -> Kinds:
-    """The kinds of blocks, as documents say, ``[I, J]``."""
+    """Return the kinds of blocks by documents, ``[I, J]``: full are those inside one document."""
     top, bottom = (
         np.searchsorted(cu_q, x, side="right")[:, None] for x in _edges(int(cu_q[-1]), grid.block_q)
     )
@@ -144,7 +152,10 @@ def _in_documents(cu_q: npt.NDArray[np.int64], cu_k: npt.NDArray[np.int64], grid
 
 
 def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int32]:
-    """Which partial tile lies where in an item; -1 shows all, -2 nothing."""
+    """Return the number of each tile of an item among the predicate's partial tiles, int32.
+
+    It is -1 for a full tile, and -2 for an empty one.
+    """
     tiles, index = not_none(item.tiles), not_none(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
     which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
@@ -152,7 +163,10 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
 
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
-    """The kinds of blocks, as a predicate says, ``[I, J]``: finer than its tiles if blocks are."""
+    """Return the kinds of blocks by a predicate, ``[I, J]``.
+
+    Blocks smaller than a tile are classified by the part of the tile that they are.
+    """
     geometry = not_none(grid.geometry)
     sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
     which = tile_numbers(item, geometry)
@@ -168,7 +182,10 @@ def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
 
 
 def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) -> Flags:
-    """Flags of parts as ``blocks`` groups of ``each`` along an axis, a group's along the next."""
+    """Return flags of parts, grouped along an axis: ``each`` parts of a block are a new axis.
+
+    Parts beyond the last have the flag ``beyond``.
+    """
     more = max(0, blocks * each - flags.shape[dim])
     edges = [(0, more if n == dim else 0) for n in range(2)]
     flags = np.pad(flags, edges, constant_values=beyond).take(range(blocks * each), axis=dim)
@@ -181,7 +198,7 @@ def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Fla
 
 
 def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest id of each block of ``[B, n]``, ``[B, blocks]``."""
+    """Return the smallest and the largest id of each block of ``ids [B, n]``, ``[B, blocks]``."""
     more = -ids.shape[1] % size
     if more:
         ids = torch.cat([ids, ids[:, -1:].expand(-1, more)], dim=1)

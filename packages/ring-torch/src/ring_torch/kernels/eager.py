@@ -1,8 +1,8 @@
-"""``eager``: blockwise attention in plain torch, for any device and dtype and with every option.
+"""Kernel ``eager``: blockwise attention in plain torch, for any device, dtype and option.
 
-One block of scores lives at a time. The forward keeps a running softmax (Milakov and Gimelshein,
-arXiv 1805.02867) that starts from what was accumulated, so that merging costs nothing; the backward
-recomputes probabilities from the global ``lse`` (Dao et al., arXiv 2205.14135).
+One block of scores is in memory at a time. The forward keeps a running softmax (Milakov and
+Gimelshein, arXiv 1805.02867) that starts from the accumulated state, so that merging costs nothing;
+the backward recomputes probabilities from the final ``lse`` (Dao et al., arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ring_torch.records import (
     QueryGrads,
 )
 
-BLOCK_K = 256
+BLOCK_K = 256  # keys of a block
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
 _LOW = 0xFFFFFFFF
 
 
 class EagerKernel(AccumulatingKernel):
-    """See the module's text."""
+    """Kernel ``eager``, in torch's operations: slow, exact, and complete."""
 
     capabilities = replace(
         EVERYTHING, name="eager", dtypes=("float64", "float32", "bfloat16", "float16"),
@@ -51,24 +51,28 @@ class EagerKernel(AccumulatingKernel):
         params: KernelParams,
         into: AttentionState,
     ) -> None:
-        """Attend and merge into ``into``, block row by block row."""
+        """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             part = into.take(i)
+            # Resume the running softmax from the accumulated state: with `top = lse` its
+            # denominator is 1, or 0 in rows that have seen nothing.
             acc = _to_groups(part.out, columns.k.shape[2], into.out.dtype)
             top = part.lse.reshape(acc.shape[:-1])
             total = (top > -torch.inf).to(acc.dtype)
             acc = acc * total.unsqueeze(-1)
             for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 scores, _, visible = blocks.scores(q, i, j)
+                # A larger maximum shrinks what was summed up so far.
                 new_top = torch.maximum(top, scores.amax(dim=-1))
                 safe = new_top.masked_fill(new_top == -torch.inf, 0.0)
                 shrink = (top - safe).exp_()
                 weights = scores.sub_(safe.unsqueeze(-1)).exp_()
                 total = total * shrink + weights.sum(dim=-1)
                 v = _heads_first(columns.v[:, j], acc.dtype)
+                # Dropout changes the weighted sum, but not the denominator, which is summed above.
                 keep = blocks.keep(weights, i, j)
                 if keep is not None:
                     weights.mul_(keep)
@@ -76,6 +80,7 @@ class EagerKernel(AccumulatingKernel):
                     weights, visible, v, clean=v_clean
                 )
                 top = new_top
+            # Write the normalised output and `lse` back over the state.
             part.out.copy_(
                 _from_groups(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
             )
@@ -85,7 +90,7 @@ class EagerKernel(AccumulatingKernel):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
-        """Add the item's gradients to the accumulators, block by block."""
+        """Add the item's gradients to the accumulators, one block of scores after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
         clean = {
@@ -107,6 +112,7 @@ class EagerKernel(AccumulatingKernel):
             for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
                 scores, slope, visible = blocks.scores(q, i, j)
+                # Final probabilities: `lse` is that over all keys, not of this item.
                 probs = scores.sub_(safe).exp_()
                 if visible is not None:  # in rows that hold NaN, masked scores became NaN too
                     probs.masked_fill_(~visible, 0.0)
@@ -138,10 +144,10 @@ class EagerKernel(AccumulatingKernel):
 
 @dataclass(frozen=True)
 class ScoreBlocks:
-    """What an item's rows see of its columns: which blocks, and each block's scores.
+    """Blocks of scores of a work item: which of them are visible, and their masked scores.
 
-    Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]`` with ``G =
-    H / K`` query heads a K/V head folded into the rows.
+    Scores of a block of rows ``i`` and columns ``j`` are ``[B, K, G * len(i), len(j)]``: the ``G =
+    H / K`` query heads of a K/V head are folded into the rows.
     """
 
     rows: QueryBlock
@@ -150,7 +156,7 @@ class ScoreBlocks:
     params: KernelParams
 
     def key_blocks(self, i: slice, size: int) -> Iterator[slice]:
-        """The blocks of columns that some of these rows may see."""
+        """Yield the blocks of columns, of ``size`` each, that some of the rows ``i`` may see."""
         item, first, last = self.item, i.start, i.stop - 1
         start = 0 if item.hi is None else max(0, first - item.hi)
         stop = (
@@ -167,9 +173,10 @@ class ScoreBlocks:
                 yield j
 
     def scores(self, q: Tensor, i: slice, j: slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """``(masked scores, slope of the soft cap, what is visible)`` of a block.
+        """Return the masked scores of a block, the derivative of its softcap, and its mask.
 
-        Where the last two are ``None`` the slope is 1 and all is visible.
+        A derivative of ``None`` is 1 everywhere; a mask of ``None`` shows everything. Masked scores
+        are ``-inf``.
         """
         rows, params = self.rows, self.params
         x = (q @ _heads_first(self.columns.k[:, j], q.dtype).mT).mul_(params.scale)
@@ -195,18 +202,18 @@ class ScoreBlocks:
         return by_head.reshape(x.shape), slope, visible.expand(by_head.shape).reshape(x.shape)
 
     def _bias(self, bias: Tensor, i: slice, j: slice) -> Tensor:
-        """A block of the bias, ``[B or 1, H or 1, n, m]``."""
+        """Return a block of the bias, ``[B or 1, H or 1, n, m]``."""
         return bias[:, :, i].index_select(-1, not_none(self.columns.position)[j])
 
     def _is_shown(self, i: slice, j: slice) -> bool:
-        """Whether a mask inside the bias shows anything of a block."""
+        """Return False if a boolean mask in the form of a bias hides all of a block."""
         bias = self.rows.bias
         if bias is None or not self.params.bias_masks:
             return True
         return bool((self._bias(bias, i, j) > -torch.inf).any())
 
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
-        """Dropout's factor for a block of scores; ``None`` without dropout."""
+        """Return the factors of dropout, 0 or ``1 / (1 - p)``, for a block; ``None`` without it."""
         p = self.params.dropout_p
         if p == 0:
             return None
@@ -224,11 +231,14 @@ class ScoreBlocks:
         dbias[:, :, i].index_add_(-1, not_none(self.columns.position)[j], grad.to(dbias.dtype))
 
     def _by_head(self, x: Tensor, i: slice) -> Tensor:
-        """``[B, K, G * n, m]`` as ``[B, H, n, m]``."""
+        """Return ``x [B, K, G * n, m]`` as ``[B, H, n, m]``."""
         return x.reshape(x.shape[0], self.rows.q.shape[2], i.stop - i.start, x.shape[-1])
 
     def _visible(self, i: slice, j: slice) -> Tensor | None:
-        """What a block shows, ``[B or 1, 1, n, m]``; ``None`` if all of it."""
+        """Return the mask of a block without the bias's, ``[B or 1, 1, n, m]``; ``None`` shows all.
+
+        It is made of the band, documents, the predicate and segment ids.
+        """
         item, rows, columns, device = self.item, self.rows, self.columns, self.rows.q.device
         parts = []
         if (item.lo is not None and i.start - (j.stop - 1) < item.lo) or (
@@ -253,7 +263,7 @@ class ScoreBlocks:
 
     @cached_property
     def _documents(self) -> tuple[Tensor, Tensor]:
-        """Which document of the item each row and column belongs to."""
+        """Number of the document of each row, and of each column."""
         device, item = self.rows.q.device, self.item
         q_doc, k_doc = (
             torch.bucketize(
@@ -264,7 +274,7 @@ class ScoreBlocks:
         return q_doc, k_doc
 
     def _rule(self, i: slice, j: slice) -> Tensor:
-        """The mask's whole rule on a block, for predicates."""
+        """Return the whole rule of a mask with a predicate for a block, booleans ``[n, m]``."""
         q_pos, k_pos = (
             not_none(self.rows.position)[i, None],
             not_none(self.columns.position)[None, j],
@@ -279,14 +289,14 @@ class ScoreBlocks:
         return visible
 
     def _tiles(self, i: slice, j: slice) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """Kinds of the tiles a block touches; ``EMPTY`` is 0."""
+        """Return the kinds of the tiles that a block touches; ``EMPTY`` is 0."""
         assert self.item.tiles is not None and EMPTY == 0
         rows = slice(i.start // TILE, -(-i.stop // TILE))
         return self.item.tiles[rows, j.start // TILE : -(-j.stop // TILE)]
 
 
 def _row_blocks(rows: QueryBlock, params: KernelParams) -> Iterator[slice]:
-    """Blocks of rows, as many as keep a block of scores small."""
+    """Yield blocks of rows, so many that a block of scores has about ``BLOCK_SCORES`` numbers."""
     batch, length, heads, _ = rows.q.shape
     size = params.block_q or max(16, BLOCK_SCORES // (batch * heads * (params.block_k or BLOCK_K)))
     return _blocks(0, length, size)
@@ -298,24 +308,27 @@ def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _to_groups(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """``[B, n, H, D]`` as ``[B, K, G * n, D]``: query heads of a K/V head one below the other."""
+    """Return ``x [B, n, H, D]`` as ``[B, K, G * n, D]``: a K/V head's query heads are stacked."""
     batch, n, heads, dim = x.shape
     return x.transpose(1, 2).to(dtype).reshape(batch, kv_heads, heads // kv_heads * n, dim)
 
 
 def _from_groups(x: Tensor, shape: torch.Size) -> Tensor:
-    """The reverse of :func:`_to_groups`, for ``shape = [B, n, H, D]``."""
+    """Undo :func:`_to_groups`, for ``shape = [B, n, H, D]``."""
     batch, n, heads, dim = shape
     return x.reshape(batch, heads, n, dim).transpose(1, 2)
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, m, K, D]`` as ``[B, K, m, D]``."""
+    """Return ``x [B, m, K, D]`` as ``[B, K, m, D]``, in a dtype."""
     return x.transpose(1, 2).to(dtype)
 
 
 def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean: bool) -> Tensor:
-    """``weights @ x``, reading rows of ``x`` only where they are seen: ``0 * nan`` is ``nan``."""
+    """Return ``weights @ x`` without letting NaN or infinity in rows of ``x`` through the mask.
+
+    Masked weights are 0, and ``0 * nan`` is ``nan``. ``clean`` says that ``x`` is finite.
+    """
     if visible is None or clean:
         return weights @ x
     odd = ~torch.isfinite(x).all(dim=-1)
@@ -328,24 +341,27 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
 
 
 def is_clean(x: Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
+    """Return True if all numbers are finite."""
     return bool(torch.isfinite(x).all())
 
 
 def dropout_keep(
     p: float, seed: int, batch: range, heads: int, index: Tensor, position: Tensor
 ) -> Tensor:
-    """Which elements survive dropout: boolean ``[len(batch), heads, len(index), len(position)]``.
+    """Return which softmax weights survive dropout.
 
-    The words are those of ``ring_core``'s Philox-4x32-10.
+    The random numbers are those of Philox-4x32-10 in ``ring_core``, the same in every kernel.
 
     Args:
         p: Probability to drop.
-        seed: 64 bits.
-        batch: Rows of the batch.
-        heads: Counted from 0.
+        seed: The seed, 64 bits.
+        batch: Indices of sequences of the batch.
+        heads: Number of heads, which count from 0.
         index: Global indices of the queries.
         position: Global indices of the keys, ascending.
+
+    Returns:
+        Booleans ``[len(batch), heads, len(index), len(position)]``.
     """
     device = index.device
     groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
@@ -358,6 +374,7 @@ def dropout_keep(
 def _words(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, ...]:
+    """Return the four words that Philox makes of each counter, each in int64."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(philox.ROUNDS):
@@ -369,7 +386,7 @@ def _words(
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the product of 32-bit numbers held in int64.
+    """Return the high and low 32 bits of the product of 32-bit numbers held in int64.
 
     The product needs 64 bits and int64 has a sign, so the high half comes from two 48-bit products.
     """

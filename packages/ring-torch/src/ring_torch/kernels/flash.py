@@ -1,8 +1,8 @@
-"""What the fused CUDA kernels have in common: each is a forward and a backward of one call.
+"""Adapter that makes a kernel of a library of fused CUDA kernels, such as FlashAttention.
 
-A library gives its calls (:class:`ring_torch.kernels.library.Flash`); :class:`FlashKernel` makes a
-kernel of them. Masked weights, which are 0, are multiplied with whatever stands in their tile, so a
-NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
+A library gives its two calls (:class:`ring_torch.kernels.library.Flash`); :class:`FlashKernel`
+makes work items fit them. Libraries multiply masked weights, which are 0, with the values of their
+tile, so a NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ring_torch.records import (
 
 
 def old_gpu_reason() -> str | None:
-    """Why the current CUDA device is too old, for what needs Ampere; ``None`` if it is not."""
+    """Return why the current CUDA device is older than Ampere, or ``None`` if it is not."""
     if capability()[0] >= 8:
         return None
     return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
@@ -51,23 +51,25 @@ def old_gpu_reason() -> str | None:
 
 @dataclass(frozen=True)
 class FlashKernel(Kernel):
-    """A kernel made of a library's calls.
+    """A kernel made of the calls of a library.
 
     Attributes:
-        flash: The library.
-        capabilities: What it can do.
-        needs_delta: As for every kernel.
-        parts: As for every kernel.
-        head_dims: The head dims at which it computes a pass of calls of some: these, or larger ones
-            that are right or faster there, to which zeros are added; ``None`` if there are none.
-        limits: What it cannot do together, or not on this GPU.
-        unavailable: Why the library cannot be called on this machine; ``None`` if it can.
-        clips_right_window: Whether it changes a window on the right where there are more queries
-            than keys. FlashAttention-2 takes a right side that is no less than the number of keys,
-            or none beside a left one, for the number of keys, or forgets it: then rows see fewer
-            keys, or more.
-        adds_sinks: As for every kernel.
-        predicate_compile_seconds: About how long the first call with a predicate compiles.
+        flash: The calls of the library.
+        capabilities: Capabilities, as of every kernel.
+        needs_delta: True if its backward takes ``delta``, as of every kernel.
+        parts: Split backward, as of every kernel.
+        head_dims: Returns the head dims at which a pass of a call is computed: those of the call,
+            or larger ones at which the library is right or faster, reached by padding with zeros;
+            ``None`` if there are none.
+        limits: Returns reasons against a call: combinations of options that it cannot do, or not
+            on this GPU.
+        unavailable: Returns why the library cannot be called on this machine, or ``None``.
+        clips_right_window: True if the library is wrong about the right side of a window where
+            there are more queries than keys. FlashAttention-2 takes a right side that is at least
+            the number of keys, or an open one beside a left side, for the number of keys, or
+            ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
+        adds_sinks: True if a launch can add sinks, as of every kernel.
+        predicate_compile_seconds: About how many seconds the first call with a predicate compiles.
     """
 
     flash: Flash
@@ -82,13 +84,13 @@ class FlashKernel(Kernel):
     predicate_compile_seconds: int = 0
 
     def unavailable_reason(self) -> str | None:
-        """Why it cannot run on this machine; ``None`` if it can."""
+        """Return why it cannot run on this machine, or ``None``."""
         return self.unavailable()
 
     def config_refusals(
         self, _config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """What a call asks of it that it cannot do on this machine."""
+        """Return why it cannot run a call on this machine: its head dims, or its options."""
         dims = request.head_dim, request.v_head_dim
         if self.head_dims("backward" if request.grad else "forward", *dims) is None:
             return (f"has no kernel for head dims {dims[0]} and {dims[1]} on this GPU",)
@@ -98,7 +100,7 @@ class FlashKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """One launch, or one a document where their windows differ."""
+        """Return attention over the item's keys, in one launch or in one for each of its pieces."""
         pieces = self._pieces(item)
         if pieces:
             return self._attend_each(rows, columns, pieces, params)
@@ -113,6 +115,7 @@ class FlashKernel(Kernel):
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _numbers_where_seen(result, lse))
             return AttentionState(result, _numbers(lse))
+        # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
         unseen, inside = _unseen(item, device), None
@@ -123,7 +126,7 @@ class FlashKernel(Kernel):
         lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
         result = result.unflatten(0, (batch, -1))
         if unseen is not None:
-            # Libraries write either infinity there, and anything.
+            # Libraries write inf or -inf into lse of such rows, and anything into out.
             lse = lse.masked_fill(unseen, -torch.inf)
             result = result.masked_fill(unseen[:, None, None], 0.0)
         return AttentionState(result, lse)
@@ -132,14 +135,14 @@ class FlashKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """One launch with the global ``out`` and ``lse``, or one a document."""
+        """Return the item's gradients, in one launch or in one for each of its pieces."""
         pieces = self._pieces(item)
         if pieces:
             return self._grads_each(rows, columns, upstream, pieces, params)
         dout, q, k, v, result = upstream.dout, rows.q, columns.k, columns.v, upstream.out
         if item.cu_q is None:
             options = _with_mods(_options(item, params), rows, columns, item, params)
-            lse = upstream.lse.contiguous()  # libraries take no others, and do not say so
+            lse = upstream.lse.contiguous()  # libraries misread other strides, without an error
             grads = self._backward(dout, q, k, v, result, lse, options, out)
             return Grads(*grads, None)
         batch = rows.q.shape[0]
@@ -156,7 +159,10 @@ class FlashKernel(Kernel):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """The library's, at head dims that it has."""
+        """Call the library's forward at head dims that it has, and cut the padding off again.
+
+        Results are in ``place`` if the library writes there and no padding is cut off.
+        """
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
             place = None
@@ -169,6 +175,7 @@ class FlashKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Call the library's backward at head dims that it has, and cut the padding off again."""
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             place = None
@@ -183,7 +190,10 @@ class FlashKernel(Kernel):
         return dims
 
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
-        """The launches of an item that is not one, counted from its corner; else none."""
+        """Return the pieces of an item that the library cannot do in one launch; none if it can.
+
+        Their rows and columns count from the item's first row and column.
+        """
         if item.cu_q is not None and item.cu_k is not None:
             window = item.documents_window
             longest = (int(np.diff(cu).max()) for cu in (item.cu_q, item.cu_k))
@@ -197,6 +207,7 @@ class FlashKernel(Kernel):
         return [piece for piece in cuts if piece is not None]
 
     def _clips(self, window: Window, queries: int, keys: int) -> bool:
+        """Return True if the library would change the right side of a window over these sizes."""
         left, right = window
         beyond = left is not None if right is None else right >= keys
         return self.clips_right_window and beyond and queries > keys
@@ -204,7 +215,7 @@ class FlashKernel(Kernel):
     def _attend_each(
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
     ) -> AttentionState:
-        """One launch a piece; no two share a row."""
+        """Run a forward launch for each piece; no two share a row, so nothing is merged."""
         whole = unseen_state(rows.q, columns.v.shape[3])
         for one in pieces:
             part = whole.take(one.q_slice)
@@ -217,7 +228,7 @@ class FlashKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
         params: KernelParams,
     ) -> Grads:  # fmt: skip
-        """One launch a piece; pieces of a window share keys."""
+        """Run a backward launch for each piece; pieces may share keys, so dK/dV are added up."""
         dq = rows.q.new_zeros(rows.q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
         for one in pieces:
@@ -230,25 +241,25 @@ class FlashKernel(Kernel):
 
 
 def _ready(x: Tensor, dim: int) -> Tensor:
-    """As a library takes a tensor: a view may be neither as wide nor as it has to lie.
+    """Return a tensor as libraries take it: padded with zeros to ``dim``, and 16-byte aligned.
 
-    Zeros are added to the last dimension, which change no score and no output.
+    Zeros in the last dimension change no score and no output.
     """
     x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
     return aligned(x)
 
 
 def _with_own_rows(q: Tensor) -> Tensor:
-    """Copy queries that share memory: FlashAttention-4 does not compile for strides of 0."""
+    """Return queries without strides of 0, for which FlashAttention-4 does not compile."""
     if any(stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)):
         return q.clone(memory_format=torch.contiguous_format)
     return q
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return a tensor whose rows all begin at multiples of 16 bytes; libraries need that.
+    """Return a tensor whose rows all begin at multiples of 16 bytes, as libraries need.
 
-    Rows are contiguous: see :func:`ring_torch.records.with_unit_strides`.
+    Rows are contiguous already (:func:`ring_torch.records.with_unit_strides`).
     """
     assert has_unit_stride(x)
     if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
@@ -257,22 +268,23 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
-    """Without what stands in columns that were added."""
+    """Return a tensor without the columns that were added as padding."""
     return x if x.shape[-1] == dim else x[..., :dim].contiguous()
 
 
 def _numbers(lse: Tensor) -> Tensor:
-    """With NaN where a library writes an infinity, of rows that see something.
+    """Turn infinities in ``lse`` into NaN, in place, where every row sees something.
 
-    A score was no number there.
+    A score was not finite there.
     """
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
-    """The same where rows may see nothing, of which a library says ``-inf``, and 0.
+    """Turn infinities in ``lse`` into NaN, in place, but for rows that see nothing.
 
-    It says ``-inf`` of rows whose scores are no numbers, too; no number of theirs is one.
+    For these the library writes ``lse = -inf`` and ``out = 0``. For rows whose scores are NaN it
+    may write ``-inf``, too; their ``out`` is NaN, which tells them apart.
     """
     if out.is_cuda and has_triton():
         from ring_torch.memory_ops import mark_on_gpu
@@ -285,7 +297,7 @@ def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
 
 @capture_safe_cache(maxsize=256)
 def _unseen(item: WorkItem, device: torch.device) -> Tensor | None:
-    """Which rows of an item of several documents see nothing, ``[n]``; ``None`` if none are."""
+    """Return a boolean ``[n]`` of the rows that see nothing, or ``None`` if there are none."""
     first, stop = item.seen
     hidden = stop <= first
     return torch.as_tensor(hidden, device=device) if hidden.any() else None
@@ -297,6 +309,7 @@ def _options(
     window: Window | None = None,
     documents: Documents | None = None,
 ) -> Options:
+    """Return a launch's options, with the item's own window if none is given."""
     return Options(
         params.scale, params.softcap, window or item.window, documents, params.deterministic
     )
@@ -305,7 +318,11 @@ def _options(
 def _with_mods(
     options: Options, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
 ) -> Options:
-    """What else a launch is told. What its lists and mask hide, no window needs to hide again."""
+    """Return a launch's options with the modifications of scores and masks that it needs.
+
+    If the item is masked by block lists and a mask function, these include the band, and no window
+    is given beside them.
+    """
     segments, positions, apart = None, None, None
     if rows.segments is not None and columns.segments is not None:
         segments = rows.segments, columns.segments
@@ -324,7 +341,7 @@ def _with_mods(
 
 @capture_safe_cache(maxsize=256)
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
-    """The documents of an item, once for each sequence of a batch."""
+    """Return an item's documents, repeated for each sequence of a batch, one after the other."""
     sides = not_none(item.cu_q), not_none(item.cu_k)
     every = (
         np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
@@ -334,5 +351,5 @@ def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
 
 
 def unbounded(side: int | None) -> int:
-    """A window's side as FlashAttention 2 and 3 take it: -1 is unbounded."""
+    """Return a window's side as FlashAttention 2 and 3 take it: -1 is unbounded."""
     return -1 if side is None else side

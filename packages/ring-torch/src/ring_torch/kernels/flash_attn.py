@@ -1,4 +1,4 @@
-"""``fa2`` and ``fa3``: FlashAttention-2 and FlashAttention-3, by the functions that they call.
+"""Kernels ``fa2`` and ``fa3``: FlashAttention-2 and -3, by their inner forward and backward.
 
 ``fa2`` is ``pip install flash-attn``, versions 2.6 to 2.8: Dao, "FlashAttention-2: faster attention
 with better parallelism and work partitioning", arXiv 2307.08691.
@@ -27,11 +27,11 @@ from ring_torch.records import AttentionState
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """The functions of one of its major versions.
+    """Calls of one major version of FlashAttention.
 
     Attributes:
-        module: Where they are.
-        packed: What their names have before the pass, for documents.
+        module: Name of the module that has its functions.
+        packed: Prefix of the pass in the names of its functions for documents.
     """
 
     module: str
@@ -40,7 +40,7 @@ class FlashAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``; it allocates them."""
+        """Return ``(out, lse)``, allocated by the library."""
         out, lse, *_ = self._call("forward", options, q=q, k=k, v=v)
         return out, lse
 
@@ -48,7 +48,7 @@ class FlashAttention:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``."""
+        """Return ``(dq, dk, dv)``, in new tensors."""
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         self._call(
             "backward", options, dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk,
@@ -57,9 +57,10 @@ class FlashAttention:
         return dq, dk, dv
 
     def _call(self, direction: Pass, options: Options, **given: Any) -> Any:
-        """Call a function by the names this version has, with ``None`` for what is not used.
+        """Call a function of the library with those arguments that the installed version has.
 
-        So 2.6 takes a window as one pair, and later ones as two numbers.
+        Versions differ: 2.6 takes a window as one pair, later ones as two numbers. Required
+        arguments that are not known here are ``None``.
         """
         packed = "" if options.documents is None else self.packed
         function, parameters = _function(self.module, f"_flash_attn_{packed}{direction}")
@@ -80,9 +81,10 @@ FLASH_3 = FlashAttention("flash_attn_interface", packed="")
 
 @cache
 def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
-    """A function and its parameters: whether each has to be given.
+    """Return a function of the library, and for each of its parameters whether it is required.
 
-    The functions, not the operators made of them: those check for aliases, and cost more.
+    It is the plain function, not the torch operator made of it, which checks for aliases and costs
+    the host more.
     """
     function = getattr(import_module(module), name)
     function = getattr(function, "_init_fn", function)
@@ -92,6 +94,7 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, boo
 
 @cache
 def _missing_2() -> str | None:
+    """Return why FlashAttention-2 cannot be called on this machine, or ``None``."""
     try:
         found = version("flash-attn")
         import_module(FLASH_2.module)
@@ -118,6 +121,7 @@ FA2 = FlashKernel(
 
 @cache
 def _missing_3() -> str | None:
+    """Return why FlashAttention-3 cannot be called on this machine, or ``None``."""
     try:
         import_module(FLASH_3.module)
     except ImportError as error:

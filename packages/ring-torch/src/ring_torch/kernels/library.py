@@ -1,4 +1,4 @@
-"""What a library of fused CUDA kernels gives, and what it is told of a launch."""
+"""Interface to libraries of fused CUDA kernels: their calls, and the options of a launch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Pass = Literal["forward", "backward"]
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
-    """Compute capability of a CUDA device, of the current one by default.
+    """Return the compute capability of a CUDA device, by default of the current one.
 
-    Torch looks for devices anew each time, which takes the host longer than many a launch.
+    It is remembered: torch's own function takes the host longer than many launches.
     """
     if not torch.cuda.is_initialized():
         return torch.cuda.get_device_capability(device)
@@ -31,7 +31,14 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 class Documents(NamedTuple):
-    """Packed documents: offsets int32 ``[documents + 1]`` into queries and keys, and lengths."""
+    """Packed documents of a launch.
+
+    Attributes:
+        cu_q: Offsets of the documents' queries, int32 ``[documents + 1]``.
+        cu_k: Offsets of the documents' keys, likewise.
+        max_q: Most queries of a document.
+        max_k: Most keys of a document.
+    """
 
     cu_q: Tensor
     cu_k: Tensor
@@ -39,22 +46,24 @@ class Documents(NamedTuple):
     max_k: int
 
 
-#: What functions of FlashAttention call them.
+#: Names of the fields of :class:`Documents` in functions of FlashAttention.
 DOCUMENT_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class Mods(NamedTuple):
-    """What else changes scores, or hides them, for libraries that take it.
+    """Modifications of scores and masks beyond softcap, window and documents.
 
     Attributes:
-        masked: The item, if more than a window or documents hides some of it: these, then.
-        segments: Segment ids of its rows, int32 ``[B, n]``, and of its columns, ``[B, m]``.
-        geometry: Of a predicate.
-        slopes: ALiBi's, ``[B or 1, H]``.
-        positions: Of rows and columns, ``[n]`` and ``[m]``, where there are slopes.
-        apart: The first row's position less the first column's, if both count on one by one.
-        behind: No row sees keys of later positions than its own.
-        sinks: Float32 ``[H]``: the launch is all of a call, and is to add them.
+        masked: The work item, if segment ids or a predicate mask it; ``None`` if the window or
+            documents say it all.
+        segments: Segment ids of the rows, int32 ``[B, n]``, and of the columns, ``[B, m]``.
+        geometry: Tiles of a predicate.
+        slopes: Slopes of ALiBi, ``[B or 1, H]``.
+        positions: Positions of rows ``[n]`` and columns ``[m]``, if there are slopes.
+        apart: The first row's position minus the first column's, if the positions of both are
+            consecutive; otherwise ``None``.
+        behind: True if no row sees keys at later positions than its own.
+        sinks: Float32 ``[H]``, if the launch is a whole call and has to add them.
     """
 
     masked: WorkItem | None
@@ -68,7 +77,7 @@ class Mods(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a launch is told beside its tensors."""
+    """Options of one launch of a library's kernel."""
 
     scale: float
     softcap: float | None
@@ -87,38 +96,38 @@ class HeadDims(NamedTuple):
 
 
 def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
-    """The head dims of a call, for libraries that are right at all they take."""
+    """Return the head dims of a call unchanged, for libraries that are right at all of them."""
     return HeadDims(head_dim, v_head_dim)
 
 
 def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
-    """The next multiples of 8, for libraries that take no others."""
+    """Return the head dims of a call rounded up to multiples of 8, for libraries that need it."""
     return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
 
 def padded_to(dim: int, by: int) -> int:
-    """The next multiple of a number."""
+    """Return ``dim`` rounded up to a multiple of ``by``."""
     return -(-dim // by) * by
 
 
 class Flash(Protocol):
-    """The calls of a library.
+    """Forward and backward calls of a library.
 
-    ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]``, ``lse [B, H, n]``, natural log.
-    With documents there is no batch: ``q [n, H, D]``, ``lse [H, n]``, and where a row sees nothing
-    ``lse`` is either infinity.
+    Shapes are ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` and ``lse [B, H, n]``,
+    a natural logarithm. With documents there is no batch dimension: ``q [n, H, D]``, ``lse [H,
+    n]``; and in a row that sees nothing ``lse`` may be ``inf`` or ``-inf``.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``, in ``place`` if the library can write there.
+        """Return ``(out, lse)``, which are in ``place`` if the library can write there.
 
-        What is written there in the place of an ``lse`` that is not needed is anything.
+        With ``options.needs_lse`` false, ``lse`` may be left uninitialised.
         """
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)`` from the global ``out`` and ``lse``; ``dq`` may be in ``place``."""
+        """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``place``."""

@@ -1,12 +1,12 @@
-"""``sdpa`` and ``cudnn``: fused attention operators, which come with torch and return ``lse``.
+"""Kernels ``sdpa`` and ``cudnn``: fused attention operators that come with torch.
 
-``sdpa`` is on the CPU the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``, on
-CUDA torch's build of FlashAttention-2; ``cudnn`` is the attention of cuDNN. All take the global
-``out`` and ``lse`` in the backward.
+On the CPU ``sdpa`` is the flash kernel of ``torch.nn.functional.scaled_dot_product_attention``, on
+CUDA torch's build of FlashAttention-2; ``cudnn`` is the attention of cuDNN. All return ``lse``, and
+take the final ``out`` and ``lse`` in the backward.
 
-All multiply masked weights, which are 0, with whatever they meet, and the CPU's says that ``lse``
-is 0 where all logits of a row are ``-inf``. So on the CPU, blocks with NaN or infinity go to
-``eager``, which reads only what is seen; to look for them on CUDA would stall the host.
+All multiply masked weights, which are 0, with the values they belong to, and the CPU's returns
+``lse = 0`` where all scores of a row are ``-inf``. So on the CPU, items with NaN or infinity go to
+``eager``, which reads only what is seen. On CUDA looking for them would stall the host.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ring_torch.records import (
 )
 
 aten = torch.ops.aten
-_WIDE = 128  # head dims above, and unlike ones, not all versions of cuDNN have
-_WIDE_FROM = 91900  # cuDNN's version
+_WIDE = 128  # head dims above, and different ones for QK and V, need Hopper and a newer cuDNN
+_WIDE_FROM = 91900  # version of cuDNN that has them
 
 
 class CpuFlashKernel(AccumulatingKernel):
-    """Flash attention on the CPU; takes whole and square causal blocks.
+    """Kernel ``sdpa`` on the CPU: torch's flash attention, for full and square causal items.
 
-    In half precision it uses an approximate exponential that costs ``lse`` 5e-5, more than the
-    inputs' rounding does, so those dtypes are left to ``eager``. It computes delta itself, and is
-    given it to hand it to ``eager``.
+    In half precision its exponential is approximate and costs ``lse`` 5e-5, more than the rounding
+    of the inputs, so those dtypes are left to ``eager``. Its operator computes ``delta`` itself;
+    it still takes it, for items that go to ``eager``.
     """
 
     capabilities = Capabilities(
@@ -56,7 +56,10 @@ class CpuFlashKernel(AccumulatingKernel):
         params: KernelParams,
         into: AttentionState,
     ) -> None:
-        """One launch for each query head of a K/V head, so that K/V are not repeated."""
+        """Attend and merge into ``into``, without repeating K/V for grouped query heads.
+
+        The operator is called once for each query head of a K/V head.
+        """
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
@@ -72,7 +75,7 @@ class CpuFlashKernel(AccumulatingKernel):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
-        """The kernel computes ``delta`` itself, from the global ``out``."""
+        """Add the item's gradients to the accumulators."""
         others = columns.v, upstream.dout, upstream.out
         if _reads_nonfinite(item, rows.q, columns.k, *others):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
@@ -96,12 +99,12 @@ class CpuFlashKernel(AccumulatingKernel):
 
 
 class Flash:
-    """Torch's build of FlashAttention-2 on CUDA; takes any window, and documents."""
+    """Calls of torch's build of FlashAttention-2 on CUDA, for any window and for documents."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``; it allocates them."""
+        """Return ``(out, lse)``, allocated by torch."""
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         out, lse, *_ = aten._flash_attention_forward(
@@ -114,7 +117,7 @@ class Flash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``."""
+        """Return ``(dq, dk, dv)``, allocated by torch."""
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
         left, right = (unbounded(side) for side in options.window)
         state = torch.empty(0, device=q.device)  # dropout's state, of which there is none
@@ -138,12 +141,12 @@ CUDA_FLASH = FlashKernel(
 
 
 class Cudnn:
-    """Torch's operators for it; whole and square causal blocks, as they take no window."""
+    """Calls of cuDNN by torch's operators, which take no window: for full and causal items."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """``(out, lse)``; it allocates them."""
+        """Return ``(out, lse)``, allocated by torch."""
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, _is_causal(q, options), False,
             scale=options.scale,
@@ -154,10 +157,10 @@ class Cudnn:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, _place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """``(dq, dk, dv)``.
+        """Return ``(dq, dk, dv)``.
 
-        A single query before a single key is more than cuDNN takes: a second token stands behind
-        them, which nothing sees and whose own gradient is 0.
+        cuDNN refuses a single query and a single key. They get a second token behind them, which
+        the first does not see and whose own gradient is 0.
         """
         if q.shape[1] == k.shape[1] == 1:
             q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
@@ -177,7 +180,7 @@ class Cudnn:
 
 
 def _is_causal(q: Tensor, options: Options) -> bool:
-    """Whether to mask; a single query sees its single key, and cuDNN takes no such mask."""
+    """Return True if cuDNN has to mask causally; a single query sees its key without a mask."""
     assert options.documents is None and options.window in ((None, None), (None, 0))
     return options.window == (None, 0) and q.shape[1] > 1
 
@@ -188,7 +191,7 @@ def _missing_cudnn() -> str | None:
 
 
 def _cudnn_limits(request: Request, _program: RingProgram) -> tuple[str, ...]:
-    """Head dims that were measured to be right on Hopper, with one version."""
+    """Return why cuDNN cannot take a call's head dims on this GPU, in its installed version."""
     dims = request.head_dim, request.v_head_dim
     if dims[0] == dims[1] <= _WIDE or (
         capability()[0] == 9 and (torch.backends.cudnn.version() or 0) >= _WIDE_FROM
@@ -216,17 +219,18 @@ def _lengths(
 
 
 def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Return True if scores are not finite, or masked weights, which are 0, meet what is not.
+    """Return True if an item has NaN or infinity that the operator would handle wrongly.
 
-    Where nothing of an item is masked, what the weights meet may be anything.
+    That is any in q or k and, if some of the item is masked, any in the other tensors: masked
+    weights, which are 0, are multiplied with them.
     """
     read = (q, k) if item.is_full else (q, k, *others)
     return False in [bool(torch.isfinite(x).all()) for x in read]
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:
-    """Slices of query heads that each use another K/V head, with ``[B, heads, T, D]`` views."""
-    # The operator reads no others, and does not say so.
+    """Return slices of query heads, one of each K/V head, with q, k and v ``[B, K, T, D]``."""
+    # The operator misreads other strides, without an error.
     assert False not in [x.stride(-1) == 1 for x in (q, columns.k, columns.v) if x.shape[-1] > 1]
     group = q.shape[2] // columns.k.shape[2]
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)

@@ -1,7 +1,8 @@
-"""How tokens move so that each work item finds its operands, and which way a call takes.
+"""Strategies of context parallelism, and the choice of the one that runs a call.
 
-May import ``call``, ``transports`` and what is below. A new strategy is one file here, which ends
-in its :class:`~ring_torch.call.StrategySpec`, and its name in ``STRATEGIES``.
+A strategy moves Q, K and V between ranks so that each work item finds its operands. This package
+may import ``call``, ``transports`` and what is below. A new strategy is one file here, which ends
+in its :class:`~ring_torch.call.StrategySpec`, and a line in ``STRATEGIES``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def resolve(spec: StrategySpec, given: Resolution, *, sinks: bool) -> Strategy:
-    """Return the object that runs a strategy's passes on a rank; of one rank often one launch."""
+    """Return the object that runs both passes of a strategy on a rank.
+
+    A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy.
+    """
     item = only_item(
         given.program.plan, given.kernel, batch=given.sizes.batch, sinks=sinks,
         segment_ids=given.segment_ids,
@@ -44,7 +48,11 @@ def resolve(spec: StrategySpec, given: Resolution, *, sinks: bool) -> Strategy:
 
 
 def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:
-    """Yield the strategies over transports that a call's names may mean, the first choice first."""
+    """Yield the pairs of strategy and transport that the given names allow, preferred ones first.
+
+    A named strategy or transport allows only itself. ``"auto"`` allows every transport, but only
+    the strategies that offer themselves for automatic choice over it.
+    """
     for spec in STRATEGIES:
         for each in transports.TRANSPORTS:
             is_meant = spec.is_automatic(each) if strategy == "auto" else spec.name == strategy
@@ -62,19 +70,23 @@ def choose_strategy(
     request: Request,
     probe: bool,
 ) -> Way:
-    """Choose the strategy and the transport of a call, or with ``auto`` the fastest that can do it.
+    """Return the strategy and the transport of a call: the first allowed pair that can do it.
+
+    All ranks choose alike, as nothing here depends on the rank.
 
     Args:
         strategy: A name, one of ``strategy_names()``.
-        transport: One of ``transport_names()``.
-        ring: The ranks.
-        program: What they compute. On one rank, where nothing travels, its own order is taken.
-        device: Where the tensors are.
-        request: What the call asks.
-        probe: Whether peers may be asked, e.g. if they reach each other's memory.
+        transport: A name, one of ``transport_names()``.
+        ring: The ranks that hold one sequence.
+        program: The call's plan in the order of a ring. On one rank, where nothing travels, the
+            strategy it was made for is returned.
+        device: The device of the call's tensors.
+        request: The options and sizes that the call asks for.
+        probe: True if ranks may communicate here, to find out e.g. if their GPUs reach each
+            other's memory. ``explain`` must not.
 
     Raises:
-        UnsupportedError: What was named cannot do this call.
+        UnsupportedError: No allowed pair can do this call; the reasons of the last are named.
     """
     meant = list(ways(strategy, transport))
     if not meant:
@@ -102,13 +114,20 @@ def _reasons(
     spec: StrategySpec, transport: Transport, ring: Ranks, program: RingProgram,
     device: torch.device, request: Request, *, probe: bool,
 ) -> list[str]:  # fmt: skip
-    """Return why a strategy over a transport cannot do a call, as far as is known."""
+    """Return the reasons why a strategy over a transport cannot do a call.
+
+    A reason that only communication would find is missing where ``probe`` is false.
+    """
     unreachable = transport.refusals(ring, device, probe) or ()
     return [*spec.refusals(program.plan, request), *unreachable]
 
 
 def ask_ranks(ring: Ranks) -> None:
-    """Let ranks ask each other now what transports need to know: later they may not."""
+    """Let the ranks find out now which transports they can use.
+
+    It communicates, so all ranks have to call it together. A compiled call needs it beforehand:
+    while a compiler traces, ranks cannot communicate.
+    """
     if ring.size > 1:
         device = torch.device("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
         for transport in transports.TRANSPORTS:
@@ -116,7 +135,10 @@ def ask_ranks(ring: Ranks) -> None:
 
 
 def describe_strategy(call: Call, inputs: Inputs) -> str:
-    """Return a few lines for ``explain``: how tokens move, and why not in a faster way."""
+    """Return the lines of ``explain`` about movement: strategy, transport and bytes of each pass.
+
+    They also say why the preferred strategy and transport were not taken. Nothing is sent.
+    """
     ring, transport = call.ranks, call.transport
     lines = [f"strategy {call.strategy.name}, transport {transport.name}"]
     if ring.size == 1:

@@ -1,8 +1,8 @@
-"""A ring over contiguous shards whose idle ranks compute for busy ones.
+"""Strategy ``balanced``: a ring over contiguous shards whose idle ranks compute for busy ones.
 
-Beside the keys, queries travel: to a helper, which computes over its own keys for them, and its
-results travel back to be merged. They move in pieces of rows, one ahead of the piece that is being
-computed, so that a helper holds two.
+Beside K/V, queries travel: a busy rank sends rows of Q to an idle one, its helper, which attends
+with them to its own K/V and sends ``(out, lse)`` back to be merged; in the backward dQ comes back.
+Rows move in pieces. The next piece is in flight while one is computed, so a helper holds two.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ring_torch.transports.api import Traffic
 
 
 class HelpPiece(NamedTuple):
-    """A piece of what ranks compute for each other in a step, resolved for a rank.
+    """A piece of the work that ranks do for each other in a step, as one rank sees it.
 
     Attributes:
-        helper: The rank that computes for this one.
-        helped: Rows of this rank's queries for which it does.
-        launches: What this rank computes for others, over its own keys.
+        helper: The rank that computes for this rank.
+        helped: Slices of this rank's query rows that are sent there.
+        launches: Launches of this rank for other ranks' query rows, over its own K/V.
     """
 
     helper: int
@@ -56,7 +56,10 @@ class HelpPiece(NamedTuple):
 
 
 class BalancedStep(NamedTuple):
-    """A step of a ring, and what ranks compute for each other after their own launches."""
+    """A step of a ring, and the pieces that ranks compute for each other after their own launches.
+
+    All ranks have the same number of pieces in a step; those of some are empty.
+    """
 
     own: RingStep
     pieces: tuple[HelpPiece, ...]
@@ -65,9 +68,10 @@ class BalancedStep(NamedTuple):
 def balanced_steps(
     program: RingProgram, rank: int, stages: tuple[Stage, ...]
 ) -> tuple[BalancedStep, ...]:
-    """Resolve the stages of a pass for a rank."""
+    """Return the steps of a pass for a rank, each with its pieces of helped and helping work."""
 
     def pieces(stage: Stage) -> tuple[HelpPiece, ...]:
+        """Return the pieces of a stage: cuts of its work items for others, in matching order."""
         if not stage.helps:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
@@ -90,7 +94,10 @@ def balanced_steps(
 
 @dataclass(frozen=True)
 class Balanced(Strategy):
-    """A ring with helpers. What a forward saves are the packed keys that arrived last, if any."""
+    """Strategy ``balanced``: a ring in which idle ranks compute for the queries of busy ones.
+
+    The forward saves the packed K/V that arrived last, if any travelled.
+    """
 
     forward_steps: tuple[BalancedStep, ...]
     backward_steps: tuple[BalancedStep, ...]
@@ -98,14 +105,14 @@ class Balanced(Strategy):
 
     @classmethod
     def of(cls, program: RingProgram, rank: int) -> Self:
-        """Resolve a program for a rank."""
+        """Make the steps of both passes for a rank."""
         return cls(
             balanced_steps(program, rank, program.forward),
             balanced_steps(program, rank, program.backward),
         )
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
+        """Return ``(out, lse)`` in the accumulators' dtype and the packed K/V that arrived last."""
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
@@ -122,6 +129,7 @@ class Balanced(Strategy):
         )  # fmt: skip
 
         def attend(launch: Launch, tensors: list[Tensor]) -> AttentionState:
+            """Attend to own K/V with another rank's rows; the result is merged there, not here."""
             theirs = helped_rows(call, launch.item, rows, tensors)
             result = empty_state(theirs.q, inputs.v.shape[3])
             if theirs.q.shape[0] > 0:
@@ -130,26 +138,36 @@ class Balanced(Strategy):
             return result
 
         for step, pieces in self.forward_steps:
-            # Kernels read the keys in ``held`` while they are sent on; what ``spare`` held went on
-            # in the step before.
+            # Send the held K/V on, and receive the next into the spare buffer, whose K/V were sent
+            # in the step before. In flight beside it: the first piece of remote queries, and
+            # results of the step before on their way home.
             transfer = DONE
             if step.keys_to is not None and step.keys_from is not None:
                 transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
+            # Kernels read `held` while it is being sent: both only read.
             attend_step(call, step.launches, rows, columns, into)
+            # Merge what helpers computed for this rank before, then compute for others.
             remote.finish()
             remote.help(pieces, attend)
+            # The next step reads the K/V that arrived; `held` has been sent and may be overwritten.
             transfer.wait()
             if step.keys_to is not None:
                 held, spare = spare, held
                 saved = (held,)
+        # Results of the last step's helpers may still be on their way.
         remote.finish()
         return into, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """The gradients in the accumulators' dtype; as in a ring, with queries that travel."""
+        """Return the gradients in the accumulators' dtype.
+
+        It is the backward of :class:`ring_torch.strategies.ring.Ring`, in which helpers also get
+        dout, out, lse and delta of the rows they compute for, and send dQ back. Their part of dK/dV
+        is of their own K/V and stays.
+        """
         agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
@@ -158,6 +176,7 @@ class Balanced(Strategy):
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
 
         def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
+            """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
             theirs = helped_rows(call, launch.item, rows, tensors)
             grads = zero_row_grads(call, theirs)
             if theirs.q.shape[0] > 0:
@@ -170,6 +189,7 @@ class Balanced(Strategy):
             return _row_grad_tensors(grads)
 
         def add(part: slice, tensors: list[Tensor]) -> None:
+            """Add the gradients that a helper sent home for a slice of this rank's rows."""
             for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
                 total.add_(x)
 
@@ -186,27 +206,32 @@ class Balanced(Strategy):
         for step, pieces in self.backward_steps:
             transfer, arriving = DONE, held
             if held is not None and step.keys_to is not None and step.keys_from is not None:
-                # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
+                # Send the held K/V on and receive the next into a new buffer: `held` may be the
+                # tensor that autograd saved, which must not be overwritten.
                 arriving = packing.buffer(call.device)
                 transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
                 columns = call.columns(step.keys_of, packing.views(held))
+            # Kernels read `held` while it is being sent; the ranks before still add to its dK/dV.
             if step.launches:
                 differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
+            # Add the dQ that helpers computed for this rank before, then compute for others.
             remote.finish()
             remote.help(pieces, differentiate)
-            # The sum of the ranks before has to be here now; with this rank's part it goes on.
+            # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
             key_grads.hop(step)
+            # The next step reads the K/V that arrived.
             transfer.wait()
             held = arriving
+        # dQ of the last step's helpers may still be on its way.
         remote.finish()
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """As in a ring, and rows of queries to helpers, whose results come back."""
+        """Count the bytes of a ring, of query rows sent to helpers, and of results sent back."""
         del saved  # the backward sends the keys round again
         steps = self.forward_steps if forward else self.backward_steps
         ring = ring_traffic(call, inputs, [step.own for step in steps], forward=forward)
@@ -221,25 +246,30 @@ class Balanced(Strategy):
         )
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """A message of K/V, also where this plan moves none: another may."""
+        """Return the shape of one packed K/V message, also if this plan moves none.
+
+        A compiled forward always saves one, as another plan of the same graph may.
+        """
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
 
-#: What arrives at a helper, and where: the tensors of the rows of each launch.
+#: A piece that arrives at a helper: the transfer, and the tensors that it fills for each launch.
 _Arriving = tuple[Transfer, list[tuple[Launch, list[Tensor]]]]
 
 
 class RemoteQueries:
-    """Ships what a call's rows need to their helpers, helps others, and brings results home.
+    """Exchange of query rows with helpers during one pass, and of their results.
+
+    All ranks go through the pieces of all steps in one order, so that sends meet their receives.
 
     Args:
-        ring: The ranks.
-        steps: The pass.
-        take: Cuts the tensors a helper needs out of this rank's own, for a slice of rows; as shapes
-            are equal on all ranks, it also tells what a shipment from another rank looks like.
-        like: Tensors of the shapes and dtypes of the results of a slice of rows.
-        add: Adds results that came home in their place.
+        ring: The ranks that hold one sequence.
+        steps: The steps of the pass.
+        take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
+            equal shapes on all ranks, so it also gives the shapes of what other ranks send.
+        like: Returns tensors of the shapes and dtypes of the results for a slice of rows.
+        add: Merges or adds results that came home for a slice of rows.
     """
 
     def __init__(
@@ -261,17 +291,25 @@ class RemoteQueries:
         pieces: Sequence[HelpPiece],
         compute: Callable[[Launch, list[Tensor]], Sequence[Tensor]],
     ) -> None:
-        """Compute for others in a step, piece by piece; ``compute`` is given what arrived."""
+        """Compute for other ranks in a step, piece by piece, and start sending the results home.
+
+        ``compute`` gets a launch and the tensors that arrived for it, and returns its results.
+        """
         for piece in pieces:
             transfer, arriving = self._arriving
+            # This piece of other ranks' rows is here, and this rank's own has left.
             transfer.wait()
-            self._arriving = self._send_next()  # the next piece travels while this one is computed
+            # The next piece travels, into tensors of its own, while this one is computed; the
+            # peers start the same exchange when they come to this point.
+            self._arriving = self._send_next()
             results = [(launch.item.out_rank, compute(launch, x)) for launch, x in arriving]
+            # Before more results are sent home take in those of the piece before: at most one
+            # piece of results is in flight, and what was sent of it may be freed.
             self.finish()
             self._return_results(piece, results)
 
     def finish(self) -> None:
-        """Wait for results sent home, and add each in its place."""
+        """Wait for the results that helpers sent home, and add them to this rank's."""
         for transfer, expected in self._returning:
             transfer.wait()
             for rows, tensors in expected:
@@ -279,7 +317,10 @@ class RemoteQueries:
         self._returning.clear()
 
     def _send_next(self) -> _Arriving:
-        """Start sending the next piece that others compute, and receiving the next one to do."""
+        """Start sending this rank's next piece to its helper, and receiving the next to compute.
+
+        Returns an empty piece after the last.
+        """
         piece = next(self._to_send, None)
         if piece is None:
             return DONE, []
@@ -294,7 +335,10 @@ class RemoteQueries:
     def _return_results(
         self, piece: HelpPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> None:
-        """Start sending results to the ranks they belong to, and receiving this rank's own."""
+        """Start sending computed results to their owners, and receiving those of this rank's rows.
+
+        The transfer keeps what is sent alive; :meth:`finish` takes in what arrives.
+        """
         expected = [
             (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.helped
         ]
@@ -306,12 +350,19 @@ class RemoteQueries:
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:
-    """What a helper needs of some rows to run the forward."""
+    """Return the tensors of some rows that a helper needs for a forward: q, and what q comes with.
+
+    The order is q, segment ids, bias, bias shift; absent ones are left out, alike on all ranks.
+    """
     return [x for x in (rows.q, rows.segments, rows.bias, rows.bias_shift) if x is not None]
 
 
 def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
-    """Rows that arrived as :func:`rows_tensors`, completed by what every rank knows."""
+    """Return another rank's rows as a block, from tensors in the order of :func:`rows_tensors`.
+
+    Positions come from the plan, which every rank has, and slopes from ``like``, this rank's rows:
+    both are never sent.
+    """
     q, *rest = tensors
     segments = None if like.segments is None else rest.pop(0)
     bias = None if like.bias is None else rest.pop(0)
@@ -327,7 +378,7 @@ def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
 
 
 def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
-    """Count the bytes of one token's query rows, as a helper gets them."""
+    """Return the bytes that are sent to a helper for one token's queries."""
     batch, _, heads, _ = inputs.q.shape
     tensors = [x[:, :1] for x in (inputs.q, inputs.q_ids) if x is not None]
     size = sum(x.nbytes for x in tensors)
@@ -344,7 +395,7 @@ def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
 
 
 def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
-    """Count the bytes of one token's results, as a helper sends them home."""
+    """Return the bytes of results that a helper sends home for one token."""
     batch, _, heads, dim = inputs.q.shape
     if forward:
         return batch * heads * (inputs.v.shape[3] + 1) * call.acc_dtype.itemsize

@@ -1,10 +1,10 @@
-"""What is taken off each row of a bias before softmax, which does not change by it.
+"""Shift of each row of a bias: a number subtracted before softmax, which does not change by it.
 
-Additive masks hold numbers such as -1e10 or the least of their dtype. Where all that a row sees has
-one, float32 cannot hold ``lse``, which is that number and the logarithm of a sum: probabilities
-computed from it are wrong by as much as there are keys. So kernels add ``bias - shift``; partial
-results, merges and the ``lse`` that a backward starts from are of shifted scores, and only the
-``lse`` that is returned has the shift put back. The shift has no gradient.
+Additive masks hold numbers such as -1e10 or the least of their dtype. Where every key that a row
+sees has one, ``lse`` is that number plus the logarithm of a sum, and float32 drops the logarithm:
+probabilities computed from it are too large by a factor of up to the number of keys. So kernels add
+``bias - shift``. Partial results, merges and the ``lse`` that a backward starts from are of shifted
+scores; only the ``lse`` that is returned has the shift added back. The shift has no gradient.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _BLOCK_BYTES = 64 << 20  # of temporaries
 
 
 def bias_shift(call: Call, inputs: Inputs) -> Tensor:
-    """Return the largest bias of the columns that each row sees, ``[B or 1, H or 1, n]``, wide.
+    """Return the largest bias among the keys that each row sees, ``[B or 1, H or 1, T_local]``.
 
-    It is 0 where that is not finite, so where a row sees nothing. ``B`` and ``H`` are the bias's,
-    but ``B`` the batch's where segment ids make its rows differ.
+    It is in the accumulators' dtype, and 0 where the largest is not finite, as in a row that sees
+    nothing. ``B`` and ``H`` are the bias's, but with segment ids ``B`` is the batch size: then rows
+    differ by it. With segment ids ranks communicate, to get the ids of all keys.
 
     Raises:
         RankMismatchError: A peer is making another call.
@@ -47,7 +48,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
         return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
     batch, heads, length, keys = bias.shape
-    # Of a row there are its numbers without those it does not see, and a few flags of each.
+    # Temporaries for each element: a copy of the bias without unseen keys, and about 4 flags.
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
     step = max(1, _BLOCK_BYTES // max(1, size))
     tops = []
@@ -61,7 +62,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
 
 
 def sent_for_shift(call: Call, inputs: Inputs) -> int:
-    """Return the bytes that a rank sends so that all know the ids of all keys."""
+    """Return the bytes that a rank sends so that every rank has the segment ids of all keys."""
     if not call.params.shifts_bias or inputs.k_ids is None or call.ranks.size == 1:
         return 0
     ids = BufferSpec.of((inputs.k_ids.shape, inputs.k_ids.dtype))
@@ -73,7 +74,7 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     k_ids, ring = inputs.k_ids, call.ranks
     if k_ids is None:
         return None
-    # The strategy agrees on the call as well, but only when it sends keys.
+    # The strategy checks the call with the peers as well, but later, when it sends K/V.
     agree(ring, call.number, call.seed, call.forward_signature, call.device)
     (parts,) = exchange(ring, [[k_ids] * ring.size], call.device)
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
@@ -83,9 +84,9 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
 
 
 def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tensor | None:
-    """Return which columns a block of rows sees but for the bias, ``[B or 1, 1, n, T_kv]``.
+    """Return which keys a block of rows ``i`` sees, booleans ``[B or 1, 1, n, T_kv]``.
 
-    ``None`` is all of them.
+    The bias itself is not considered. ``None`` stands for all keys.
     """
     plan, rank, device = call.plan, call.ranks.rank, call.device
     start, stop = visible_spans(plan, rank, device)

@@ -1,12 +1,13 @@
-"""Keys are gathered: a rank fetches all its queries see, and calls a kernel for each run of them.
+"""Strategy ``gather``: a rank fetches all K/V that its queries see into one buffer.
 
-Every row sees its keys in one launch, as on one device, and what the first launch needs is fetched
-first; so a result has one device's rounding. Rows that see own keys only, where they are most, need
-none of that: they come first, and in the backward last.
+Every query row meets all its keys in a single launch, so nothing is merged and results are rounded
+as on one device. K/V are fetched in the order in which the launches need them. Where most rows see
+keys of their own rank only, these rows are launched over the rank's own K/V, without copying them:
+first in the forward, while fetches are in flight, and last in the backward.
 
-Heads may go in groups, so that transfers hide behind kernels. While a kernel runs for one group,
-the keys of the next arrive and the gradients of the last travel home. What nothing hides is the
-transfer of a single group.
+Heads may be cut into groups, so that transfers hide behind kernels: while kernels run for one
+group, K/V of the next arrive and dK/dV of the one before travel home. The transfer of a single
+group is what nothing hides.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ from ring_torch.transports.api import (
 #: ``auto`` does not gather where that takes more than this many times a ring's memory.
 MOST_MEMORY = 3.0
 
-#: FLOPs of a forward that a group is worth: a millisecond and a half on an H200. With less, the
-#: host is not ahead of the GPU.
+#: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
+#: the host cannot launch ahead of the GPU.
 GROUP_FLOPS = 1e12
 MOST_GROUPS = 4
 
@@ -69,17 +70,21 @@ MOST_GROUPS = 4
 #: otherwise fetches them again.
 MAX_SAVED_BYTES = 256 << 20
 
-#: Bytes fetched a FLOP of a forward from which on keys do not hide behind one another's launches:
-#: those of a ring of four with a key head for every query head, up to 128k tokens. Fewer are not
-#: worth more launches.
+#: Bytes fetched per FLOP of a forward above which heads are cut into groups. It is the ratio of
+#: four ranks with as many K/V heads as query heads at 128k tokens. Below, fetches hide behind the
+#: launches of a single group, and more launches do not pay.
 MIN_BYTES_PER_FLOP = 1e-4
 
-#: FLOPs of a forward from which on gradients are sent in two parts.
+#: FLOPs of a forward above which dK/dV travel home in two parts, the first beside a launch.
 EARLY_RETURN_FLOPS = 3e11
 
 
 def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
-    """Groups for a call that gathers keys, the same on all ranks."""
+    """Return into how many groups of heads a call is cut, the same on all ranks.
+
+    It weighs the bytes fetched by the rank that fetches most against the mean FLOPs of a rank.
+    ``itemsize`` is the bytes of a number of q, k and v.
+    """
     dims = sizes.head_dim + sizes.v_head_dim
     plan = program.plan
     pairs = int(program.work().sum()) * sizes.batch // plan.cp_size
@@ -95,7 +100,11 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
 
 @dataclass(frozen=True)
 class Gather(Strategy):
-    """For kernels that know bands. Gathered keys are saved where they are few."""
+    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys.
+
+    The forward saves the gathered K/V if they take at most ``MAX_SAVED_BYTES`` on every rank;
+    otherwise the backward fetches them again.
+    """
 
     groups: HeadGroups
     gather: GatherProgram
@@ -103,7 +112,7 @@ class Gather(Strategy):
     depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the inputs' dtype or wider, and the gathered keys, group by group."""
+        """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
         groups = self.groups.forward
         session = call.open_session(inputs, call.forward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
@@ -112,12 +121,17 @@ class Gather(Strategy):
         rows = call.rows(inputs)
         results: list[AttentionState] = []
         gathered: list[Tensor] = []
+        # The session keeps one group ahead: the fetches of group n + 1 are started before the
+        # launches of group n. Each group arrives in tensors of its own.
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = call.gathered_columns(gather, keys, arriving.tensors)
             in_place = _in_place(call, gather, inputs, n, groups)
             part, place = head_group(rows, n, groups), head_group(whole, n, groups)
+            # Each launch waits for the fetches that it needs; later ones go on beside it.
             results.append(_attend(call, part, columns, in_place, gather, arriving, place))
+            # All of the group has arrived, and this rank's own K/V have been read: the caller may
+            # change them after this call.
             arriving.wait(None)
         if len(results) == 1:
             whole = results[0]
@@ -127,18 +141,20 @@ class Gather(Strategy):
         return whole, tuple(gathered) if self._saves(call, keys) else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """The launches of the forward in reverse, the longest first, for each group of heads.
+        """Return the gradients; dK and dV in the inputs' dtype.
 
-        The gradients of a group's keys travel home beside the next group's launches, and of the
-        last group those that the last launch leaves alone beside that one. Launches over own keys
-        in place come after, and add up gradients of their own.
+        For each group of heads the launches of the forward run in reverse. A group's dK/dV travel
+        home beside the next group's launches. Of the last group, those that its last launch does
+        not touch travel beside that launch, and only the others wait in the open. Launches over
+        own K/V in place come after the others of their group, and have sums of their own.
         """
         groups = self.groups.backward
         session = call.open_session(inputs, call.backward_signature, groups=groups, own=True)
         gather, keys = self.gather, session.spec.keys
         rows, sums = call.rows(inputs), _sums(call, inputs, keys)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
-        # A kernel's parts add, where launches by themselves write what comes first.
+        # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
+        # some columns overwrites them, and memory need not be cleared.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows), dbias)
@@ -152,6 +168,9 @@ class Gather(Strategy):
             places = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
 
+        # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
+        # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
+        # their transfer ends, so nothing writes `room[n]` any more but own columns (`finish`).
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
@@ -162,20 +181,28 @@ class Gather(Strategy):
             for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
                 work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
                 _differentiate(call, work, *part, sums, room[n], gather.length)
+                # These sums are final on this rank: let the owners of their keys take them, and
+                # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
                     session.return_grads(
                         gather, sums, room[n], n, early=early, overlapped=overlapped
                     )
                 )
             in_place = _in_place(call, gather, inputs, n, groups)
+            # Beside that: rows that see own keys only, whose gradients do not travel.
             home.append(_differentiate_in_place(call, in_place, *part, sums))
+            # Only now take in what came for the group before.
             if n > 0:
                 finish(n - 1)
+        # Nothing is left to hide the last group behind.
         finish(groups - 1)
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """The gathered keys; none where another plan may need more of them."""
+        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
+
+        Another plan may gather more keys, and then a compiled backward fetches them again.
+        """
         keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self._saves(call, keys):
             return []
@@ -185,7 +212,7 @@ class Gather(Strategy):
         return (both + ids) * self.groups.forward
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Keys that are fetched, unless the forward left them, and gradients that go home."""
+        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         fetches = forward or not saved
         return gathered_traffic(
             self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
@@ -193,7 +220,7 @@ class Gather(Strategy):
         )  # fmt: skip
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
-        """Whether the forward leaves the keys it gathered to the backward."""
+        """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
         longest = longest_gather(call.plan).length
         return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
@@ -202,13 +229,16 @@ def _attend(
     call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
     gather: GatherProgram, arriving: PendingKV, whole: AttentionState,
 ) -> AttentionState:  # fmt: skip
-    """Every row sees all its keys in one launch: nothing to merge.
+    """Run the forward launches of a group of heads; nothing is merged.
 
-    The result is in ``whole``, unless a kernel's is wider, to be rounded at the end.
+    Returns ``whole``, filled, or a wider copy of it if the kernel's results are wider; those are
+    rounded at the end.
     """
     work = [(*each, 0) for each in in_place]
     work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
     for keys, item, waits_for in work:
+        # Let the launch wait for its own fetches. Those of later items write other columns of the
+        # buffer meanwhile; peers copy from this rank's memory and need nothing from this loop.
         if waits_for > 0:
             arriving.wait(waits_for)
         if rows.q.shape[0] == 0:
@@ -219,6 +249,7 @@ def _attend(
         if result.out.dtype != whole.out.dtype:
             whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
             place = whole.take(item.q_slice)
+        # Kernels that cannot write into a given place return new tensors.
         if result.out.data_ptr() != place.out.data_ptr():
             place.out.copy_(result.out)
             place.lse.copy_(result.lse)
@@ -228,7 +259,12 @@ def _attend(
 def _launches(
     items: range, groups: HeadGroups, *, last: bool
 ) -> list[tuple[range, bool | None, bool]]:
-    """Items of a group, which gradients go home after them, and whether beside others' launches."""
+    """Return the parts of a group's launches, after each of which gradients are sent home.
+
+    A part is ``(items, early, overlapped)``: the indices of its items; which gradients are sent
+    after it (``True``: those that ``items[0]``, the last launch, does not touch; ``False``: the
+    others; ``None``: all); and whether more launches follow that can hide the transfer.
+    """
     if last and groups.early:
         return [(items[1:], True, True), (items[:1], False, False)]
     return [(items, None, not last)]
@@ -238,7 +274,10 @@ def _differentiate_in_place(
     call: Call, in_place: Sequence[tuple[KeyBlock, WorkItem]], rows: QueryBlock, upstream: BackwardInputs,
     row_grads: QueryGrads, sums: KeyGradBuffer,
 ) -> Tensor | None:  # fmt: skip
-    """The sums of all own keys, of launches over them in place; ``None`` if there are none."""
+    """Run the backward launches over the rank's own K/V in place.
+
+    Returns the flat sums of dK/dV of all own keys, or ``None`` if there are no such launches.
+    """
     if not in_place:
         return None
     length = sums.keys.length
@@ -253,9 +292,11 @@ def _differentiate(
     call: Call, work: Sequence[tuple[KeyBlock, WorkItem, Sequence[slice]]], rows: QueryBlock,
     upstream: BackwardInputs, row_grads: QueryGrads, sums: KeyGradBuffer, grads: Tensor, length: int,
 ) -> None:  # fmt: skip
-    """The backward of items: into ``row_grads``, and added to the sums of so many tokens.
+    """Run backward launches: write dQ into ``row_grads``, and put dK/dV into the sums ``grads``.
 
-    Each over its columns, with those of which there are no sums yet.
+    ``work`` is ``(columns, item, fresh)`` of each launch, where ``fresh`` are the columns that no
+    launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
+    the sums of ``length`` tokens.
     """
     for columns, item, fresh in work:
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
@@ -275,7 +316,7 @@ def _keys_by_group(
     call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved,
     groups: HeadGroups,
 ) -> Iterator[KeyBlock]:  # fmt: skip
-    """The keys of each group of heads, saved or fetched again."""
+    """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again."""
     keys = session.spec.keys
     if not saved:
         for arriving in session.fetch(gather, inputs):
@@ -294,16 +335,18 @@ def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
     in_flight: Sequence[PendingGrads], places: KeyGrads,
 ) -> None:  # fmt: skip
-    """Add what comes home to the own sums, and round them into dK and dV.
+    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``places``.
 
-    ``found`` are the sums over the buffer, and those over the own keys in place. With the latter
-    all come together; else where they lie in the buffer, if all of the own keys are there.
+    ``found`` are the flat sums over the gathered buffer, and those over own K/V in place, if any.
+    All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it holds
+    all own keys, and are copied into a buffer of their own if not.
     """
     keys, length = sums.keys, gather.length
     own = [one for one in gather.fetches if one.rank == call.ranks.rank]
     grads, home = found
     if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
         home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+    # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
     if home is not None:
         for one in own:
             places_at_home = sums.parts(home, keys.length, one.source)
@@ -316,8 +359,11 @@ def _finish_own_grads(
         by = one.target.start - one.source.start
         return slice(source.start + by, source.stop + by)
 
+    # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
+    # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
         pending(grads, length, where)
+    # The sums are complete: round each once.
     for one in own:
         mine = sums.of(grads, length, one.target)
         into = places.take(one.source)
@@ -329,7 +375,7 @@ def _finish_own_grads(
 
 
 def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
-    """By head where the kernel has a backward by parts that can run this call."""
+    """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
     head_major = parts is not None and banded and parts.applies(call.plan, q, k, v, call.params)
@@ -337,7 +383,10 @@ def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
 
 
 def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
-    """Room for dQ; rows that see nothing have none. Every row is in one launch: no sums."""
+    """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
+
+    Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
+    """
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
     dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
     return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
@@ -346,7 +395,8 @@ def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
 def _put_columns(
     result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
 ) -> None:
-    """Put the gradients of an item's columns in their places, and add them where there are some."""
+    """Store an item's dK/dV in the sums: overwrite its ``fresh`` columns, and add to the others."""
+    # Edges alternate: from the item's start to a fresh span, over it, to the next, ..., to its end.
     edges = [item.k_start, *(at for one in fresh for at in (one.start, one.stop)), item.k_stop]
     for n, (start, stop) in enumerate(pairwise(edges)):
         part = slice(start - item.k_start, stop - item.k_start)
@@ -360,7 +410,7 @@ def _put_columns(
 def _in_place(
     call: Call, gather: GatherProgram, inputs: Inputs, n: int, groups: int
 ) -> list[tuple[KeyBlock, WorkItem]]:
-    """The launches over a group's own keys, where they lie, with these."""
+    """Return the launches over own K/V in place, each with the K/V of the group of heads."""
     if not gather.in_place:
         return []
     own = call.columns(call.ranks.rank, head_group(inputs, n, groups).key_tensors())
@@ -368,7 +418,11 @@ def _in_place(
 
 
 def _resolve(given: Resolution) -> Strategy:
-    """Resolve gathering for a rank: one launch over all keys, if the kernel knows bands."""
+    """Return the gathering strategy for a rank: by one launch a row, or in two stages.
+
+    Kernels that cannot mask any band take two stages. Heads are not cut into groups with options
+    that belong to single heads or keys: bias, slopes, dropout, predicates, segment ids.
+    """
     program = given.program
     if given.kernel.capabilities.bands != "any":
         return TwoStageGather.of(program.plan, given.rank)
@@ -379,6 +433,7 @@ def _resolve(given: Resolution) -> Strategy:
 
 
 def _memory_refusals(plan: Plan, request: Request) -> Refusals:
+    """Return why ``auto`` does not gather: memory beyond ``MOST_MEMORY`` times a ring's."""
     memory = gather_memory(
         plan, q_width=request.q_heads * request.head_dim,
         kv_width=request.kv_heads * (request.head_dim + request.v_head_dim),

@@ -1,4 +1,8 @@
-"""Keys and values go round a ring of ranks: kernels run for each step, and their results merge."""
+"""Ring attention: K/V shards travel from rank to rank while each rank attends to those it holds.
+
+In the forward partial results ``(out, lse)`` merge step by step. In the backward dK/dV travel
+after their K/V, collecting each rank's part, until they are home.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from ring_torch.transports.api import Traffic
 
 
 class Launch(NamedTuple):
-    """A kernel launch: a work item, and what it takes of local queries and keys."""
+    """A kernel launch: a work item, and its slices of this rank's queries and of the held keys."""
 
     item: WorkItem
     rows: slice
@@ -36,23 +40,23 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, item: WorkItem) -> Self:
-        """The launch of an item."""
+        """Return the launch of an item, whose slices are made once and not in every call."""
         return cls(item, item.q_slice, item.k_slice)
 
 
 class RingStep(NamedTuple):
-    """What a rank does in one step of a pass, resolved.
+    """A step of one pass for one rank: kernel launches over the held K/V, and its messages.
 
     Attributes:
-        launches: For its own queries, over the keys that it holds.
-        keys_of: The rank whose keys these are.
-        is_own: They are its own, which lie where they were given.
-        keys_to: While the launches run, the keys go on to this rank; ``None`` if no step needs
-            them.
-        keys_from: And those of the next step arrive from this one.
-        grads_to: Backward: after the launches the gradients of the keys go on to this rank, summed
-            up with what arrived; ``None`` if they are home.
-        grads_from: And those of the next step's keys arrive from this one.
+        launches: Launches of this rank's queries over the K/V that it holds in this step.
+        keys_of: The rank to which these K/V belong.
+        is_own: True if they are this rank's own, which are read from the call's inputs.
+        keys_to: The rank to which the held K/V are sent while the launches run; ``None`` if no
+            later step needs them.
+        keys_from: The rank from which the next step's K/V arrive meanwhile, or ``None``.
+        grads_to: In the backward, the rank to which the summed dK/dV of the held K/V are sent after
+            the launches; ``None`` if they are home.
+        grads_from: The rank from which dK/dV of the next step's K/V arrive then, or ``None``.
     """
 
     launches: tuple[Launch, ...]
@@ -65,7 +69,7 @@ class RingStep(NamedTuple):
 
 
 def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
-    """Resolve the stages of a pass for a rank."""
+    """Return the steps of a pass for a rank: its launches, and the ranks it exchanges with."""
     size = program.plan.cp_size
 
     def away(hop: int | None, direction: int) -> int | None:
@@ -87,9 +91,10 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
 
 @dataclass(frozen=True)
 class Ring(Strategy):
-    """A ring in which each rank computes for itself.
+    """Strategy ``ring``: each rank computes for its own queries, and K/V shards go round.
 
-    What a forward saves are the packed keys and values that arrived last, if any travelled.
+    The forward saves the packed K/V that arrived last, if any travelled: the backward starts from
+    them and sends the others round again.
     """
 
     forward_steps: tuple[RingStep, ...]
@@ -98,31 +103,39 @@ class Ring(Strategy):
 
     @classmethod
     def of(cls, program: RingProgram, rank: int) -> Self:
-        """Resolve a program for a rank."""
+        """Make the steps of both passes for a rank."""
         return cls(
             ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
         )
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the accumulators' dtype, and the packed keys that arrived last, if any."""
+        """Return ``(out, lse)`` in the accumulators' dtype, and the packed K/V that arrived last.
+
+        Nothing is saved on one rank, or where no step but the rank's own has work.
+        """
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
         saved: Saved = ()
         if len(self.forward_steps) > 1:
-            # Two buffers: kernels read the keys in one, which are sent on meanwhile, and the next
-            # arrive in the other, whose keys went on in the step before.
+            # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
+            # `spare` is where the next K/V arrive. The call's own K/V are copied into `held` once.
             packing = packing_of(keys)
             held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
         for step in self.forward_steps:
             transfer = DONE
+            # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
+            # sent in the step before, and their kernels are queued ahead of this transfer, so it
+            # may be overwritten. The peers do the same with their buffers.
             if step.keys_to is not None and step.keys_from is not None:
                 transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
+            # Kernels read `held` while it is being sent: both only read.
             attend_step(call, step.launches, rows, columns, into)
+            # The next step reads what arrived. That the send has completed frees `held`, too.
             transfer.wait()
             if step.keys_to is not None:
                 held, spare = spare, held
@@ -130,11 +143,12 @@ class Ring(Strategy):
         return into, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """The gradients in the accumulators' dtype.
+        """Return the gradients in the accumulators' dtype.
 
-        The forward's steps in reverse, from the keys that arrived last. The gradients of keys
-        travel with them, a step late: while a step computes its part, the sum of the ranks before
-        still arrives. A rank's own keys come last, and hide the last hop of their gradients home.
+        The steps are the forward's in reverse, beginning with the K/V that arrived last there. dK
+        and dV travel the way of their K/V, one step late: while a step computes its part, the sum
+        over the ranks before is still arriving. The rank's own K/V come last, and their launches
+        hide the last hop of their gradients home.
         """
         agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
@@ -146,30 +160,39 @@ class Ring(Strategy):
         for step in self.backward_steps:
             transfer, arriving = DONE, held
             if held is not None and step.keys_to is not None and step.keys_from is not None:
-                # Kernels read ``held`` while it is sent on; the next keys get their own buffer.
+                # Send the held K/V on and receive the next into a new buffer. `held` may be the
+                # tensor that autograd saved, which must not be overwritten: a backward may be run
+                # twice. Each buffer goes back to the allocator after its step.
                 arriving = packing.buffer(call.device)
                 transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
             columns = own
             if not step.is_own:
                 assert held is not None
                 columns = call.columns(step.keys_of, packing.views(held))
+            # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
+            # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.launches:
                 differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
-            # The sum of the ranks before has to be here now; with this rank's part it goes on.
+            # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
+            # The next step reads the K/V that arrived.
             transfer.wait()
             held = arriving
+        # The last hop brought the other ranks' sum home, and added it to the own part.
         home = key_grads.grads(home=True)
         return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Keys that go on, and in the backward gradients."""
+        """Count the bytes of K/V that are passed on and, in the backward, of dK/dV."""
         del saved  # the backward sends the keys round again
         steps = self.forward_steps if forward else self.backward_steps
         return ring_traffic(call, inputs, steps, forward=forward)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """A message of K/V, also where this plan moves none: another may."""
+        """Return the shape of one packed K/V message, also if this plan moves none.
+
+        A compiled forward always saves one, as another plan of the same graph may.
+        """
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
@@ -177,7 +200,7 @@ class Ring(Strategy):
 def ring_traffic(
     call: Call, inputs: Inputs, steps: Sequence[RingStep], *, forward: bool
 ) -> Traffic:
-    """Count the bytes of keys, and of their gradients, that go from rank to rank in these steps."""
+    """Count the bytes of K/V and dK/dV that a rank sends and receives in the steps of a pass."""
     keys = inputs.key_tensors()
     kv = packing_of(keys).size
     grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
@@ -194,7 +217,7 @@ def attend_step(
     columns: KeyBlock,
     into: AttentionState,
 ) -> None:
-    """Run launches of a forward, and merge what each gives."""
+    """Run a step's forward launches, and merge each partial result into ``into`` in place."""
     if rows.q.shape[0] == 0:
         return
     for item, at, keys_at in launches:
@@ -207,7 +230,7 @@ def differentiate_step(
     call: Call, step: RingStep, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
     row_grads: QueryGrads, key_grads: RotatingKeyGrads,
 ) -> None:  # fmt: skip
-    """Run the launches of a backward's step, and add what each gives."""
+    """Run a step's backward launches, and add their gradients to the accumulators."""
     if rows.q.shape[0] == 0:
         return
     column_grads = key_grads.grads(home=step.is_own)
@@ -219,32 +242,35 @@ def differentiate_step(
 
 
 class RotatingKeyGrads:
-    """Gradients of keys: those of this rank's own, and those of the keys that it holds for now.
+    """Accumulators of dK/dV on a rank: for its own K/V, and for the K/V that it holds for now.
 
-    At most three buffers live: one computing, one arriving, one leaving.
+    At most three buffers are alive: one that kernels add to, one that arrives, one that leaves.
     """
 
     def __init__(self, call: Call, packing: BufferSpec) -> None:
         self._call, self._packing = call, packing
-        self._sums: dict[bool, Tensor] = {}  # by whether they are of the own keys
+        self._sums: dict[bool, Tensor] = {}  # True: of the rank's own K/V; False: of the held ones
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
     def grads(self, *, home: bool) -> KeyGrads:
-        """Accumulators of the own keys, or of those it holds for now; zero when first asked for."""
+        """Return the accumulators of the rank's own K/V (``home``) or of the held ones.
+
+        They are allocated, and filled with zeros, when first asked for.
+        """
         if home not in self._sums:
             self._sums[home] = self._packing.buffer(self._call.device).zero_()
         return KeyGrads(*self._packing.views(self._sums[home]))
 
     def hop(self, step: RingStep) -> None:
-        """Add what arrived to what was computed in a step, and send the sum on.
-
-        The sum that leaves is read until the next hop waits for it; nothing else writes it.
-        """
+        """Add the arrived dK/dV to those computed in a step, and start sending the sum on."""
+        # Wait for the exchange that the hop before started: the sum of the ranks before for this
+        # step's K/V has arrived, and what this rank sent then has left and is released.
         self._transfer.wait()
         home = step.is_own
         total, arrived = self._sums.pop(home, None), self._arriving
         self._arriving, self._transfer = None, DONE
+        # Without launches there is no part of this rank: the arrived sum goes on as it is.
         if total is None:
             total = arrived
         elif arrived is not None:
@@ -254,6 +280,9 @@ class RotatingKeyGrads:
             self._sums[home] = total
         if step.grads_to is None or step.grads_from is None:
             return
+        # `sent` belongs to the transfer until the next hop: nothing else holds it, so nothing
+        # writes it. The next step's launches add to a new buffer, while the sum that its hop will
+        # add arrives in `_arriving`. The peer expects a message in any case, so zeros if need be.
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         self._arriving = self._packing.buffer(self._call.device)
         self._transfer = self._call.ranks.start(

@@ -1,4 +1,4 @@
-"""One rank alone: one launch a pass and nothing to add up, so a call costs what its kernel does."""
+"""Strategy of one rank whose plan is one launch: it adds nothing to the cost of the kernel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ring_torch.transports.api import Traffic
 
 @dataclass(frozen=True)
 class Single(Strategy):
-    """The one launch of a call of one rank, which is all that there is to do.
+    """Strategy of a call of one rank that is a single kernel launch in each pass.
 
-    The launch adds the sinks: results are in the inputs' dtype, to which nothing may be added.
+    The kernel itself adds the sinks: ``out`` comes back rounded to the inputs' dtype, and adding
+    them afterwards would round twice.
     """
 
     item: WorkItem
@@ -25,7 +26,7 @@ class Single(Strategy):
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """The state in the inputs' dtype or wider; nothing is saved."""
+        """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         item = self.item
         covered = item.q_stop - item.q_start == inputs.q.shape[1]
@@ -46,7 +47,7 @@ class Single(Strategy):
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
     ) -> Grads:
-        """The gradients in the inputs' dtype or wider."""
+        """Return the gradients in the inputs' dtype or wider."""
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
@@ -62,7 +63,7 @@ class Single(Strategy):
         )
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Nothing travels."""
+        """Return zeros: one rank sends nothing."""
         del call, inputs, forward, saved
         return Traffic(0, 0)
 
@@ -70,11 +71,15 @@ class Single(Strategy):
 def only_item(
     plan: Plan, kernel: Kernel, *, batch: int, sinks: bool, segment_ids: bool
 ) -> WorkItem | None:
-    """The one launch of a plan, if it is of one rank, and all that there is to do."""
+    """Return the single launch of a one-rank plan; ``None`` if a call needs more than that.
+
+    A call needs more with several ranks or items, an empty batch, a kernel that cannot mask any
+    band, or sinks that the launch cannot add.
+    """
     has_bands = kernel.capabilities.bands == "any"
     if plan.cp_size > 1 or not has_bands or batch == 0 or len(plan.items(0, 0)) != 1:
         return None
-    # The launch can add sinks where every row sees something, as nothing is masked.
+    # Kernels add sinks only where every row is in the launch, and the mask is a band alone.
     (item,) = plan.items(0, 0)
     banded = not segment_ids and item.cu_q is None and item.tiles is None
     whole = item.q_stop - item.q_start == plan.seq_len
@@ -82,7 +87,7 @@ def only_item(
 
 
 def _whole(part: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
-    """A gradient of some rows or columns, with zeros for the others."""
+    """Return a gradient of a span of rows or keys, padded with zeros to the size of ``like``."""
     if part.shape[dim] == like.shape[dim]:
         return part
     whole = torch.zeros_like(like, dtype=part.dtype, memory_format=torch.contiguous_format)

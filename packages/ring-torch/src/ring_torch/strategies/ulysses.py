@@ -1,9 +1,9 @@
-"""Ulysses: ranks exchange tokens for heads, and each attends to the whole sequence with its own.
+"""Strategy ``ulysses``: ranks trade tokens for heads; each attends to all tokens with its heads.
 
 Two all-to-all exchanges a pass, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
-Q, K and V go from tokens to heads and the output goes back; in the backward their gradients go the
-other way. In between a call of one rank runs, for ``H / P`` query and ``K / P`` key heads, over all
-tokens in natural order; so every layout will do.
+in the forward Q, K and V go from tokens to heads and the output goes back; in the backward dout
+goes from tokens to heads, and dQ, dK and dV go back. In between a call of one rank runs, for
+``H / P`` query and ``K / P`` K/V heads, over all tokens in natural order; so every layout will do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from ring_torch.transports.api import Refusals, Traffic
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """All tokens of some heads, by a call of one rank.
+    """Strategy ``ulysses``: an inner call of one rank computes all tokens of this rank's heads.
 
-    What a forward saves is what that call computed with, and its results.
+    The forward saves q, k, v, out and lse of that inner call, so the backward exchanges only dout,
+    delta and gradients.
     """
 
     inner: Call
@@ -40,13 +41,14 @@ class Ulysses(Strategy):
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Return the state in the inputs' dtype, rounded before it travels."""
+        """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
-        # Ranks trade tokens for heads ...
+        # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
+        # own, and what follows on the stream waits for it ...
         q, k, v = to_heads(call.ranks, moves.qkv, inputs[:3], (rows, columns, columns))
-        # ... each attends to the whole sequence with its own heads ...
+        # ... each attends to the whole sequence with its own heads, waiting for nobody ...
         (out, lse), _ = attend(self.inner, _of_heads(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
@@ -56,7 +58,10 @@ class Ulysses(Strategy):
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """Return the gradients in the inputs' dtype: each is whole before it travels."""
+        """Return the gradients in the inputs' dtype.
+
+        They are rounded before they travel: each is whole, as no other rank adds to it.
+        """
         agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         moves = exchanges_of(call, inputs)
         rows, columns = _orders(call)
@@ -64,18 +69,21 @@ class Ulysses(Strategy):
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
+        # dout and delta go from tokens to heads; q, k, v, out and lse stayed since the forward ...
         dout, *rest = to_heads(call.ranks, moves.upstream, sent, [rows] * len(sent))
         delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
+        # ... the backward of all tokens runs for this rank's heads ...
         grads = self.inner.strategy.backward(
             self.inner, _of_heads(call.ranks, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
+        # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
         dq, dk, dv = to_tokens(call.ranks, moves.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of all tokens of this rank's heads, whatever the plan."""
+        """Return the shapes of q, k, v, out and lse of the inner call, whatever the plan."""
         del plan_known
         if not call.needs_grad:
             return []
@@ -89,7 +97,7 @@ class Ulysses(Strategy):
         return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Parts of heads of all tokens there, and of results back; packed as they are sent."""
+        """Count the bytes of a pass's two exchanges, with the padding inside their messages."""
         del saved
         moves = exchanges_of(call, inputs)
         both = (moves.qkv, moves.results) if forward else (moves.upstream, moves.qkv)
@@ -97,12 +105,12 @@ class Ulysses(Strategy):
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
-        """Return those of all tokens for its heads: as many as any other rank computes."""
+        """Return the visible pairs per head of ``H``: the mean over ranks, as all compute alike."""
         return float(call.program.work().sum(axis=0).mean())
 
 
 class Exchanges(NamedTuple):
-    """How messages hold what a call exchanges, twice a pass.
+    """Message layouts of the exchanges of a call, two in each pass.
 
     Attributes:
         qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
@@ -116,7 +124,7 @@ class Exchanges(NamedTuple):
 
 
 def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
-    """Lay out the exchanges of a call; those of equal calls are laid out once."""
+    """Return the message layouts of a call's exchanges; equal calls share them."""
     q, k, v = inputs.q, inputs.k, inputs.v
     return _exchanges(
         call.ranks.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
@@ -129,6 +137,7 @@ def _exchanges(
     ranks: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype,
     acc_dtype: torch.dtype, needs_delta: bool,
 ) -> Exchanges:  # fmt: skip
+    """Make the message layouts of a call from the shapes of its tensors; P ranks cut heads."""
     q, k = (
         HeadPart(batch, length, heads // ranks, dim, dtype)
         for batch, length, heads, dim in (q_shape, k_shape)
@@ -145,7 +154,7 @@ def _exchanges(
 def _of_heads(
     ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Inputs:
-    """The inputs of the inner call, with the sinks and slopes of this rank's heads."""
+    """Return the inputs of the inner call: q, k, v, and sinks and slopes of this rank's heads."""
     sinks, slopes = inputs.sinks, inputs.slopes
     if sinks is not None:
         sinks = sinks.chunk(ring.size, dim=0)[ring.rank]
@@ -155,7 +164,10 @@ def _of_heads(
 
 
 def _orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the positions of all queries by rank, and of all keys; ``None`` is natural order."""
+    """Return the global positions of all queries and of all keys, int64 ``[T]`` in rank order.
+
+    ``None`` stands for natural order.
+    """
     return _order(call.plan, False, call.device), _order(call.plan, True, call.device)
 
 
@@ -169,7 +181,7 @@ def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
 
 
 def _refusals(plan: Plan, request: Request) -> Refusals:
-    """Return the counts of heads that ranks do not divide, and options that it has not got yet."""
+    """Return why ranks cannot trade heads: indivisible head counts, and unsupported options."""
     counts = (("q has", request.q_heads), ("k and v have", request.kv_heads))
     options = (
         ("bias", request.bias), ("segment_ids", request.segment_ids), ("dropout_p", request.dropout)

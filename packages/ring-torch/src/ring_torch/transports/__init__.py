@@ -1,7 +1,8 @@
-"""How bytes move: messages, copies between GPUs, one kernel each way.
+"""Transports: the ways in which bytes move between ranks, by messages or out of peers' memory.
 
-May import ``kernels``, ``payload``, ``comm`` and what is below. A new transport is one file here,
-which ends in its :class:`~ring_torch.transports.api.Transport`, and its name in ``TRANSPORTS``.
+This package may import ``kernels``, ``payload``, ``comm`` and what is below. A new transport is one
+file here, which ends in its :class:`~ring_torch.transports.api.Transport`, and a line in
+``TRANSPORTS``.
 """
 
 from ring_torch.transports.api import Transport

@@ -1,4 +1,4 @@
-"""What carries keys to who needs them, and gradients back: transports, their sessions."""
+"""Interface of transports, and of their sessions, which carry K/V to ranks and dK/dV back."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from ring_torch.records import Inputs
 
 _ALL = slice(None)
 
-Where = Callable[[slice], slice]  # from local indices to columns of a buffer
+Where = Callable[[slice], slice]  # from local key indices of a shard to columns of a buffer
 
 
 class SessionSpec(NamedTuple):
-    """What a transport is told of a pass over gathered keys.
+    """Everything a transport needs to know about one pass over gathered keys.
 
     Attributes:
-        ranks: Who takes part.
-        plan: What they fetch: ``gather_program(plan, rank, own=own)`` of each.
-        own: Whether a rank's own keys lie in its buffer, too: one launch sees all keys of a row.
-        keys: The shape of what travels for one group of heads.
-        groups: Into how many groups heads are cut.
-        device: Where it lies.
-        acc_dtype: Of gradients.
-        needs_grad: Whether gradients will travel back.
-        signature: What ranks have to agree on, beside ``number`` and ``seed``, the call's.
+        ranks: The ranks that exchange.
+        plan: The plan, from which every rank derives what each rank fetches:
+            ``gather_program(plan, rank, own=own)``.
+        own: True if a rank's buffer holds its own K/V, too, so that one launch sees all keys.
+        keys: The shape of the K/V of a rank for one group of heads.
+        groups: Number of groups into which heads are cut.
+        device: The device of all tensors.
+        acc_dtype: The dtype of gradients that travel.
+        needs_grad: True if the call has a backward, in which gradients travel.
+        signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
+        number: The call's number on its group.
+        seed: The call's dropout seed, or 0.
     """
 
     ranks: Ranks
@@ -52,41 +55,47 @@ class SessionSpec(NamedTuple):
 
 
 class GatherSession(Protocol):
-    """Moves what ranks fetch in one pass, for each group of heads.
+    """The exchange of gathered K/V, and of their gradients, in one pass of a call.
 
-    All ranks call its methods in the same order, groups from the first to the last.
+    All ranks call its methods in the same order, groups of heads from the first to the last. A rank
+    that calls none in a pass would let its peers wait until the group's timeout.
     """
 
     @property
     def spec(self) -> SessionSpec:
-        """What it was opened with."""
+        """The description of the pass for which it was opened."""
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
-        """Start fetching into new tensors like a :attr:`KVPayload.message` of ``gather.length``.
+        """Start fetching K/V into new tensors, and yield each group's tensors and their arrival.
 
-        What comes for each group; all are to be taken, each before the kernels that need it.
+        The tensors are shaped as :attr:`KVPayload.message`, for ``gather.length`` tokens. The
+        caller takes the groups one by one and runs a group's kernels before it takes the next; it
+        takes all of them.
         """
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Room for the sums of gradients of what was fetched, flat; in a backward, called first.
+        """Return a flat buffer for each group, for dK/dV of the keys that this rank fetches.
 
-        Full of zeros if ``zero``, else of anything.
+        A backward calls it before anything else. The buffers may be memory that peers read; they
+        are filled with zeros if ``zero``, and uninitialised otherwise.
         """
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """Start sending a group's sums to the ranks the keys belong to.
+        """Start sending a group's dK/dV to the ranks that own the keys, and receiving this rank's.
 
-        All of them, or those that :meth:`ring_core.GatherProgram.is_early`, or then the others.
-        ``overlapped`` says that kernels go on meanwhile, and are not to be held up.
+        Nothing may write ``grads`` any more, but what arrives for own keys. ``early`` selects what
+        is sent: ``None`` all; ``True`` the gradients for which
+        :meth:`ring_core.GatherProgram.is_early` is true; ``False``, afterwards, the others.
+        ``overlapped`` says that more kernels follow, which the transfer must not slow down.
         """
 
 
-Refusals = tuple[str, ...]  # reasons, each a clause; empty if there is none
+Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if there is none
 
 
 def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
@@ -95,21 +104,24 @@ def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
 
 @dataclass(frozen=True)
 class Transport:
-    """A way in which bytes move between ranks, as it describes itself.
+    """Self-description of a transport: a way in which bytes move between ranks.
 
     Attributes:
         name: The name that ``transport=`` takes.
         open: Opens a session for a pass over gathered keys. Raises a ``RankMismatchError`` if a
             peer is making another call.
-        refusals: Reasons why these ranks cannot use it for tensors on a device, the same on all
-            ranks; ``None`` if they would have to ask each other first, and, without ``probe``,
-            shall not.
-        sends_messages: Bytes move as messages of the process group, which a strategy may also send
-            itself, and are counted as sent; otherwise ranks read them from their peers' memory.
-        asks: What the ranks ask each other at the first call, after "if", for ``explain``.
-        devices: Types of devices that it is for; empty means any.
-        missing: Reason why it cannot run between processes of a machine, from the type of its
-            devices and, for each GPU, the others whose memory it reaches; empty if it can.
+        refusals: Returns the reasons why these ranks cannot use it for tensors on a device, the
+            same on all ranks. Its third argument, ``probe``, allows it to communicate; without
+            that it returns ``None`` if only communication can tell.
+        sends_messages: True if bytes move as messages of the process group, which a strategy may
+            also send itself; they are counted where they are sent. False if ranks read them out of
+            their peers' memory; then they are counted where they are read.
+        asks: The condition that ranks find out together at the first call, worded to follow "if" in
+            the text of ``explain``.
+        devices: Types of devices that it supports; empty means any.
+        missing: Returns the reason why it cannot run between processes of this machine, or an
+            empty string. It gets the type of device and, for each GPU, the GPUs whose memory it
+            reaches.
     """
 
     name: str
@@ -123,20 +135,23 @@ class Transport:
 
 @dataclass(frozen=True)
 class PendingKV:
-    """Tensors that fill up, fetch by fetch."""
+    """Gathered K/V of one group of heads, whose fetches are in flight."""
 
     tensors: list[torch.Tensor]
-    #: Until so many fetches have arrived, or (``None``) all, when the own tensors may change, too.
+    #: Waits (on CUDA: lets the current stream wait) until that many fetches have arrived, counted
+    #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
+    #: or copies may still read, can be changed by the caller.
     wait: Callable[[int | None], None]
 
 
-#: Gradients on their way: waits, and adds what came to the sums of so many tokens, of which the own
-#: ones lie somewhere. Called once, in the order in which they were sent.
+#: dK/dV of own keys, on their way home from peers. Called as ``(total, length, where)``, it waits
+#: for them and adds them to the flat sums ``total`` of ``length`` tokens, in which ``where`` finds
+#: the columns of own keys. It is called once, and several in the order in which they were sent.
 PendingGrads = Callable[[torch.Tensor, int, Where], None]
 
 
 class Traffic(NamedTuple):
-    """Bytes that move between a rank and its peers in a pass, beside the header."""
+    """Bytes that a rank sends to and receives from its peers in a pass, without headers."""
 
     sent: int
     received: int
@@ -146,9 +161,10 @@ def gathered_traffic(
     gather: GatherProgram, plan: Plan, rank: int, keys: KVPayload, acc_dtype: torch.dtype, *,
     forward: bool, fetches: bool,
 ) -> Traffic:  # fmt: skip
-    """Count the bytes of keys that others fetch from a rank, and of gradients that go back.
+    """Count the bytes of a pass over gathered keys: fetched K/V, and in a backward returned dK/dV.
 
-    ``keys`` are of all heads: groups add up to them. ``fetches`` says that the pass moves keys.
+    ``keys`` describes the K/V of all heads, to which groups add up. ``fetches`` is false for a
+    backward to which the forward has saved the gathered K/V.
     """
     requests = [one for _, one in requests_to(plan, rank, own=gather.own)]
     fetched = [one for one in gather.fetches if one.rank != rank]
@@ -166,7 +182,11 @@ def gathered_traffic(
 def requests_to(
     plan: Plan, rank: int, *, own: bool, early: bool | None = None
 ) -> tuple[tuple[int, Fetch], ...]:
-    """What other ranks fetch from one, by rank, in their order."""
+    """Return what other ranks fetch from a rank, as ``(peer, fetch)``, in a peer's own order.
+
+    Both sides derive it from the plan, so a request needs no message. ``early`` selects fetches as
+    in :func:`some_fetches`.
+    """
     return tuple(
         (peer, one)
         for peer in range(plan.cp_size)
@@ -177,7 +197,7 @@ def requests_to(
 
 
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
-    """What is fetched of a rank's keys: as few spans as there are, ascending."""
+    """Return the union of the fetches' source spans, ascending; touching spans are joined."""
     spans: list[slice] = []
     for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
         if spans and start <= spans[-1].stop:
@@ -188,14 +208,17 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
 
 
 def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
-    """All fetches, or those whose gradients are done early in the backward, or the others."""
+    """Return all fetches (``early=None``), those whose gradients are final early, or the others."""
     return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
 
 
 def write_keys(
     keys: KVPayload, message: Sequence[torch.Tensor], inputs: Inputs, span: slice = _ALL
 ) -> None:
-    """Put this rank's keys and values, or a span of its tokens, into a message of that length."""
+    """Copy this rank's K/V, and segment ids if any, of a span of tokens into a message's tensors.
+
+    ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
+    """
     own_k, own_v = inputs.k[:, span], inputs.v[:, span]
     if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
         from ring_torch.memory_ops import pack_on_gpu
@@ -210,13 +233,17 @@ def write_keys(
 
 
 def room_for(sums: KeyGradBuffer, like: torch.Tensor, one: Fetch) -> list[torch.Tensor]:
-    """Room for the sums that come home of what a peer fetched."""
+    """Allocate buffers for the dK/dV that come home for what a peer fetched."""
     length = one.source.stop - one.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
 def add_staged(places: Sequence[torch.Tensor], came: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Add what came home from several ranks to the sums it belongs to."""
+    """Add gradients from several ranks to sums in place, in the order of the ranks.
+
+    ``came`` has for each rank as many tensors as there are ``places``. They may be in peers'
+    memory, which one kernel then reads for several ranks at once.
+    """
     for place, parts in zip(places, zip(*came, strict=True), strict=True):
         if place.is_cuda and place.dtype == torch.float32 and has_triton():
             from ring_torch.memory_ops import add_on_gpu
@@ -227,13 +254,13 @@ def add_staged(places: Sequence[torch.Tensor], came: Sequence[Sequence[torch.Ten
                 place.add_(part)
 
 
-# Who counts what is read out of the peers' memory, by copies and by kernels.
+# Called with the bytes of each tensor read out of peers' memory, while somebody counts them.
 _count: ContextVar[Callable[[int], None] | None] = ContextVar("count", default=None)
 
 
 @contextmanager
 def counted_by(count: Callable[[int], None]) -> Iterator[None]:
-    """Call ``count`` with the bytes of each tensor that is read inside."""
+    """Call ``count`` with the bytes of each tensor read out of peers' memory inside the block."""
     token = _count.set(count)
     try:
         yield
@@ -242,12 +269,12 @@ def counted_by(count: Callable[[int], None]) -> Iterator[None]:
 
 
 def is_counted() -> bool:
-    """Whether anybody counts."""
+    """Return True if reads out of peers' memory are being counted (:func:`counted_by`)."""
     return _count.get() is not None
 
 
 def note_reads(tensors: Iterable[torch.Tensor]) -> None:
-    """Said where tensors are read from peers, of their sizes."""
+    """Report tensors that are read out of peers' memory to whoever counts their bytes."""
     count = _count.get()
     if count is not None:
         for x in tensors:

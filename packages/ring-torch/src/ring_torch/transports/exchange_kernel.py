@@ -1,19 +1,21 @@
-"""Keys and gradients of short passes, each moved by one Triton kernel, and how ranks meet in it.
+"""Triton kernels that exchange K/V or dK/dV of a short pass, and synchronise the ranks in it.
 
-Each rank has a header of int64 numbers that its peers write to, at the start of memory that they
-read. Exchanges count from 1, on all ranks alike:
+Each rank has a header of int64 numbers at the start of its symmetric memory. Its peers write there
+to signal to it. Exchanges are numbered from 1, on all ranks alike:
 
 ====================  =============================================================================
-``0``, ``1``          how many programs have put all they had to put, have read all they had to read
-``2``                 the number of the exchange that comes next, or is going on
-``8 + 2 r``           what rank ``r`` is exchanging: a digest
-``8 + 2 r + 1``       the number of the last exchange for which rank ``r`` has put its part
-``8 + 2 ranks + r``   the number of the last exchange for which rank ``r`` has read all
+``0``, ``1``          numbers of this rank's programs that have finished writing, and reading
+``2``                 the number of the next exchange, or of the one in progress
+``8 + 2 r``           the digest of the exchange that rank ``r`` takes part in
+``8 + 2 r + 1``       the number of the last exchange for which rank ``r`` has written its part
+``8 + 2 ranks + r``   the number of the last exchange for which rank ``r`` has finished reading
 ====================  =============================================================================
 
-A rank writes its part of an exchange when all have read that of the one before, and then its number
-to all of them; so no number is overtaken. Programs wait for each other: there are no more than run
-at once. All that is in memory, nothing in arguments, counts: a CUDA graph may be replayed.
+A rank overwrites its part only when all ranks have finished reading the exchange before. Then it
+signals the exchange's number to all of them, and reads when it has the same number from each. So no
+signal is overwritten before it was seen. Programs (thread blocks) wait for each other, so no more
+are launched than run at once. State is in memory alone, none in arguments: a CUDA graph with these
+kernels may be replayed.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -30,36 +32,37 @@ from torch import Tensor
 from ring_torch.triton_launch import DirectKernel
 
 CHUNK = 1 << 16  # bytes that a program fetches at a time
-NUMBERS = 1 << 13  # that it adds at a time
-_PACKED = 1 << 14  # that it packs at a time
-# Asserts end kernels of ranks that wait in vain, or make other calls. Not of numbers too large.
+NUMBERS = 1 << 13  # numbers that it adds at a time
+_PACKED = 1 << 14  # numbers that it packs at a time
+# With `debug`, device asserts end the kernels of ranks that wait in vain or make different calls.
+# Checks for integer overflow, which it would bring, too, are left out.
 _OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
 
 
 class Place(NamedTuple):
-    """Where a rank takes part in exchanges."""
+    """Fixed arguments of a rank's exchanges: addresses of headers, and launch sizes."""
 
-    headers: Tensor  # int64 [ranks], addresses of all ranks' headers
-    header: int  # that of this rank's
+    headers: Tensor  # int64 [ranks]: addresses of all ranks' headers
+    header: int  # address of this rank's header
     rank: int
-    programs: int
-    patience: int  # nanoseconds until a rank that does not come is an error
+    programs: int  # thread blocks of a launch
+    patience: int  # nanoseconds after which a rank that does not come is an error
 
 
 def exchange_keys(
     place: Place, digest: int, k: Tensor, v: Tensor, own: Tensor, table: Tensor, target: Tensor
 ) -> None:
-    """Put the own keys where peers read them, and fetch pieces of all ranks'.
+    """Write own K/V where peers read them, and fetch pieces of all ranks' K/V: one exchange.
 
     Args:
-        place: Of this rank.
-        digest: What all ranks have to be exchanging.
-        k: ``[B, n, K, D]``; the heads of a token lie together.
+        place: This rank's place.
+        digest: Identifies the exchange; a rank with another one ends in a device assert.
+        k: ``[B, n, K, D]``; the heads of a token are contiguous.
         v: ``[B, n, K, Dv]``, likewise.
         own: ``[B, n, K * (D + Dv)]``, contiguous, in memory that peers read.
         table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
-            length, in bytes, multiples of 16; at most :data:`CHUNK`.
-        target: Contiguous, at an address that is a multiple of 16.
+            length, in bytes, each a multiple of 16; at most :data:`CHUNK` long.
+        target: The buffer to fill, contiguous, at an address that is a multiple of 16.
     """
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
@@ -74,7 +77,10 @@ def exchange_keys(
 
 
 def clear(place: Place, room: Tensor, *, zero: bool) -> None:
-    """Wait until all have read what was put before, and fill a place for new with zeros."""
+    """Wait until all ranks have finished reading the last exchange, then fill ``room`` with zeros.
+
+    Without ``zero`` it only waits. ``room`` is float32 and contiguous, in memory that peers read.
+    """
     _clear[(place.programs if zero else 1,)](
         place.header, place.headers.shape[0], place.patience, room, room.numel() if zero else 0,
         NUMBERS=NUMBERS, **_OPTIONS,
@@ -82,14 +88,16 @@ def clear(place: Place, room: Tensor, *, zero: bool) -> None:
 
 
 def reduce_from_peers(place: Place, digest: int, table: Tensor, total: Tensor) -> None:
-    """Let peers read what was put, and add theirs.
+    """Let peers read the sums that this rank holds, and add those of peers to ``total``.
+
+    It is one exchange. What peers read has been written by earlier kernels of this stream.
 
     Args:
-        place: Of this rank.
-        digest: What all ranks have to be exchanging.
-        table: int64 ``[chunks, 2 + parts]``: an offset in ``total``, how many numbers (at most
-            :data:`NUMBERS`), and the addresses of what to add there, in their order; 0 is none.
-        total: float32, contiguous.
+        place: This rank's place.
+        digest: Identifies the exchange; a rank with another one ends in a device assert.
+        table: int64 ``[chunks, 2 + parts]``: an offset in ``total`` and a count, in numbers (at
+            most :data:`NUMBERS`), and the addresses of what to add there, in this order; 0 is none.
+        total: The sums of own keys, float32, contiguous.
     """
     _add_peers[(place.programs,)](
         place.headers, place.header, digest, place.rank, place.headers.shape[0], place.patience,
@@ -99,12 +107,13 @@ def reduce_from_peers(place: Place, digest: int, table: Tensor, total: Tensor) -
 
 @triton.jit
 def _now():
+    """Return the GPU's timer in nanoseconds."""
     return tl.extra.cuda.globaltimer()
 
 
 @triton.jit
 def _await(number, wanted, patience):
-    """Wait for a number that a peer writes; what it wrote before can be read then."""
+    """Wait until a peer has written the wanted number; then what it wrote before can be read."""
     start = _now()
     seen = tl.atomic_add(number, 0, sem="acquire", scope="sys")
     while seen != wanted:
@@ -114,7 +123,7 @@ def _await(number, wanted, patience):
 
 @triton.jit
 def _await_readers(header, ranks, patience):
-    """Wait until all have read what was put before."""
+    """Wait until all ranks have finished reading the exchange before the next one."""
     number = tl.load(header + 2)
     for rank in range(ranks):
         _await(header + 8 + 2 * ranks + rank, number - 1, patience)
@@ -122,8 +131,9 @@ def _await_readers(header, ranks, patience):
 
 @triton.jit
 def _signal_peers(headers, digest, rank, ranks, number):
-    """Tell all ranks that this one has put its part."""
+    """Tell all ranks that this one has written its part of an exchange."""
     for peer in range(ranks):
+        # First the digest, then the number by which the peer knows that the digest is there.
         theirs = tl.load(headers + peer).to(tl.pointer_type(tl.int64)) + 8 + 2 * rank
         tl.store(theirs, digest)
         tl.debug_barrier()
@@ -132,7 +142,7 @@ def _signal_peers(headers, digest, rank, ranks, number):
 
 @triton.jit
 def _await_all(header, digest, ranks, number, patience):
-    """Wait until all have put their parts, of the same."""
+    """Wait until all ranks have written their parts, and assert that these are of one exchange."""
     for rank in range(ranks):
         _await(header + 8 + 2 * rank + 1, number, patience)
         theirs = tl.load(header + 8 + 2 * rank, volatile=True)
@@ -141,10 +151,13 @@ def _await_all(header, digest, ranks, number, patience):
 
 @triton.jit
 def _finish(headers, header, rank, ranks, number):
-    """Count a program that has read all it had to; the last one tells all ranks."""
+    """Count a program that has finished reading; the last one of the launch tells all ranks."""
+    # All threads of this program have read.
     tl.debug_barrier()
     before = tl.atomic_add(header + 1, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
+        # No program of this launch looks at the counters any more: set them for the next exchange,
+        # and then let peers overwrite their parts.
         tl.store(header, 0)
         tl.store(header + 1, 0)
         tl.store(header + 2, number + 1)
@@ -162,10 +175,13 @@ def _exchange_keys(
     table, chunks, target,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    """Run one exchange of K/V: write own ones, signal, wait for all ranks, and read theirs."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
     programs = tl.num_programs(0)
+    # Peers may still be reading what this rank wrote for the exchange before.
     _await_readers(header, ranks, patience)
+    # Write own K/V side by side, a share of the tokens in each program.
     column = tl.arange(0, SIZE)[None, :]
     for start in range(tl.program_id(0) * ROWS, rows, programs * ROWS):
         row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -175,12 +191,16 @@ def _exchange_keys(
         y = tl.load(v + batch * v_batch + token * v_token + column, mask=in_v)
         tl.store(own + row * (K + V) + column, x, mask=in_k)
         tl.store(own + row * (K + V) + K + column, y, mask=in_v)
+    # The program that is the last to have written signals for all of them.
     tl.debug_barrier()
     before = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     if before == programs - 1:
         _signal_peers(headers, digest, rank, ranks, number)
+    # Each program waits for all ranks' signals. From here on all parts are there to be read, and
+    # none is overwritten before this rank has signalled that it has finished reading.
     _await_all(header, digest, ranks, number, patience)
+    # Copy pieces in words of 8 bytes; programs that run at once read from different ranks.
     at = tl.arange(0, WORDS)
     for chunk in range(tl.program_id(0), chunks, programs):
         piece = table + 3 * chunk
@@ -194,6 +214,7 @@ def _exchange_keys(
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _clear(header, ranks, patience, room, numel, NUMBERS: tl.constexpr):
+    # Only then may this rank, and kernels behind this one, write into memory that peers read.
     _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
     step = tl.num_programs(0) * NUMBERS
     for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, numel, step):
@@ -207,10 +228,14 @@ def _add_peers(
     headers, header, digest, rank, ranks, patience, table, chunks, total,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Run one exchange of dK/dV: signal, wait for all ranks, and add their sums."""
     header = header.to(tl.pointer_type(tl.int64))
     number = tl.load(header + 2)
+    # This rank's part was written by earlier kernels of the stream: it is complete.
     if tl.program_id(0) == 0:
         _signal_peers(headers, digest, rank, ranks, number)
+    # Then all ranks' sums are final. Peers read their own keys' sums of this rank meanwhile, but
+    # not those that this kernel adds to.
     _await_all(header, digest, ranks, number, patience)
     at = tl.arange(0, NUMBERS)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
@@ -219,6 +244,7 @@ def _add_peers(
         inside = at < size
         place = total + tl.multiple_of(tl.load(row), 4) + at
         x = tl.load(place, mask=inside)
+        # In the table's order, so that sums are repeatable. An address of 0 loads nothing.
         for part in tl.static_range(PARTS):
             address = tl.load(row + 2 + part)
             theirs = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)

@@ -1,8 +1,8 @@
-"""Short passes: all keys come by one kernel, and all gradients go home by one.
+"""Sessions of ``symm_mem`` for short passes: one kernel brings all K/V, one returns all dK/dV.
 
-Copies that hide behind kernels need streams, events and a proof of equal calls beside them: more of
-the host's time than short kernels take. Here each way is one kernel on the caller's stream, which
-writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchange_kernel`).
+Copies that hide behind kernels need streams, events and a comparison of calls beside them: more of
+the host's time than short kernels take. Here each direction is one kernel on the caller's stream,
+which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchange_kernel`).
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ from ring_torch.transports.api import (
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
-_HEADER = 1024  # bytes, enough for MOST_RANKS
-_FIRST = 2  # where in a header the number of the exchange stands
+_HEADER = 1024  # bytes; enough for MOST_RANKS
+_FIRST = 2  # index of the next exchange's number in a header
 _MOST_TABLES = 1024
 
-# The meeting of each group: a fact about the group, which is not ours to extend.
+# The state of each group. Process groups take no attributes of ours, so it is kept here.
 _state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
 
 
 @dataclass
 class ExchangeState:
-    """Where the ranks of a group exchange: memory, and tables of what is to be read of it."""
+    """Symmetric memory of a group for exchanges by one kernel, and the tables that kernels read."""
 
     memory: SymmetricMemory
     _place: exchange_kernel.Place | None = None
-    _stream: torch.cuda.Stream | None = None  # of the last pass outside of graphs
+    _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
-    _kept: list[object] = field(default_factory=list)  # what CUDA graphs read
+    _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
 
     def reserve(self, size: int) -> exchange_kernel.Place:
-        """Make room for so many bytes, and let this pass follow the last one."""
+        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its place.
+
+        All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
+        """
         if self.memory.reserve(size) or self._place is None:
             self._tables.clear()
             self._place = self._new_place()
@@ -64,7 +67,10 @@ class ExchangeState:
         return self._place
 
     def _wait_last(self) -> None:
-        """Let the current stream wait for the last pass, if that was on another."""
+        """Let the current stream wait for the last pass, if that ran on another stream.
+
+        Exchanges are numbered, so two of a group must never run at the same time.
+        """
         before, device = self._stream, torch.cuda.current_device()
         handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
         if (before is not None and before.cuda_stream == handle) or is_capturing():
@@ -74,6 +80,7 @@ class ExchangeState:
             self._stream.wait_stream(before)
 
     def _new_place(self) -> exchange_kernel.Place:
+        """Make the place of this rank in new memory, whose first exchange has number 1."""
         headers, ring = self.memory.headers(), self.memory.ring
         assert ring.group is not None
         device = headers[ring.rank].device
@@ -88,7 +95,7 @@ class ExchangeState:
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
-        """Numbers on the device, int64 ``[n, width]``, made once."""
+        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
         assert self._place is not None
         if len(self._tables) > _MOST_TABLES:
             self._tables.clear()
@@ -101,16 +108,17 @@ class ExchangeState:
 
 
 def _programs(device: torch.device) -> int:
-    """As many as run at once, one a processor, on half of them.
+    """Return how many thread blocks the exchange kernels launch: half of the GPU's multiprocessors.
 
-    They wait for other ranks. If they held all processors, a kernel of NCCL on another stream might
-    wait for one here, its peer keep those that the programs there need, and nobody get on.
+    They wait for other ranks, so all of them must run at once. If they held all multiprocessors, a
+    kernel of NCCL on another stream might wait for one here, while its peer holds those that the
+    blocks there need: a deadlock.
     """
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
 def meeting_of(ring: Ranks) -> ExchangeState:
-    """A group's meeting."""
+    """Return the exchange state of a group, with memory of its own, made the first time."""
     assert ring.group is not None
     if ring.group not in _state_of:
         _state_of[ring.group] = ExchangeState(SymmetricMemory(ring, _HEADER))
@@ -119,44 +127,48 @@ def meeting_of(ring: Ranks) -> ExchangeState:
 
 @dataclass(frozen=True)
 class OneKernel:
-    """A :class:`ring_torch.transports.api.GatherSession` for short passes, heads in one group.
+    """A :class:`ring_torch.transports.api.GatherSession` for short passes of one group of heads.
 
-    A rank's memory holds its keys, and behind them the gradients of what it fetched.
+    A rank's memory holds its K/V, and behind them its dK/dV of the keys that it fetched. A pass is
+    one exchange for K/V and, in a backward, one for dK/dV.
     """
 
     spec: SessionSpec
     meeting: ExchangeState
-    place: exchange_kernel.Place  # in the meeting
-    digest: int  # what tells this pass of this call from any other
+    place: exchange_kernel.Place
+    digest: int  # identifies this pass of this call
 
     @classmethod
     def of(cls, spec: SessionSpec, room: int, digest: int) -> OneKernel:
-        """With so much room for the sums of gradients."""
+        """Open a session whose memory also holds ``room`` bytes of dK/dV sums."""
         meeting = meeting_of(spec.ranks)
         return cls(spec, meeting, meeting.reserve(spec.keys.message.size + room), digest)
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
-        """Put the own keys where peers read them, and fetch all that this rank's queries see."""
+        """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
         keys = self.spec.keys
         k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
         own = self._keys_of(self.place.rank)
         target = own.new_empty(keys.batch, gather.length, keys.width)
         table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
+        # The kernel waits until peers have read what lies in `own` from the pass before, writes,
+        # waits until all ranks have written, and reads. The host waits for nothing.
         exchange_kernel.exchange_keys(self.place, self.digest, k, v, own, table, target)
         if is_counted():
             others = (one for one in gather.fetches if one.rank != self.place.rank)
             note_reads(target[:, one.target] for one in others)
-        # The kernel is on the stream of those that read what it fetched: nothing to wait for.
+        # Attention is queued behind it on the same stream, so it has nothing to wait for.
         yield PendingKV([target], lambda _fetches: None)
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Room where the keys' owners will read."""
+        """Return the place of dK/dV, where the owners of the keys will read them."""
         if gather.length == 0:  # nobody reads any
             room = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
         else:
             room = self._grads_of(self.spec.ranks.rank, sums, gather.length)
+        # The kernel waits until peers have read what the exchange before left for them.
         exchange_kernel.clear(self.place, room, zero=zero)
         return [room]
 
@@ -164,7 +176,10 @@ class OneKernel:
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """All gradients go at the end."""
+        """Return what makes the exchange of dK/dV: all of them go home in one kernel at the end.
+
+        So nothing is sent early.
+        """
         del grads, group, overlapped
         if early:
             return lambda _total, _length, _where: None
@@ -178,6 +193,7 @@ class OneKernel:
         length: int,
         where: Where,
     ) -> None:
+        """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
         spans = _cut_spans([one for _, one in requests])
         starts = [where(span).start for span in spans]
@@ -192,7 +208,7 @@ class OneKernel:
                 note_reads(sums.parts(total, length, where(one.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
-        """What :func:`exchange_keys` fetches."""
+        """Return the rows of the table by which :func:`exchange_keys` fetches a rank's K/V."""
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
         for one in gather.fetches:
@@ -208,7 +224,10 @@ class OneKernel:
         self, requests: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
-        """What :func:`reduce_from_peers` adds, with as many addresses a row."""
+        """Return the rows of the table of :func:`reduce_from_peers`, with ``width`` addresses each.
+
+        Each span of own keys is cut into runs that are contiguous in ``total`` and on all peers.
+        """
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
@@ -242,9 +261,9 @@ class OneKernel:
 
 
 def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
-    """All rows of several kinds, evenly mixed.
+    """Return the rows of several lists in one, evenly interleaved.
 
-    Programs take them in turns: so those that run at once read from all ranks at once.
+    Programs take rows in turns: those that run at the same time then read from all ranks.
     """
     at = [
         ((n + 0.5) / len(some), which, row)
@@ -255,7 +274,10 @@ def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
 
 
 def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
-    """What is fetched of a rank's keys, in slices that no fetch cuts."""
+    """Return the fetched spans of a rank's keys, cut at all edges of fetches.
+
+    So each fetch covers a span wholly or not at all.
+    """
     edges = sorted({at for one in fetches for at in (one.source.start, one.source.stop)})
     return [
         slice(a, b)

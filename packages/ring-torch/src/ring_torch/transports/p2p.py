@@ -1,6 +1,7 @@
-"""Messages of ``torch.distributed``, for any device and network: they fetch keys, return gradients.
+"""Transport ``p2p``: messages of ``torch.distributed``, for any device and network.
 
-Copies out of the peers' memory (``peer_copies``) take no multiprocessors.
+With NCCL messages take multiprocessors from the kernels beside them; where GPUs reach each other's
+memory, copies (``peer_copies``) do not.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from ring_torch.transports.api import (
 
 @dataclass(frozen=True)
 class Messages:
-    """Point-to-point messages: everybody sends everybody what they fetch, all at once."""
+    """Session over point-to-point messages: each rank sends each peer what that peer fetches."""
 
     spec: SessionSpec
 
     @classmethod
     def open(cls, spec: SessionSpec) -> Messages:
-        """A session of ranks that agree on what they are about to do.
+        """Open a session after checking that the peers are making the same call.
 
         Raises:
             RankMismatchError: A peer is making another call.
@@ -45,18 +46,26 @@ class Messages:
         return cls(spec)
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
-        """Start all messages; any of a group means waiting for all of it."""
+        """Start the messages of all groups at once.
+
+        A group's messages are one transfer, so waiting for one fetch waits for all of the group.
+        """
         groups = self.spec.groups
         return iter([self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)])
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
+        """Start the messages of one group of heads, whose tensors ``inputs`` holds."""
         ring, keys = self.spec.ranks, self.spec.keys
+        # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
+        # after this call.
         own = keys.message.views(keys.message.buffer(self.spec.device))
         write_keys(keys, own, inputs)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
+        # Own K/V go into the buffer by copies.
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
             for x, mine in zip(tensors, own, strict=True):
                 x[:, one.target] = mine[:, one.source]
+        # Peers have derived from the plan that these messages come, and in which order.
         sends = [
             (x[:, one.source].contiguous(), peer)
             for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
@@ -68,13 +77,18 @@ class Messages:
             if one.rank != ring.rank
             for x in tensors
         ]
+        # Messages are contiguous. Columns of a buffer are so only for a batch of one; otherwise
+        # they arrive in a staging tensor, and are copied when they are waited for.
         receives = [(x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in places]
         staged = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
+        # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
+        # nothing of `tensors` but own columns until it is waited for.
         pending = [(ring.start(sends, receives), staged)]
 
         def wait(fetches: int | None) -> None:
             if fetches == 0:
                 return
+            # Empty after the first wait.
             for transfer, arrived in pending:
                 transfer.wait()
                 for place, x in arrived:
@@ -87,7 +101,7 @@ class Messages:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """New ones."""
+        """Return new buffers: peers get gradients in messages and read nothing of these."""
         spec, new = self.spec, torch.zeros if zero else torch.empty
         return [
             new(sums.numel(gather.length), dtype=spec.acc_dtype, device=spec.device)
@@ -98,9 +112,10 @@ class Messages:
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *,
         overlapped: bool, early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """The messages of :meth:`fetch`, turned round."""
-        del group, overlapped  # messages are told apart by their order, and never hold up kernels
+        """Start the messages of :meth:`fetch` in the other direction, with gradients."""
+        del group, overlapped  # messages are matched by their order, and always run beside kernels
         ring = self.spec.ranks
+        # To each owner the sums over its keys: views of `grads` where those are contiguous.
         sends = [
             (part.contiguous(), one.rank)
             for one in some_fetches(gather, early)
@@ -108,6 +123,8 @@ class Messages:
             for part in sums.parts(grads, gather.length, one.target)
         ]
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
+        # From each peer the sums over what it fetched here, into staging tensors: several peers may
+        # have fetched the same keys.
         staged = [room_for(sums, grads, one) for _, one in requests]
         receives = [
             (part, peer)
@@ -117,6 +134,7 @@ class Messages:
         transfer = ring.start(sends, receives)
 
         def add_to(total: torch.Tensor, length: int, where: Where) -> None:
+            # All peers' parts are here; they are added in the plan's order, so sums are repeatable.
             transfer.wait()
             for (_, one), came in zip(requests, staged, strict=True):
                 add_staged(sums.parts(total, length, where(one.source)), [came])

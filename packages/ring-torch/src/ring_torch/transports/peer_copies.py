@@ -1,4 +1,4 @@
-"""Keys and their gradients, copied out of the peers' windows."""
+"""Sessions of ``symm_mem`` for long passes: copy engines read K/V and dK/dV from peers' memory."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
 
 Event = torch.cuda.Event
 Stream = torch.cuda.Stream
-Done = tuple[Stream, Event]  # a copy, by the stream it was made on
+Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
 
-MOST_RANKS = 32  # that exchange in one kernel
+MOST_RANKS = 32  # most ranks that exchange in one kernel
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
 
 @dataclass(frozen=True)
 class PeerCopies:
-    """A :class:`ring_torch.transports.api.GatherSession` that copies out of the peers' windows.
+    """A :class:`ring_torch.transports.api.GatherSession` of copies out of peers' symmetric buffers.
 
-    A window holds a rank's keys, a group of heads after the other, and behind them the gradients of
-    what it fetched.
+    A rank's buffer (``window``) holds its K/V, one group of heads after the other, and behind them,
+    group by group, its dK/dV of the keys that it fetched.
     """
 
     spec: SessionSpec
     window: SymmBuffer
-    room: int  # bytes for the sums of a group's gradients
-    digest: int  # what tells this pass of this call from any other
+    room: int  # bytes of a group's dK/dV, on the rank that fetches most
+    digest: int  # identifies this pass of this call
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
-        """Put the own keys into the window, and copy those of all ranks, fetch by fetch.
+        """Write this rank's K/V into its buffer, and copy from all ranks' buffers, fetch by fetch.
 
-        Only those go into the window that are fetched from it. The own ones are not, unless there
-        are kernels of other groups, which a copy does not hold up.
+        Only tokens that somebody fetches are written. This rank's own fetches read the call's
+        tensors with a kernel; with several groups they go through the buffer instead, as copies
+        by an engine do not delay kernels of other groups.
         """
         window, keys, groups = self.window, self.spec.keys, self.spec.groups
         message, rank = keys.message, self.spec.ranks.rank
@@ -70,26 +71,36 @@ class PeerCopies:
             [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
         ]
         main = torch.cuda.current_stream(window.device)
+        # K/V are computed, and the memory of `tensors` is free, when the caller's stream is here.
         ready = main.record_event()
         with on_stream(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
+            # Peers have read what the pass before put into the buffer: now it may be overwritten.
             window.wait_reusable()
             for n, span in product(every, spans):
                 write_keys(keys, [x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
+            # After `met` all ranks' K/V lie in their buffers and may be copied; after `same` they
+            # are known to be of this call and may be used.
             met = window.barrier_with_signature(self.digest)
             same = window.stream.record_event()
         pending: list[PendingKV] = []
         copied: list[Done] = []
         for n in every:
+            # Queue the copies of a group behind the barrier. They run beside kernels of the groups
+            # before, into tensors of their own, while peers copy from this rank's buffer.
             with on_stream(main):
                 here = None if in_window else (inputs, ready)
                 done = self._fetch_group(gather, n, tensors[n], met, here)
                 copied += done
+                # After the last copy this rank needs nobody's buffer any more; when all ranks have
+                # said so, the next pass may write.
                 if n + 1 == groups:
                     window.release(_last(copied))
             pending.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
-            if n > 0:  # one group ahead: no kernel is to wait until the host has asked for all
+            # Hand a group out when the next one's copies are queued: transfers stay one group ahead
+            # of kernels, and the first kernel does not wait until the host has queued all copies.
+            if n > 0:
                 yield pending[n - 1]
         yield pending[-1]
         window.join(main)
@@ -98,16 +109,22 @@ class PeerCopies:
         self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], met: Event,
         here: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
-        """Copy a group's keys, fetch by fetch; the own ones from ``here`` if they are there."""
+        """Queue the copies of a group's K/V, one by one, and return what they can be waited for by.
+
+        ``met`` is the event after which peers' buffers may be read. ``here`` are the call's own
+        tensors, and the event after which they are computed, if own K/V are read from them.
+        """
         window, keys = self.window, self.spec.keys
         done = []
         for one in gather.fetches:
             places = [x[:, one.target] for x in tensors]
+            # Own K/V need not wait for peers; they are packed on the stream for own memory.
             if here is not None and one.rank == self.spec.ranks.rank:
                 inputs, ready = here
                 stream = window.stream_for(one.rank, after=ready)
                 write_keys(keys, places, inputs, one.source)
             else:
+                # One copy after the other, in the order in which kernels need them.
                 stream = window.stream_for(one.rank, after=met)
                 theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
                 note_reads(places if one.rank != self.spec.ranks.rank else ())
@@ -119,7 +136,8 @@ class PeerCopies:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Room in the window, where their owners will fetch them."""
+        """Return the places of dK/dV in the buffer, where the owners of the keys will read them."""
+        # Peers may still be reading what the pass before put there.
         self.window.wait_reusable()
         spec, every = self.spec, range(self.spec.groups)
         if gather.length == 0:  # nobody fetches any
@@ -131,9 +149,11 @@ class PeerCopies:
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
         early: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """Let the owners fetch, and fetch what is this rank's.
+        """Let the owners read a group's dK/dV, and start reading this rank's from its peers.
 
-        Beside kernels copy engines do; else it is added out of the peers' memory, in one pass.
+        Beside kernels copy engines bring them into staging tensors. Otherwise nothing would be
+        hidden by that: a kernel adds them straight out of the peers' memory, in
+        :data:`ring_torch.transports.api.PendingGrads`.
         """
         window, plan = self.window, self.spec.plan
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
@@ -144,32 +164,42 @@ class PeerCopies:
         note_reads(x for parts in theirs for x in parts)
         copied = overlapped or not has_triton()
         staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
+        # This rank's sums are final when the caller's stream is here.
         main = torch.cuda.current_stream(window.device)
         ready = main.record_event()
         first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
         with on_stream(main):
             torch.cuda.set_stream(window.stream)
             window.stream.wait_event(ready)
+            # After `met` all ranks' sums of this group (or of its early part) are final. The first
+            # barrier of the pass compares calls, and `home` begins with its end.
             met = window.barrier_with_signature(self.digest) if first else window.barrier()
             home = [(window.stream, window.stream.record_event())]
             if copied:
+                # In flight beside the next kernels: copies into staging tensors, which nobody else
+                # uses, while peers copy this rank's sums of their keys.
                 for (peer, _), places, parts in zip(requests, staged, theirs, strict=True):
                     stream = window.stream_for(peer, after=met)
                     for place, part in zip(places, parts, strict=True):
                         copy(place, part)
                     home.append((stream, stream.record_event()))
+            # After the last copies of the pass nobody's buffer is needed any more.
             if last and copied:
                 window.release(_last(home))
         window.join(main)
 
         def add_to(total: torch.Tensor, length: int, where: Where) -> None:
+            """Wait for the peers' sums and add them to ``total``."""
+            # The kernels of the caller's stream go on when the copies are there and calls compared.
             for event in _last(home):
                 main.wait_event(event)
+            # Parts of several peers for the same keys are added by one kernel, in the peers' order.
             came: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
             for (_, one), parts in zip(requests, staged, strict=True):
                 came.setdefault((one.source.start, one.source.stop), []).append(parts)
             for span, all_parts in came.items():
                 add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
+            # If that kernel read peers' memory itself, peers may write again only behind it.
             if last and not copied:
                 with on_stream(main):
                     window.release([main.record_event()])
@@ -185,43 +215,49 @@ class PeerCopies:
 
 @lru_cache(maxsize=256)
 def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
-    """Bytes that the sums of a group's gradients take on the rank that fetches most."""
+    """Return the bytes of a group's dK/dV sums on the rank that fetches most keys."""
     longest = longest_gather(plan).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
 
 
 @lru_cache(maxsize=256)
 def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
-    """Whether passes over gathered keys take one kernel each way, on all ranks alike.
+    """Return True if passes over gathered keys exchange in one kernel each way, on all ranks alike.
 
-    Keys of one group of heads, in words of 16 bytes, without ids and all in one buffer.
+    The gathered K/V have to be few, of a single group of heads, without segment ids and in rows of
+    16-byte words, and no work may be over own keys in place.
     """
     longest = longest_gather(plan)
     fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
     plain = keys.dtype != torch.float64 and not keys.segments and groups == 1
     aligned = keys.width * keys.dtype.itemsize % 16 == 0
-    runs = has_triton() and torch.version.hip is None  # the kernels read NVIDIA's clock
+    runs = has_triton() and torch.version.hip is None  # the kernels read an NVIDIA timer
     return fits and plain and aligned and not longest.in_place and runs
 
 
 def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
-    """Let a stream wait for so many copies (``None``: all), and for the proof of their meaning."""
+    """Let a stream wait for the first ``fetches`` copies (``None``: all).
+
+    It also waits for ``same``, the end of the comparison of calls: copies of another call's K/V
+    must not be used.
+    """
     for event in (same, *_last(done[:fetches])):
         stream.wait_event(event)
 
 
 def _last(done: Sequence[Done]) -> list[Event]:
-    """The last of each stream's events, which follow those before."""
+    """Return the last event of each stream: it follows those before."""
     return list(dict(done).values())
 
 
-_MOST_STRIDE = (1 << 31) - 1  # bytes from row to row that an engine steps over
+_MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, on the current stream, ``[rows, ...]`` whose rows are contiguous and may lie apart.
+    """Copy ``[rows, ...]`` on the current stream by a copy engine; rows are contiguous each.
 
-    In one go, if torch brings NVIDIA's ``cuda.bindings`` as it does on Linux, else row by row.
+    Rows that lie apart are one two-dimensional copy if ``cuda.bindings`` is installed, which torch
+    brings on Linux, and a copy each otherwise. Torch's own ``copy_`` would launch a kernel.
     """
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source)
@@ -244,7 +280,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @cache
 def _cuda() -> ModuleType | None:
-    """NVIDIA's bindings of the CUDA runtime, if there are any."""
+    """Return the module ``cuda.bindings.runtime``, or ``None`` if it is not installed."""
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return None
     return import_module("cuda.bindings.runtime")

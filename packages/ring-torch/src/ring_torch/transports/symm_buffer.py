@@ -1,13 +1,14 @@
-"""Copies out of the peers' memory: for GPUs of one host that reach each other (NVLink, PCIe).
+"""Symmetric memory of a group: a buffer on each rank that its peers read, and barriers around it.
 
-Every rank keeps a buffer that its peers can read (PyTorch's symmetric memory). A rank puts its keys
-there, all meet at a barrier on a stream of their own, and then each copies what it needs. Copy
-engines do that: no multiprocessor is taken from the kernels that run meanwhile. A second barrier
-says that all are done, so that the next call may write.
+It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
+symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
+stream of their own, and then each copies what it needs. Copy engines do that: no multiprocessor is
+taken from the kernels that run meanwhile. After its copies each rank comes to a second barrier,
+after which the next pass may overwrite the buffers.
 
-A CUDA graph cannot wait for events of passes outside of it, and these run on streams that it does
-not follow. So a captured pass begins with a barrier of its own kind, which all reach when what was
-started before is done, and ends when all are done.
+A CUDA graph cannot wait for events that were recorded outside of it, and passes run on streams that
+it does not follow. So a captured pass begins with a barrier of its own, which a rank reaches when
+all that it started before is done, and its end waits for the last barrier.
 """
 
 from __future__ import annotations
@@ -31,30 +32,31 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 
-_HEADER = 64  # bytes at the start of a window: the digest of the call its keys belong to
+_HEADER = 64  # bytes at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
-_CHANNEL, _CAPTURE_CHANNEL = 0, 1  # of barriers, which must not be taken for each other
+_CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
-# The window of each group: a fact about the group, which is not ours to extend.
+# The buffer of each group. Process groups take no attributes of ours, so it is kept here.
 _window_of: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
 
 
 @dataclass
 class SymmetricMemory:
-    """A buffer of every rank's, equally long, that grows: a header, and room after it."""
+    """A growing buffer of equal size on every rank, which all ranks can read: header, then data."""
 
     ring: Ranks
-    header: int  # bytes, zero at first
-    handle: Any = None  # of all ranks' buffers
+    header: int  # bytes; filled with zeros when allocated
+    handle: Any = None  # PyTorch's handle of all ranks' buffers, with their barriers
     _memory: torch.Tensor | None = None
-    _in_graphs: bool = False  # whether CUDA graphs hold addresses of this memory
-    _kept: list[object] = field(default_factory=list)  # what they hold that no call needs any more
+    _in_graphs: bool = False  # True if CUDA graphs hold addresses of this memory
+    _kept: list[object] = field(default_factory=list)  # outgrown memory that CUDA graphs still use
     _views: dict[tuple[int, int, BufferSpec], list[torch.Tensor]] = field(default_factory=dict)
 
     def reserve(self, size: int) -> bool:
-        """Make room for so many bytes after the header, on all ranks alike; whether it is new.
+        """Ensure ``size`` bytes after the header; return True if new memory was allocated for that.
 
-        What a CUDA graph holds, as it is captured, stays.
+        All ranks call it with equal sizes, as growing is a collective. Memory that captured CUDA
+        graphs use is kept beside the new one.
         """
         if self._memory is not None and self._memory.numel() >= self.header + size:
             self._in_graphs = self._in_graphs or is_capturing()
@@ -64,11 +66,13 @@ class SymmetricMemory:
         return True
 
     def _reserve_new(self, size: int) -> None:
-        """Take new memory, once nobody uses the old."""
+        """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
         assert self.ring.group is not None
-        torch.cuda.synchronize()  # peers may still be reading the old one
+        # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
+        # have, too, so nobody reads what is freed here.
+        torch.cuda.synchronize()
         dist.barrier(group=self.ring.group)
         if self._in_graphs:
             self._kept.append((self._memory, self.handle))
@@ -81,7 +85,7 @@ class SymmetricMemory:
         self.handle = symm_mem.rendezvous(self._memory, self.ring.group)
 
     def headers(self) -> list[torch.Tensor]:
-        """Each rank's header, int64."""
+        """Return a view of each rank's header, int64 ``[header / 8]``."""
         words = self.header // torch.int64.itemsize
         with torch.inference_mode(mode=False):
             return [
@@ -90,7 +94,10 @@ class SymmetricMemory:
             ]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
-        """The tensors of a message in a rank's buffer, behind the header."""
+        """Return the tensors of a message in a rank's buffer, ``start`` bytes after its header.
+
+        They are views of that rank's memory, and are made once.
+        """
         key = (rank, start, packing)
         if len(self._views) > _MOST_VIEWS:
             self._views.clear()
@@ -104,7 +111,10 @@ class SymmetricMemory:
 
 
 def symm_buffer_of(ring: Ranks) -> SymmBuffer:
-    """A group's window; all ranks are asked when it is first wanted."""
+    """Return the symmetric buffer of a group; the first time, ranks find out if they can have one.
+
+    That is a collective, so all ranks have to call it then.
+    """
     assert ring.group is not None
     if ring.group not in _window_of:
         _window_of[ring.group] = SymmBuffer(ring)
@@ -112,19 +122,22 @@ def symm_buffer_of(ring: Ranks) -> SymmBuffer:
 
 
 def known_buffer(ring: Ranks) -> SymmBuffer | None:
-    """A group's window, if its ranks have been asked."""
+    """Return the symmetric buffer of a group, or ``None`` if its ranks have not made one yet."""
     return None if ring.group is None else _window_of.get(ring.group)
 
 
 class SymmBuffer:
-    """A buffer of this rank's that its peers read.
+    """A buffer of this rank that its peers read, with the streams and barriers of its passes.
 
     Attributes:
-        refusals: Why peers' memory cannot be read, if it cannot.
-        stream: Where ranks meet.
-        near: For copies out of the own memory.
-        far: For copies out of peers' memory, one after the other: they share an engine, which takes
-            those of several streams in an order of its own.
+        ring: The ranks of the group.
+        device: Index of this rank's CUDA device.
+        refusals: Reasons why ranks cannot read each other's memory; empty if they can.
+        stream: Stream of barriers, and of what is written into the buffer.
+        near: Stream of copies out of this rank's own memory.
+        far: Stream of copies out of peers' memory. There is one for all peers: these copies share
+            an engine, which would take those of several streams in an order of its own.
+        memory: The memory itself.
     """
 
     def __init__(self, ring: Ranks) -> None:
@@ -133,12 +146,13 @@ class SymmBuffer:
         places = [Place(*x) for x in self._gathered(here(self.device))]
         reaches = [int(_reaches(self.device, other, places[ring.rank])) for other in places]
         self.refusals = tuple(refusals(places, self._gathered(reaches)))
-        # Ahead of kernels in line for a free multiprocessor.
+        # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
         self.memory = SymmetricMemory(ring, _HEADER)
         self._patience = timeout_of(ring.group, torch.device("cuda"))
-        self._free: torch.cuda.Event | None = None  # peers have read all that was put here
-        self._left: torch.cuda.Event | None = None  # the same, in the pass that is being captured
+        # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
+        self._free: torch.cuda.Event | None = None
+        self._left: torch.cuda.Event | None = None  # likewise, in the pass that is being captured
         self._headers: list[torch.Tensor] = []
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -149,17 +163,19 @@ class SymmBuffer:
         return found
 
     def reserve(self, size: int) -> None:
-        """Make room for so many bytes after the header, on all ranks alike."""
+        """Ensure ``size`` bytes after the header, on all ranks alike."""
         if self.memory.reserve(size):
             self._headers = self.memory.headers()
 
     def barrier_with_signature(self, digest: int) -> torch.cuda.Event:
-        """A barrier of all ranks on the current stream, and after it proof that they mean the same.
+        """Queue a barrier of all ranks on the current stream, and behind it a comparison of calls.
 
-        A peer that does not come in time, or comes with another call, ends the process's kernels
-        in an error; the host does not wait for either. Returns when all have come: copies may start
-        then, and be used once the stream has got past the proof.
+        A peer that does not come in time, or comes with another call, ends this process's kernels
+        in an error; the host waits for neither. The event that is returned is recorded between the
+        two: copies may start after it, but results may be used only after the comparison.
         """
+        # Written before the barrier, so all headers are there behind it. No peer reads the former
+        # digest any more: `wait_reusable` came before.
         self._headers[self.ring.rank].fill_(digest)
         met = self.barrier()
         same = (torch.cat(self._headers) == digest).all()
@@ -167,20 +183,28 @@ class SymmBuffer:
         return met
 
     def barrier(self) -> torch.cuda.Event:
-        """Another barrier of a pass, whose ranks have met before."""
+        """Queue a barrier on the current stream and return an event after it.
+
+        It compares nothing: it is for ranks that have met in this pass already.
+        """
         self._barrier()
         met: torch.cuda.Event = self.stream.record_event()
         return met
 
     def stream_for(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
-        """Go on on the stream for copies from a rank, once something has happened on another."""
+        """Make the stream for copies from a rank the current one, and let it wait for an event."""
         stream = self.near if rank == self.ring.rank else self.far
         stream.wait_event(after)
         torch.cuda.set_stream(stream)
         return stream
 
     def release(self, after: Sequence[torch.cuda.Event]) -> None:
-        """All have read once these have happened: whoever writes next may."""
+        """Queue the last barrier of a pass behind this rank's reads, which the events follow.
+
+        It makes the barrier's stream the current one.
+        """
+        # When all ranks have come here, nobody reads peers' memory any more: the next pass may
+        # write. Only its writes wait for that, on the GPU; the host goes on.
         torch.cuda.set_stream(self.stream)
         for event in after:
             self.stream.wait_event(event)
@@ -197,12 +221,16 @@ class SymmBuffer:
         )
 
     def join(self, stream: torch.cuda.Stream) -> None:
-        """While a CUDA graph is captured, a stream has to wait for all that it set off."""
+        """Let a stream wait for the end of the pass, if it is being captured.
+
+        A CUDA graph may be captured only if all streams that it forked are joined again.
+        """
         if self._left is not None and is_capturing():
             stream.wait_event(self._left)
 
     def wait_reusable(self) -> None:
-        """Let the current stream wait until all have read what the passes before put here."""
+        """Let the current stream wait until all ranks have read what earlier passes wrote here."""
+        # A captured pass cannot wait for an event from outside of its graph: all ranks meet anew.
         if is_capturing():
             self._barrier()
             self._left = None
@@ -212,7 +240,10 @@ class SymmBuffer:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Go back to a stream at the end, whatever happens: cheaper than a context for each."""
+    """Make a stream current again at the end of the block, also after an error.
+
+    The block sets streams itself: that is cheaper than a context manager for each.
+    """
     try:
         yield
     finally:
@@ -220,21 +251,21 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """Where a rank computes: digests of what tells hosts and GPUs apart, not of their names."""
+    """Location of a rank, as digests of ids that tell hosts and GPUs apart even if names do not."""
 
     host: int
     gpu: int
-    device: int  # among the GPUs that its process sees
+    device: int  # index among the GPUs that its process sees
 
 
 def here(device: int) -> Place:
-    """The place of this process."""
+    """Return the location of a CUDA device of this process."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return Place(_number(_host()), _number(gpu), device)
 
 
 def _host() -> str:
-    """What tells this host's running system from any other."""
+    """Return an id of this host: that of its boot, or its name where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -247,7 +278,11 @@ def _number(name: str) -> int:
 
 
 def _reaches(device: int, other: Place, mine: Place) -> bool:
-    """Whether a GPU reads another's memory; of one that this process does not see, torch says."""
+    """Return False if torch says that a device of this process cannot read another rank's GPU.
+
+    On another host, on the same GPU, and for GPUs that this process does not see, it returns True:
+    the first two are refused for other reasons, and torch's own set-up finds out the last.
+    """
     if other.host != mine.host or other.gpu == mine.gpu:
         return True
     seen = {here(n).gpu: n for n in range(torch.cuda.device_count())}
@@ -255,11 +290,11 @@ def _reaches(device: int, other: Place, mine: Place) -> bool:
 
 
 def refusals(places: Sequence[Place], reaches: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Why ranks at these places cannot copy out of each other's memory, the same on all.
+    """Yield the reasons why ranks cannot read each other's memory, the same on all ranks.
 
     Args:
-        places: Each rank's.
-        reaches: For each rank, whether it reaches the memory of each.
+        places: Location of each rank.
+        reaches: For each rank, whether it can read the memory of each other one.
     """
     overlapped = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len({place.host for place in places}) > 1:

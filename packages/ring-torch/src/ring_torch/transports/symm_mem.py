@@ -1,4 +1,7 @@
-"""Copies out of the peers' memory, or for short passes one kernel each way: when they can run."""
+"""Transport ``symm_mem``: ranks read each other's GPU memory, by copy engines or one kernel.
+
+This module says when it can run, and which of the two moves a pass.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Tran
 
 
 def _open(spec: SessionSpec) -> GatherSession:
-    """Open a session of copies with room for them in the memory of all ranks; few in a kernel.
+    """Open a session in the symmetric memory of the group, which grows if the pass needs more.
 
-    The first time that a group makes such a call, its signature is compared in words and the host
-    waits for it; from then on each call's digest travels with its keys.
+    Short passes exchange in one kernel each way, longer ones by copy engines. The first time that a
+    group makes a call with this signature, ranks compare its fields and the host waits for that.
+    From then on a digest of the call travels with its K/V, and a GPU compares it.
 
     Raises:
         RankMismatchError: A peer is making another call.
@@ -40,7 +44,10 @@ def _open(spec: SessionSpec) -> GatherSession:
 
 
 def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
-    """Return why ranks cannot copy out of each other's memory; they talk about it once a group."""
+    """Return why ranks cannot read each other's memory; ``None`` if that is not known yet.
+
+    Finding out is a collective of the group, made once and only if ``probe`` allows it.
+    """
     if device.type != "cuda" or dist.get_backend(ranks.group) != "nccl":
         return ("copies out of the peers' memory need CUDA tensors and a nccl group",)
     from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
@@ -50,6 +57,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
 
 
 def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
+    """Return why processes of this machine cannot use it, or an empty string."""
     if device != "cuda":
         return "copies out of other GPUs' memory; torch finds no GPU here"
     if not dist.is_nccl_available():

@@ -1,9 +1,9 @@
-"""``fa4``: FlashAttention-4 (``pip install flash-attn-4``), for Hopper and Blackwell.
+"""Kernel ``fa4``: FlashAttention-4 (``pip install flash-attn-4``), for Hopper and Blackwell.
 
-On Hopper also its backward by parts, so that what launches share is done once. A call of the
-library sums dK/dV in float32, in an order of its own (tiles of keys, a head at a time), and rounds
-them at the end. A ring adds up several launches' sums, on several GPUs, and rounds once. The parts
-are the library's compiled functions (:mod:`ring_torch.kernels.fa4.private`).
+On Hopper it also has a split backward. A backward of the library adds dK/dV up in float32, in an
+order of its own (tiles of keys, one head at a time), and rounds them at the end. Split, the sums of
+several launches, on several GPUs, are added up first and rounded once. Its two parts are compiled
+functions of the library (:mod:`ring_torch.kernels.fa4.private`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ring_torch.kernels.library import HeadDims, Options, Pass, capability, padd
 from ring_torch.options import Window
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
-KEYS = 128  # a tile of keys: sums of other slices are no slices of sums
-_WIDE = 128  # head dims above have kernels of their own, on Hopper alone
+KEYS = 128  # keys of a tile; inside one the sums have an order of their own and cannot be cut
+_WIDE = 128  # head dims above this have kernels of their own, on Hopper alone
 _VERSIONS = " or ".join(private.VERSIONS)
 
 
 class Flash4:
-    """The library's calls: its private functions if they are known, or else its public ones."""
+    """Calls of the library: by private functions if this version's are known, or else public."""
 
     def __init__(self) -> None:
         self._compiled = private.CompiledFlash4()
@@ -36,14 +36,14 @@ class Flash4:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)``."""
+        """Return ``(out, lse)``, in ``place`` if private functions are called."""
         if not private.is_known():
             return public.forward(q, k, v, options)
         if place is None:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
             place = AttentionState(out, lse)
-        # Without an lse a launch is faster at unlike head dims, and slower at like ones.
+        # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
         modded = modded_of("forward", q, v, options)
         self._compiled.forward(q, k, v, place.out, place.lse if has_lse else None, options, modded)
@@ -53,9 +53,10 @@ class Flash4:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)``; of grouped heads and unlike head dims dK and dV are float32.
+        """Return ``(dq, dk, dv)``.
 
-        For these the library has no backward: each query head gets its keys and values.
+        The library has no backward for grouped heads whose head dims of QK and V differ. Then K/V
+        are repeated for each query head, and dK/dV, their sums, are float32.
         """
         group = q.shape[-2] // k.shape[-2] if q.shape[-1] != v.shape[-1] else 1
         if group > 1:
@@ -73,7 +74,7 @@ class Flash4:
 
 
 def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
-    """Return what it has on Hopper or in some versions alone, and what it has not together."""
+    """Return reasons against a call: options that need Hopper or a version, or do not combine."""
     with_lists = request.segment_ids or program.plan.mask.predicate is not None
     documents = program.item_counts.several_documents
     found = {
@@ -95,11 +96,11 @@ def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
 
 
 def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
-    """Head dims at which version 4.0.0b36 is right, measured on Hopper.
+    """Return the head dims to pad to, at which version 4.0.0b36 was found right on Hopper.
 
-    The forward is at all multiples of 16. At 48, 80 and 112 dQ is wrong, and dK and dV of grouped
-    heads; with V wider than Q and K the backward does not launch, and 64 beside 128 is wrong with
-    documents.
+    The forward is right at all multiples of 16. In the backward dQ is wrong at 48, 80 and 112, and
+    so are dK and dV of grouped heads; V wider than Q and K does not launch; and 64 beside 128 is
+    wrong with documents.
     """
     widest = max(head_dim, v_head_dim)
     if widest > _WIDE and capability()[0] != 9:
@@ -114,6 +115,7 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 
 @cache
 def _missing() -> str | None:
+    """Return why flash-attn-4 cannot be called on this machine, or ``None``."""
     try:
         found = version("flash-attn-4")
     except PackageNotFoundError:
@@ -133,10 +135,14 @@ def _missing() -> str | None:
 
 
 class HopperSplitBackward:
-    """See :class:`ring_torch.kernels.api.SplitBackward`."""
+    """Split backward on Hopper: a :class:`ring_torch.kernels.api.SplitBackward`."""
 
     def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
-        """Grouped heads (only then the library sums dK/dV) of dims it does not pad, whole tiles."""
+        """Return True if every launch of a call can use the split backward, the same on all ranks.
+
+        Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
+        some that it does not pad; and items and fetches have to consist of whole tiles of keys.
+        """
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
         known = private.is_known() and _is_hopper(q.device)
@@ -146,9 +152,9 @@ class HopperSplitBackward:
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        """One launch."""
+        """Run an item's backward in one launch: write ``dq``, and add to the sums of dK and dV."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
-        is_causal = item.window == (None, 0)  # which the compiled function takes beside a window
+        is_causal = item.window == (None, 0)  # compiled functions have a flag for it
         sides: Window = (None, None) if is_causal else item.window
         given = tuple(side is not None for side in sides)
         group = q.shape[2] // k.shape[2]
@@ -159,7 +165,10 @@ class HopperSplitBackward:
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
-        """The library's own rounding; the number of query heads is nothing to it."""
+        """Round sums into ``places`` by the library's own function.
+
+        It is the same for any number of query heads, and taken from a compilation for two.
+        """
         dtype, dim = places[0].dtype, sums[0].shape[3]
         functions = private.split_functions(dtype, dim, 2, True, (False, False))
         for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
@@ -173,7 +182,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def _in_whole_tiles(plan: Plan) -> bool:
-    """Whether all items begin and end at tiles of keys, and all that is fetched, on all ranks."""
+    """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
     programs = [gather_program(plan, rank) for rank in range(plan.cp_size)]
     items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
     fetches = [one for gather in programs for one in gather.fetches]

@@ -1,8 +1,8 @@
-"""Which blocks FlashAttention-4 computes, and which of them need their mask.
+"""Block lists of FlashAttention-4: the blocks that it computes, with and without their mask.
 
-It takes two lists for each block of the outer side, with the numbers of inner blocks in rising
-order: those that need their mask, and those that show all. Where the host knows the mask, lists are
-made there, once. Segment ids lie on the device: one kernel compares each block's least and largest.
+It takes two lists for each block of the outer side, of inner blocks in ascending order: those that
+need their mask, and those that show all. Where the host knows the mask, lists are made there, once.
+Segment ids are on the device: one kernel compares the least and the largest id of each block.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -25,7 +25,10 @@ _INNER = 32  # blocks that a program looks at, at a time
 
 
 class BlockLists(NamedTuple):
-    """Inner blocks of each outer block, int32: counts ``[B, outer]``, ``[B, outer, inner]``."""
+    """Lists of inner blocks for each outer block, int32.
+
+    Counts are ``[B or 1, outer]``, and numbers of blocks ``[B or 1, outer, inner]``.
+    """
 
     partial_counts: Tensor
     partial_blocks: Tensor
@@ -34,7 +37,10 @@ class BlockLists(NamedTuple):
 
 
 def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None) -> BlockLists:
-    """The lists of an item; segment ids are int32 ``[B, n]`` of its rows, ``[B, m]`` of columns."""
+    """Return the lists of an item.
+
+    ``segments`` are the segment ids of its rows, int32 ``[B, n]``, and of its columns, ``[B, m]``.
+    """
     if segments is None:
         return _known_lists(item, grid)
     q_ids, k_ids = (x.contiguous() for x in segments)
@@ -60,6 +66,7 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
 
 @capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
 def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
+    """Return the lists of an item without segment ids, made by the host once."""
     kinds = kinds_on(item, grid)
     if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
@@ -81,6 +88,7 @@ def _list_blocks(
     OUTER_SIZE: tl.constexpr, INNER_SIZE: tl.constexpr, OUTER_PADDED: tl.constexpr,
     INNER_PADDED: tl.constexpr, INNER: tl.constexpr, FULL: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
+    """Write the lists of one outer block of one sequence, comparing segment ids by extremes."""
     outer, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tl.arange(0, OUTER_PADDED)
     at = outer * OUTER_SIZE + token
@@ -94,6 +102,8 @@ def _list_blocks(
         blocks + tl.num_programs(1) * outer_count * inner_count + row,
     )
     partial_count, full_count = 0, 0
+    # A program alone writes the lists of its outer block: it goes over the inner blocks in order,
+    # and appends those of each kind behind the ones it has written.
     for start in range(0, inner_count, INNER):
         inner = start + tl.arange(0, INNER)
         kind = tl.load(

@@ -1,8 +1,8 @@
-"""What FlashAttention-4 does to scores, and which it hides: its ``score_mod`` and ``mask_mod``.
+"""``score_mod`` and ``mask_mod`` of FlashAttention-4: functions that it compiles into its kernels.
 
-Functions in its language, which it compiles into its kernels; imported where one is asked for. All
-they read comes as numbers: what the library is given as tensors it reads with bounds that it works
-out for every score, so tensors are given by their addresses.
+They are written in its own language, CuTe DSL, so this module is imported only where one is needed.
+All that they read is given as integers, and tensors by their addresses: tensors given as such would
+be read with bounds that the library works out for every score.
 """
 
 
@@ -32,21 +32,22 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 from ring_core.masks.expression import OPERATORS, Expression, evaluated
 
-#: How ALiBi finds out how far a key is: from numbers of rows and columns, as no key is ahead, or in
-#: any direction, or from positions that are read.
+#: Way in which ALiBi gets the distance of a key: ``behind`` from numbers of rows and columns, as
+#: no key is ahead of its query; ``counted`` likewise, for keys on both sides; ``read`` from
+#: positions in memory.
 Alibi = Literal["behind", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
-_MOST = 1 << 30  # elements of a tensor: layouts want a number, and nothing is done with it
+_MOST = 1 << 30  # elements of a tensor: a layout needs a number, which is not used
 
 
 class Numbers(NamedTuple):
-    """What the functions read, in this order; addresses are 0 where there is no tensor.
+    """Integers that the functions read, in this order; addresses are 0 where there is no tensor.
 
     Attributes:
         slopes: Address of ALiBi's slopes, float32 ``[B or 1, H]``.
-        slopes_batch: From sequence to sequence.
-        q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, up to the last tile's end.
-        apart: The first row's position less the first column's.
+        slopes_batch: Stride of the slopes from sequence to sequence.
+        q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, padded to whole tiles.
+        apart: The first row's position minus the first column's.
         q_ids, k_ids: Addresses of segment ids, int32 ``[B, n]`` and ``[B, m]``.
         bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
             together; the last two show nothing and all.
@@ -75,7 +76,7 @@ class Numbers(NamedTuple):
     hi: int = 0
 
     def as_args(self) -> tuple[Any, ...]:
-        """As the library takes them."""
+        """Return the numbers as the library takes them: addresses of 64 bits, others of 32."""
         addresses = {"slopes", "q_at", "k_at", "q_ids", "k_ids", "bits", "tiles"}
         return tuple(
             (Int64 if name in addresses else Int32)(value)
@@ -85,10 +86,10 @@ class Numbers(NamedTuple):
 
 @lru_cache(maxsize=64)
 def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
-    """``cap * tanh(score / cap)``, and then ALiBi: ``score - slope * |i - j|``.
+    """Return a ``score_mod``: ``cap * tanh(score / cap)``, and then ALiBi's ``- slope * |i - j|``.
 
-    ``packed`` of row ``i`` and head ``h`` above 1: the numbers given are ``i // packed`` and ``h *
-    packed + i % packed``. All of a tile are of one head then.
+    With ``packed`` above 1 the library gives ``i // packed`` and ``h * packed + i % packed`` for
+    row ``i`` and head ``h``, and all scores of a tile are of one head.
     """
 
     @cute.jit
@@ -122,7 +123,7 @@ def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
 
 @lru_cache(maxsize=64)
 def score_mod_bwd(cap: float | None) -> Any:
-    """The gradient of a score from that of what became of it."""
+    """Return a ``score_mod_bwd``: the gradient of a score from that of its modified score."""
 
     @cute.jit
     def modified(
@@ -144,15 +145,16 @@ def score_mod_bwd(cap: float | None) -> Any:
 def mask_mod(
     ids: bool, tiles: bool, by_columns: bool, rule: Expression | None, from_0: bool
 ) -> Any:
-    """Whether a cell is seen: by the band, or the mask's rule, and by its segment ids.
+    """Return a ``mask_mod``: true where the band, or the mask's rule, and segment ids show a score.
 
     Args:
-        ids: There are segment ids.
-        tiles: The rule is there as bits.
-        by_columns: The bits of a column lie together, for kernels whose threads hold columns.
-        rule: The rule, if positions count on from the first one's.
-        from_0: Positions are the numbers of rows and columns. Compilers work out more of a rule
-            then.
+        ids: True if there are segment ids.
+        tiles: True if the rule is given as bits of tiles.
+        by_columns: True if the bits of a column lie together, for kernels whose threads hold
+            columns.
+        rule: The rule as an expression, for consecutive positions of rows and of columns.
+        from_0: True if positions are the numbers of rows and columns, with which compilers
+            simplify more of a rule.
     """
     banded = not tiles and rule is None
 
@@ -168,7 +170,7 @@ def mask_mod(
         if const_expr(rule is not None and not from_0):
             shown = evaluated(rule, i + given.q_first, j + given.k_first, _OPERATORS)
         if const_expr(ids):
-            # The last tiles reach beyond what there is.
+            # The last tiles reach beyond the rows and columns: read within bounds.
             row, column = min(i, given.q_len - 1), min(j, given.k_len - 1)
             q_id = _at(given.q_ids, Int32)[batch_idx[0] * given.q_len + row]
             k_id = _at(given.k_ids, Int32)[batch_idx[0] * given.k_len + column]
@@ -185,14 +187,14 @@ def mask_mod(
 
 @cute.jit
 def _falling(score, cap):
-    """``(1 - tanh(score / cap)) / 2``, to the rounding of its parts."""
+    """Return ``(1 - tanh(score / cap)) / 2``, exact up to the rounding of its operations."""
     power = cute.math.exp2(score * (2.0 * math.log2(math.e) / cap), fastmath=True)
     return cute.arch.rcp_approx(1.0 + power)
 
 
 @cute.jit
 def _floordiv(number, by):
-    """``number // by`` of what is no less than 0."""
+    """Return ``number // by`` of a number that is not negative."""
     if const_expr(by & (by - 1) == 0):
         return number >> (by.bit_length() - 1)
     return number // by
@@ -200,7 +202,10 @@ def _floordiv(number, by):
 
 @dsl_user_op
 def _load(address, index, *, loc=None, ip=None):
-    """A float32 that nothing writes meanwhile: read ahead of waits for matrix products, too."""
+    """Return a float32 from memory that nobody writes during the kernel.
+
+    So the compiler may move the load before waits for matrix products.
+    """
     at = address + Int64(index) * 4
     read = ("ld.global.nc.f32 $0, [$1];", "=f,l")
     found = llvm.inline_asm(
@@ -213,6 +218,6 @@ def _load(address, index, *, loc=None, ip=None):
 
 @cute.jit
 def _at(address, dtype):
-    """The numbers that begin at an address."""
+    """Return a tensor of the numbers that begin at an address, without bounds."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(_MOST))

@@ -1,4 +1,4 @@
-"""From the options of a launch to what FlashAttention-4 takes for them."""
+"""Options of a launch in the form that FlashAttention-4 takes: functions, numbers, block lists."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ring_torch.kernels.library import Mods, Options, Pass
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
-# From what a predicate took in blocks of 128 and of 64 keys (docs/performance.md).
-_FEW_KEYS_COST = 1.15  # of a cell in such small blocks
-_PARTIAL_COST = 1.3  # of a cell that is shown if a rule says so
+# Relative times of a score, measured with predicates in blocks of 128 and of 64 keys
+# (docs/performance.md).
+_FEW_KEYS_COST = 1.15  # in blocks of few keys
+_PARTIAL_COST = 1.3  # in blocks that need their mask
 
 
 def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
-    """Return the options of a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
+    """Return the library's options for a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
     mods, cap = options.mods, options.softcap
     if mods is None and cap is None:
         return PLAIN
@@ -61,15 +62,16 @@ def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded
 
 
 def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
-    """How many heads the library packs into a row, as it says to ``score_mod``, but does not undo.
+    """Return how many heads share a row in the indices that the library gives to ``score_mod``.
 
-    On Hopper its backward counts rows and heads as its forward packs them, though it packs none.
+    On Hopper its backward gives indices as if it had packed grouped heads into rows, as its forward
+    does, though it has not.
     """
     return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
 
 def _alibi(mods: Mods | None) -> str | None:
-    """How ALiBi finds out how far keys are, if there is any (``mods.Alibi``)."""
+    """Return how ALiBi gets distances (``mods.Alibi``), or ``None`` without slopes."""
     if mods is None or mods.slopes is None:
         return None
     if mods.apart is None:
@@ -78,7 +80,7 @@ def _alibi(mods: Mods | None) -> str | None:
 
 
 class Rule(NamedTuple):
-    """A predicate's mask as an expression, and where an item's positions begin."""
+    """A mask with a predicate as an expression, and the first positions of an item."""
 
     expression: Expression
     q_first: int
@@ -91,7 +93,7 @@ def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
 
 @lru_cache(maxsize=256)
 def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
-    """``None`` where there is no expression, or positions do not count on one by one."""
+    """Return the rule, or ``None`` without an expression or without consecutive positions."""
     offset, k_layout = geometry.q_offset, geometry.k_layout
     q_span = offset, geometry.q_layout.seq_len + offset
     expression = expression_of(geometry.mask, q_span, (0, k_layout.seq_len))
@@ -105,13 +107,13 @@ def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
 def _tensors(
     mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
 ) -> dict[str, Tensor]:
-    """What the functions read, by the names of their numbers."""
+    """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
     found: dict[str, Tensor] = {}
     if mods.slopes is not None:
         found["slopes"] = mods.slopes.float().contiguous()
     if mods.positions is not None and mods.apart is None:
         rows, columns = mods.positions
-        # From the first row on: float32 has all integers up to 2^24 only.
+        # Relative to the first row: float32 is exact only for integers up to 2^24.
         found |= {
             name: torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
             for name, x in (("q_at", rows), ("k_at", columns))
@@ -125,12 +127,13 @@ def _tensors(
 
 
 def _from_16_bytes(ids: Tensor) -> Tensor:
-    """Return ids that are contiguous from a multiple of 16 bytes on, as the functions read them."""
+    """Return ids contiguous and at a multiple of 16 bytes, as the functions read them."""
     ids = ids.contiguous()
     return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+    """Return the fields of ``Numbers`` that are no addresses."""
     found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
         batch, heads = kept["slopes"].shape
@@ -161,9 +164,9 @@ def _lists(
 
 @lru_cache(maxsize=256)
 def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
-    """Keys of a block: the library's tile, or a smaller one that leaves less to compute.
+    """Return the keys of a block: those of the library's tile, or fewer if that costs less.
 
-    The library's forward takes either.
+    With smaller blocks more of them are empty. The library's forward takes either.
     """
 
     def cost(block_k: int) -> float:
@@ -176,13 +179,13 @@ def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
 
 @cache
 def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
-    """Whether a thread holds a few columns of scores, and many of their rows."""
+    """Return True if a thread of the kernel holds few columns of scores, and many rows of each."""
     return direction == "backward" and bool(tile(direction, head_dim, v_head_dim).SdP_swapAB)
 
 
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
-    """A predicate's partial tiles, each once, one that shows nothing, and one that shows all."""
+    """Return a predicate's distinct partial tiles as bits, then an empty tile and a full one."""
     tiles = not_none(geometry.tiles)[0]
     if by_columns:
         cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)
@@ -193,9 +196,9 @@ def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Te
 
 @capture_safe_cache(maxsize=256)
 def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
-    """The number of each tile of an item, int32, whose last two are those of :func:`_bits`.
+    """Return the number of each tile of an item among those of :func:`_bits`, int32.
 
-    Blocks may reach two tiles beyond the rectangle.
+    Two more rows and columns of empty tiles follow, as blocks may reach beyond the rectangle.
     """
     which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
     count = len(not_none(geometry.tiles)[0])

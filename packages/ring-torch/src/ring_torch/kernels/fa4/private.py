@@ -1,15 +1,15 @@
-"""Private parts of flash-attn-4: what it has compiled, what that takes at which place, its tiles.
+"""Private parts of flash-attn-4: its compiled functions, their arguments, and its tile sizes.
 
-All here was read from the sources of :data:`VERSIONS` and holds for these alone. With any other
+All of it was read from the sources of :data:`VERSIONS` and holds for these alone. With any other
 version the kernel calls public functions (:mod:`ring_torch.kernels.fa4.public`) and refuses what
 they do not offer.
 
-A forward through ``_flash_attn_fwd`` takes the host 0.09 ms, in which the library finds out which
-of its compiled functions it needs, and with what. On Hopper that is noted, and later calls that are
-alike call the compiled functions directly. Calls are alike if their tensors have the same dtypes,
-devices, shapes and strides, begin at multiples of 16 bytes, and are given the same options: the
-library's own keys tell less apart. Streams are read at each launch. Notes hold functions, shapes
-and numbers, but no tensor.
+A forward through ``_flash_attn_fwd`` takes the host 0.09 ms, in which the library works out which
+of its compiled functions to call, and with which arguments. On Hopper that is remembered, and later
+calls that are alike call the compiled functions directly. Calls are alike if their tensors have the
+same dtypes, devices, shapes and strides, begin at multiples of 16 bytes, and have the same options;
+the library's own keys distinguish less. Streams are read at each launch. Functions, shapes and
+numbers are remembered, but no tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from ring_torch.options import Window
 VERSIONS = ("4.0.0b36",)
 Function = Callable[..., None]
 Calls = list[tuple[Function, tuple[Any, ...]]]
-#: Queries of a block in lists, in both passes.
+#: Queries of a block in block lists, in both passes.
 BLOCK_Q = 128
 _MOST_LAUNCHES = 256
-# Calls are noted by one thread at a time: what looks compiled functions up is replaced meanwhile.
+# One thread at a time records calls: the library's caches of functions are replaced meanwhile.
 _NOTING = RLock()
 
 
@@ -68,12 +68,12 @@ def tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
 
 
 class Modded(NamedTuple):
-    """Options of a launch beside its window and documents, as the library takes them.
+    """Options of a launch beyond window and documents, in the form that the library takes.
 
     Attributes:
         score_mod, score_mod_bwd, mask_mod: Functions that it compiles into its kernels.
-        lists: Counts ``[B or 1, 1, outer]`` and blocks ``[B or 1, 1, outer, inner]`` of lists of
-            partial blocks, then of full ones.
+        lists: Block lists: counts ``[B or 1, 1, outer]`` and blocks ``[B or 1, 1, outer, inner]``
+            of partial blocks, then of full ones.
         block_size: Queries and keys of a block.
         numbers: Integers that the functions read (``mods.Numbers``).
         sinks: Float32 ``[H]``.
@@ -91,7 +91,7 @@ class Modded(NamedTuple):
 
     @property
     def key(self) -> object:
-        """What a launch is compiled for."""
+        """Key of these options: launches with equal keys have the same compiled function."""
         if self is PLAIN:
             return None
         sinks, lists = self.sinks, self.lists
@@ -125,16 +125,16 @@ PLAIN = Modded()
 
 
 class _Forward(NamedTuple):
-    """The compiled function of a forward."""
+    """A compiled forward, with the arguments that a call does not say."""
 
     launch: Function
-    window: Window  # as it takes it
+    window: Window  # in the form that ``launch`` takes
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
         modded: Modded,
     ) -> None:  # fmt: skip
-        """Write ``out``, and ``lse`` if there is one."""
+        """Launch the forward: write ``out``, and ``lse`` if it is given."""
         aux = None, modded.numbers
         self.launch(*self.arguments(q, k, v, out, lse, options, modded, aux))
 
@@ -142,7 +142,7 @@ class _Forward(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
         modded: Modded, aux: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return what the function is called with; ``aux`` is what the mods read."""
+        """Return the arguments of ``launch``; ``aux`` are the values that the mods read."""
         cu_q, cu_k = _offsets(options.documents)
         return (
             _detached(q), _detached(k), _detached(v), out, lse, options.scale,
@@ -152,14 +152,14 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """The compiled functions of a backward, and shapes of what they leave each other."""
+    """Compiled functions of a backward, and shapes of the buffers between them."""
 
     prepare: Function
     main: Function
     round_dq: Function
-    round_dkv: tuple[Function, Function] | None  # where query heads share keys: dK/dV are summed
-    window: Window  # as ``main`` takes it
-    rows: tuple[int, ...]  # of delta, and of lse to base 2
+    round_dkv: tuple[Function, Function] | None  # with grouped heads, whose dK/dV are summed first
+    window: Window  # in the form that ``main`` takes
+    rows: tuple[int, ...]  # shape of delta, and of lse to base 2
     dq_sums: tuple[int, ...]
     dkv_sums: tuple[tuple[int, ...], tuple[int, ...]] | None
     semaphores: tuple[tuple[int, ...] | None, ...]  # of dQ, dK and dV, if deterministic
@@ -195,7 +195,7 @@ class _Backward(NamedTuple):
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor],
         options: Options, modded: Modded, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return what ``main`` is called with; ``aux`` is what the mods read."""
+        """Return the arguments of ``main``; ``aux`` are the values that the mods read."""
         cu_q, cu_k = _offsets(options.documents)
         return (
             _detached(q), _detached(k), _detached(v), dout, *buffers, options.scale,
@@ -203,7 +203,7 @@ class _Backward(NamedTuple):
         )  # fmt: skip
 
     def _round(self, options: Options, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Write the sums of dQ, and of dK/dV if there are any, into gradients."""
+        """Round the sums of dQ, and those of dK/dV if there are any, into gradients."""
         cu_q, cu_k = _offsets(options.documents)
         self.round_dq(sums[0], grads[0], options.scale, cu_q, None, None, None)
         if self.round_dkv is not None:
@@ -213,7 +213,7 @@ class _Backward(NamedTuple):
 
 
 class CompiledFlash4:
-    """``_flash_attn_fwd`` and ``_flash_attn_bwd``, and what they compiled for calls so far."""
+    """Forward and backward of the library, by compiled functions where a call was made before."""
 
     def __init__(self) -> None:
         self._forwards: dict[object, _Forward | None] = {}
@@ -223,7 +223,7 @@ class CompiledFlash4:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
         modded: Modded,
     ) -> None:  # fmt: skip
-        """Write ``out``, and ``lse`` if there is one."""
+        """Write ``out``, and ``lse`` if it is given."""
         if not _can_note(q, k, v, out, modded.sinks):
             _library_forward(q, k, v, out, lse, options, modded)
             return
@@ -247,7 +247,7 @@ class CompiledFlash4:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, modded: Modded, place: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)``; ``dq`` is in ``place`` if there is one."""
+        """Return ``(dq, dk, dv)``; ``dq`` is ``place`` if it is given."""
         given = dout, q, k, v, out, lse, options, modded, place
         if not _can_note(dout, q, k, v, out, lse, place):
             return _library_backward(*given)
@@ -274,7 +274,7 @@ class CompiledFlash4:
 def _library_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
 ) -> None:  # fmt: skip
-    """Call the library as one would by hand."""
+    """Call the library's forward, which looks up, or compiles, its function."""
     _interface()._flash_attn_fwd(
         q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
         learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
@@ -285,7 +285,7 @@ def _library_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
     modded: Modded, place: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Call the library as one would by hand."""
+    """Call the library's backward, which looks up, or compiles, its functions."""
     dq, dk, dv = _interface()._flash_attn_bwd(
         q, k, v, out, dout, lse, dq=place, score_mod_bwd=modded.score_mod_bwd,
         deterministic=options.deterministic, **modded.arguments, **_arguments(options),
@@ -302,7 +302,7 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 
 def _can_note(*tensors: Tensor | None) -> bool:
-    """Return True on Hopper, if the library takes these tensors as they are."""
+    """Return True on Hopper, if all tensors begin at multiples of 16 bytes."""
     pointers = 0
     for x in tensors:
         if x is not None:
@@ -321,7 +321,10 @@ def _forward_of(
     calls: Calls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
     options: Options, modded: Modded,
 ) -> _Forward | None:  # fmt: skip
-    """Return what a forward called, or ``None`` if that took more than the arguments of a call."""
+    """Return the compiled function that a forward called, to be called directly from now on.
+
+    It is ``None`` if the library called it with other arguments than those expected here.
+    """
     if len(calls) != 1:
         return None
     launch, given = calls[0]
@@ -335,7 +338,10 @@ def _backward_of(
     calls: Sequence[Calls], grads: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor,
     k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, modded: Modded,
 ) -> _Backward | None:  # fmt: skip
-    """Return what a backward called, or ``None`` if that took more than the arguments of a call."""
+    """Return the compiled functions that a backward called, to be called directly from now on.
+
+    It is ``None`` if the library called them with other arguments than those expected here.
+    """
     first, second, last = calls
     if len(first) != 1 or len(second) != 1 or len(last) not in (1, 3) or len(second[0][1]) != 22:
         return None
@@ -418,21 +424,22 @@ def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Te
 
 
 class SplitFunctions(NamedTuple):
-    """The compiled functions of a backward whose sums of dK/dV go over several launches."""
+    """Compiled functions of a split backward, which sums dK/dV over several launches."""
 
     prepare: Function
     main: Function
-    rest: tuple[Any, ...]  # what ``main`` is given after the windows
+    rest: tuple[Any, ...]  # arguments of ``main`` after the window
     round_dq: Function
     round_dkv: Function
-    tile: int  # queries
+    tile: int  # queries of a tile
     dim: int  # padded head dim of the sum of dQ
 
     def accumulate(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: tuple[Tensor, Tensor], scale: float, window: Window,
     ) -> None:  # fmt: skip
-        """Write ``dq`` and add to the sums of dK and dV, ``[B, K, m, D]``."""
+        """Write ``dq``, and add to the sums of dK and dV, ``[B, K, m, D]`` each."""
+        # `main` adds to whatever is in `sums`: they are not cleared between launches.
         batch, length, heads, _ = q.shape
         padded = -(-length // self.tile) * self.tile
         dq_sums = _empty(q, (batch, heads, padded * self.dim))
@@ -445,7 +452,7 @@ class SplitFunctions(NamedTuple):
         self.round_dq(dq_sums, dq, scale, None, None, None, None)
 
     def round(self, x: Tensor, to: Tensor, scale: float) -> None:
-        """Write a sum ``[B, K, m, D]`` into a gradient ``[B, m, K, D]``."""
+        """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
         self.round_dkv(x.flatten(2), to, scale, None, None, None, None)
 
 
@@ -453,14 +460,14 @@ class SplitFunctions(NamedTuple):
 def split_functions(
     dtype: torch.dtype, dim: int, group: int, is_causal: bool, given: tuple[bool, ...]
 ) -> SplitFunctions:
-    """Run the library once on small tensors, and note what it compiled.
+    """Run the library's backward once on small tensors, and return the functions that it compiled.
 
     Args:
-        dtype: Of all tensors.
+        dtype: The dtype of q, k and v.
         dim: The head dim.
-        group: Query heads of a key head.
-        is_causal: The band is causal, which compiled functions take beside a window.
-        given: Whether the window has a left side, and a right side.
+        group: Query heads of a K/V head.
+        is_causal: True if the band is causal, which compiled functions are told besides a window.
+        given: True for each side of the window, left and right, that is bounded.
     """
     module = _interface()
     left, right = (64 if side else None for side in given)
@@ -487,9 +494,9 @@ def split_functions(
 
 @contextmanager
 def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
-    """Note which compiled functions each of some functions of the library calls, and with what.
+    """Record the compiled functions that functions of the library call inside, with arguments.
 
-    Calls that other threads make meanwhile are not noted.
+    It yields a list for each function. Calls of other threads are not recorded.
     """
     calls: tuple[Calls, ...] = tuple([] for _ in functions)
     with _NOTING:
@@ -505,7 +512,7 @@ def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
 
 @dataclass(frozen=True)
 class _NotingCache:
-    """A cache of compiled functions that notes which of them a thread calls."""
+    """A cache of compiled functions that records which of them a thread calls."""
 
     cache: Any
     calls: Calls

@@ -1,8 +1,9 @@
-"""Public functions of flash-attn-4, for versions whose private parts are not known.
+"""Calls of flash-attn-4 by its public functions, for versions whose private parts are not known.
 
-They write nowhere but into new tensors, and differentiate their own calls alone. So the backward of
-an item, which starts from the global ``out`` and ``lse``, makes the item's forward again: its part
-in the whole is ``exp(part_lse - lse)``, and how that changes is the gradient of its ``lse``.
+Public functions return new tensors, and differentiate only their own forward, while the backward of
+an item starts from the final ``out`` and ``lse``. So that backward runs the item's forward again.
+The item's weight in the final result is ``exp(part_lse - lse)``, and the derivative of the weight
+is passed on as a gradient of ``part_lse``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def is_overwritten() -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)``."""
+    """Return ``(out, lse)`` in new tensors."""
     sinks = None if options.mods is None else options.mods.sinks
     with torch.no_grad():
         out, lse = _function(options)(q, k, v, learnable_sink=sinks)[:2]
@@ -35,11 +36,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(dq, dk, dv)`` from the global ``out`` and ``lse``."""
+    """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
     given = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         part, part_lse = _function(options)(*given)[:2]
-    # The whole is the sum of weight * part; rows that see nothing, here or at all, have weight 0.
+    # out is the sum of weight * part over items; a row that sees nothing, here or at all, has
+    # weight 0.
     weight = (part_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
     rows = weight.transpose(-1, -2).unsqueeze(-1)
     apart = torch.where(rows > 0, part.detach().float() - out, 0.0)

@@ -1,4 +1,4 @@
-"""``triton``: the kernels of :mod:`ring_core.triton`, every mask and option on NVIDIA GPUs.
+"""Kernel ``triton``: the Triton kernels of ring_core, for every mask and option on NVIDIA GPUs.
 
 Only blocks that are not empty are visited, and full ones skip their mask. Triton comes with torch.
 """
@@ -33,10 +33,10 @@ from ring_torch.records import (
 
 
 class TritonKernel(Kernel):
-    """See the module's text.
+    """Kernel ``triton``, by :mod:`ring_core.triton`, which merges and adds in its launches.
 
-    A backward in one kernel (``fused_backward=True``) adds to dQ in an order that differs from run
-    to run.
+    The backward is a launch for dQ and one for dK/dV. With ``fused_backward=True`` it is one launch
+    that adds to dQ by atomics, in an order that differs from run to run.
     """
 
     capabilities = replace(
@@ -45,7 +45,7 @@ class TritonKernel(Kernel):
     )  # fmt: skip
 
     def unavailable_reason(self) -> str | None:
-        """No Triton, or no NVIDIA GPU from Ampere on."""
+        """Return why it cannot run on this machine: no Triton, or no NVIDIA GPU from Ampere on."""
         if not has_triton():
             return "triton is not installed (torch for Linux brings it)"
         if torch.version.cuda is None:
@@ -55,7 +55,7 @@ class TritonKernel(Kernel):
     def config_refusals(
         self, config: KernelConfig, request: Request, program: RingProgram, /
     ) -> tuple[str, ...]:
-        """What the settings of a call, or its predicate, ask of it that it cannot do here."""
+        """Return why it cannot run a call with these settings, or its predicate, on this GPU."""
         reasons = []
         if config.fused_backward and request.deterministic:
             reasons.append(
@@ -70,7 +70,7 @@ class TritonKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
-        """``(out, lse)`` of the item, in ``out`` if there is one."""
+        """Return attention over the item's keys, in ``out`` if it is given."""
         into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
         Launch(rows, columns, item, params).run("fwd", into._asdict(), fresh=True)
         return into
@@ -83,14 +83,14 @@ class TritonKernel(Kernel):
         params: KernelParams,
         into: AttentionState,
     ) -> None:
-        """Attend and merge into ``into``, in one pass."""
+        """Attend to the item's keys and merge into ``into``, in one launch."""
         Launch(rows, columns, item, params).run("fwd", into._asdict())
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
-        """Add the item's gradients to the accumulators."""
+        """Compute the item's gradients and add them to the accumulators."""
         launch = Launch(rows, columns, item, params)
         _differentiate(launch, upstream, row_grads, column_grads, fresh=False)
 
@@ -98,7 +98,7 @@ class TritonKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
     ) -> Grads:  # fmt: skip
-        """The item's gradients, wide; ``dq`` is in ``out`` if there is one."""
+        """Return the item's gradients in float32; ``dq`` is in ``out`` if it is given."""
         dq, dk, dv = (
             torch.empty(x.shape, dtype=torch.float32, device=x.device)
             for x in (rows.q, columns.k, columns.v)
@@ -114,7 +114,10 @@ def _differentiate(
     launch: Launch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
     fresh: bool,
 ) -> None:  # fmt: skip
-    """Add an item's gradients, or, if ``fresh``, write them, but for the bias's."""
+    """Launch a backward that adds to the accumulators or, if ``fresh``, overwrites them.
+
+    The bias's gradient is always added.
+    """
     given, dq = given_to_backward(upstream), row_grads.dq
     if launch.params.fused_backward:
         dq = dq.zero_() if fresh else dq
@@ -127,7 +130,7 @@ def _differentiate(
 
 
 def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
-    """Why blocks of the sizes that were asked for cannot be had on this GPU."""
+    """Return why blocks of the sizes that a call asks for do not fit on this GPU."""
     passes: tuple[Pass, ...] = ("fwd",)
     if request.grad:
         passes += ("bwd_fused",) if config.fused_backward else ("bwd_dq", "bwd_dkv")

@@ -1,4 +1,4 @@
-"""From a work item to what a kernel of :mod:`ring_core.triton` takes, by name."""
+"""Launch of a Triton kernel for a work item: its arguments, constants, blocks and grid."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from ring_torch.records import (
 
 _LEAST_CAPABILITY = 80  # compute capability
 
-#: Parameters of kernels that are other views of a tensor: the blocks that are done NaN-safe.
+#: Second parameters for the same tensor: kernels read it by pointers in blocks done NaN-safe.
 _VIEWS = {"q_pointer": "q", "k_pointer": "k", "v_pointer": "v", "dout_pointer": "dout"}
-#: Strides of options that a call may not have.
+#: Strides of tensors that a call may not have; then they are 0.
 _NO_STRIDES = (
     "bias_batch", "bias_head", "bias_row", "bias_shift_batch", "bias_shift_head", "slopes_batch",
 )  # fmt: skip
-#: What each tensor's strides are called.
+#: Tensors whose strides have another tensor's name, as they lie alike.
 _KINDS = {"dout": "out", "delta": "lse"}
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """The work of an item for the kernels."""
+    """Launches of the Triton kernels over one work item."""
 
     rows: QueryBlock
     columns: KeyBlock
@@ -54,10 +54,11 @@ class Launch:
     params: KernelParams
 
     def run(self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False) -> None:
-        """Launch the kernel of a pass, on its own tensors by their names there.
+        """Launch the kernel of a pass.
 
-        What it computes is merged or added into them, or, if ``fresh``, written there. But
-        ``bwd_fused`` always adds to ``dq``, and ``bwd_dbias`` to ``dbias``.
+        ``given`` are the tensors of the pass beside q, k and v, by the kernel's names. Results are
+        merged or added into them or, if ``fresh``, overwrite them; but ``bwd_fused`` always adds to
+        ``dq``, and ``bwd_dbias`` to ``dbias``.
         """
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
@@ -86,6 +87,8 @@ class Launch:
                 name, batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len,
                 row=(dim + v.shape[3]) * q.element_size(),
             )  # fmt: skip
+            # One program for each outer block and head: of keys and K/V heads where dK/dV are
+            # summed, so that programs of other blocks never add to the same ones.
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
         _launch(
@@ -94,7 +97,7 @@ class Launch:
         )  # fmt: skip
 
     def blocks(self, name: Pass) -> Blocks:
-        """How large blocks are."""
+        """Return the block sizes of a pass, with its number of warps."""
         q, v, params = self.rows.q, self.columns.v, self.params
         per_score_inputs = (
             self.rows.bias is not None or params.dropout_p > 0 or self.item.tiles is not None
@@ -112,7 +115,7 @@ class Launch:
     def _consts(
         self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
     ) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
         for kind, x in tensors.items():
@@ -133,6 +136,7 @@ class Launch:
         }  # fmt: skip
 
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
+        """Return the arguments that list the blocks to visit, unless the kernel derives them."""
         if not self._is_indexed:
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
@@ -151,13 +155,14 @@ class Launch:
         }  # fmt: skip
 
     def _shown(self) -> Tensor | None:
-        """What a mask inside the bias shows to some head, bool ``[B or 1, n, m]``."""
+        """Return where a boolean mask in the bias shows anything to a head, ``[B or 1, n, m]``."""
         bias, position = self.rows.bias, self.columns.position
         if bias is None or position is None or not self.params.bias_masks:
             return None
         return (bias > -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
+        """Return the arguments that mask scores: bounds, segment ids, tiles or documents."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
         found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
         if rows.segments is not None and columns.segments is not None:
@@ -172,6 +177,7 @@ class Launch:
         return found
 
     def _options(self) -> dict[str, Any]:
+        """Return the arguments of bias, ALiBi and dropout; strides of absent tensors are 0."""
         rows, columns, params = self.rows, self.columns, self.params
         found: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
@@ -205,7 +211,7 @@ class Launch:
 
 
 def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
-    """What a backward starts from; ``lse`` and delta have to be alike in memory."""
+    """Return the inputs of a backward by name; ``lse`` and ``delta`` share strides."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
     return {"dout": upstream.dout, "lse": lse, "delta": delta}
@@ -215,6 +221,7 @@ def _launch(
     name: Pass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
     blocks: Blocks, capability: int, device: torch.device,
 ) -> None:  # fmt: skip
+    """Launch a pass's kernel, with only those arguments that it takes."""
     from ring_core.triton import backward, forward
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
@@ -246,7 +253,7 @@ def _start(
 
 @lru_cache(maxsize=16)
 def _capability(device: torch.device) -> int:
-    """As in ``sm_90``; of the oldest GPU that has it all where kernels are interpreted."""
+    """Return the compute capability as in ``sm_90``; on the CPU, for the interpreter, the least."""
     if device.type != "cuda":
         return _LEAST_CAPABILITY
     major, minor = torch.cuda.get_device_capability(device)
@@ -254,7 +261,7 @@ def _capability(device: torch.device) -> int:
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """From batch row to batch row and from head to head, by name."""
+    """Return the strides of the batch and head dimensions of all tensors, by name."""
     found: dict[str, int] = {}
     for name, x in tensors.items():
         kind, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
@@ -265,14 +272,17 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @capture_safe_cache(maxsize=1024)
 def _bounds(q_len: int, k_len: int, lo: int | None, hi: int | None, device: torch.device) -> Tensor:
-    """What an item shows, int32 ``[1, 6]``: rows, columns, and the band from their corner."""
+    """Return the bounds of an item, int32 ``[1, 6]``: of rows, of columns, and of the band."""
     band = [-FAR if lo is None else lo, FAR if hi is None else hi]
     return torch.tensor([[0, q_len, 0, k_len, *band]], dtype=torch.int32, device=device)
 
 
 @capture_safe_cache(maxsize=256)
 def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
-    """From where to where the inner tokens lie of each outer one's document, ``[2, outer]``."""
+    """Return for each outer token where its document's inner tokens start and stop, ``[2, outer]``.
+
+    Outer tokens are keys with ``k_major``, otherwise queries.
+    """
     cu_q, cu_k = not_none(item.cu_q), not_none(item.cu_k)
     outer, inner = (cu_k, cu_q) if k_major else (cu_q, cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
@@ -281,18 +291,21 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
 
 @capture_safe_cache(maxsize=32)
 def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
-    """A predicate's partial tiles, each once, int32 ``[n, 128, 4]``."""
+    """Return a predicate's distinct partial tiles as bits, int32 ``[n, 128, 4]``."""
     return torch.tensor(not_none(geometry.tiles)[0].view(np.int32), device=device)
 
 
 @capture_safe_cache(maxsize=256)
 def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
-    """Which of them lies where in an item."""
+    """Return the numbers of an item's tiles among those of :func:`_bits`, on the device."""
     return torch.as_tensor(tile_numbers(item, geometry), device=device)
 
 
 def _seed(seed: int, device: torch.device) -> Tensor:
-    """The seed's words, and the first batch row and head; made on the device, without a wait."""
+    """Return int32 ``[4]``: the seed's two words, and zeros for the first batch row and head.
+
+    It is filled on the device, so the host copies nothing and does not wait.
+    """
     words = torch.zeros(4, dtype=torch.int64, device=device)
     words[0].fill_(seed & 0xFFFFFFFF)
     words[1].fill_(seed >> 32 & 0xFFFFFFFF)
