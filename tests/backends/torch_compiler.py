@@ -52,7 +52,7 @@ def block_lists() -> dict[str, Any]:
         "OUTER_SIZE": 128, "INNER_SIZE": 96, "OUTER_PADDED": 128, "INNER_PADDED": 128,
         "INNER": 16, "FULL": 2, "EMPTY": 0,
     }  # fmt: skip
-    kernel: Any = _fa4_block_lists._list_blocks
+    kernel: Any = _fa4_block_lists._list_blocks.kernel
     given = (ids, ids, kinds, counts, blocks, 1024, 1024, 8, 11, 11, 1, *sizes.values())
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
 
@@ -62,7 +62,7 @@ def row_dots() -> dict[str, Any]:
     from internals.torch_triton import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
-    kernel: Any = memory_ops._row_dots
+    kernel: Any = memory_ops._row_dots.kernel
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
     given = (x, x, dots, None, None, 1024, *strides, 0, 0, 80, 128, 16, False)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
@@ -73,7 +73,7 @@ def sink_sums() -> dict[str, Any]:
     from internals.torch_triton import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 16)
-    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", memory_ops._row_dots)
+    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", memory_ops._row_dots.kernel)
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2], *lse.stride()[:2])
     given = (x, x, dots, lse, lse, 1024, *strides, 80, 128, 64, True)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}

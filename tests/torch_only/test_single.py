@@ -44,7 +44,9 @@ def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
 def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _run(*CALLS[name])
     assert all(x.is_contiguous() for x in found)
-    monkeypatch.setattr(prepare, "resolve", lambda _, given, **__: Ring.of(given.program, given.rank))
+    monkeypatch.setattr(
+        prepare, "resolve", lambda _, given, **__: Ring.of(given.program, given.rank)
+    )
     prepare._prepare.cache_clear()
     for x, y in zip(found, _run(*CALLS[name]), strict=True):
         torch.testing.assert_close(x, y)
