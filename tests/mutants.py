@@ -310,7 +310,7 @@ def _help_not_returned() -> Patches:
 
         def tables(program: Any, step: int) -> Any:
             found = right(program, step)
-            return found._replace(helped=np.zeros_like(found.helped))
+            return found._replace(peer=np.zeros_like(found.peer))
 
         users = (_jax("ring_strategy"), _jax("steps"))
         patches += [(user, "step_table", tables) for user in users]
