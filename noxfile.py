@@ -141,7 +141,9 @@ def lowest(session: nox.Session, backend: str) -> None:
     install(session, BACKENDS[backend], GROUPS.get(backend, ["test"]), "--constraint", pins)
     # Old releases may call what newer ones of their own dependencies deprecate.
     warn = ["-W", "default::DeprecationWarning"]
-    also = [] if session.posargs else ALSO.get(backend, [])  # paths that are given are of one backend
+    also = (
+        [] if session.posargs else ALSO.get(backend, [])
+    )  # paths that are given are of one backend
     for each in (backend, *also):
         command = ("pytest", f"--backend={each}", "-n", workers_of(backend))
         session.run(*command, *warn, *session.posargs)  # without a path of theirs: all of `tests`
