@@ -68,6 +68,16 @@ def test_numbers_of_a_kind_share_what_was_compiled(state: SimpleNamespace) -> No
     assert [launch[-3] for launch in kernel.direct] == [9, -5]
 
 
+def test_a_flag_is_no_integer(state: SimpleNamespace) -> None:
+    """``False`` equals 0, by which the key knows odd integers of 64 bits."""
+    del state
+    kernel = Kernel()
+    direct = DirectKernel(kernel)
+    direct[1,](X, None, (1 << 40) + 1, SIZE=8, ROWS=4)
+    direct[1,](X, None, False, SIZE=8, ROWS=4)
+    assert len(kernel.asked) == 2
+
+
 X = torch.zeros(4, 16)
 Given = tuple[Tensor | None, Tensor | None, int]
 UNLIKE: dict[str, tuple[Given, dict[str, int]]] = {

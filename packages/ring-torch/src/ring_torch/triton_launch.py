@@ -60,7 +60,7 @@ class DirectKernel:
                 values.append(pointer)
             else:
                 if x is None or isinstance(x, bool):
-                    facts.append(x)
+                    facts.append((x,))  # False equals 0, which is the kind of some integers
                 else:  # Triton specialises for 1, for multiples of 16, and for an integer's width
                     is_int32 = -(1 << 31) <= x < 1 << 31
                     facts.append((x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63))
