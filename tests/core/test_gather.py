@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
-from internals.core import Interval, _subtract
 from plans import plans, shown
 
 from ring_core import (
@@ -25,6 +24,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
+from ring_core.programs.gather import Interval, _subtract
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:
