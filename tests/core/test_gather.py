@@ -15,7 +15,6 @@ from plans import plans, shown
 
 from ring_core import (
     ChunkLayout,
-    Fetch,
     GatherProgram,
     Mask,
     Plan,
@@ -25,6 +24,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
+from ring_core.programs.gather import Fetch
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:

@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 from internals.core import UNBOUNDED, RectangleTable
 from plans import programs
 
-from ring_core import TILE, ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
+from ring_core import ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
+from ring_core.base.arguments import TILE
 
 
 @given(programs(), st.data())

@@ -28,7 +28,8 @@ from internals.jax_gpu import (
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import BlockGeometry, KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_jax_gpu import ContextParallel, ring_attention
 
 SMALL = KernelConfig("triton", block_q=32, block_k=32)

@@ -6,7 +6,8 @@ import pytest
 from cases import RINGS
 from internals.jax import rectangles_of, step_table
 
-from ring_core import TABLE_COLUMNS, Mask, make_plan, ring_program
+from ring_core import Mask, make_plan, ring_program
+from ring_core.programs.ring import TABLE_COLUMNS
 
 MASKS = {
     "full": Mask(),

@@ -12,7 +12,9 @@ from cases import RINGS, Case, masks
 from internals.jax import CallSpec, Inputs, KVPayload, QueryPayload, RankView, XlaKernel, step_table
 from internals.jax_tpu import Blocks, block_kinds
 
-from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, RingProgram
+from ring_core import RingProgram
+from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core.programs.ring import TABLE_COLUMNS
 
 CP, LENGTH = 4, 4 * 6 * TILE
 NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]

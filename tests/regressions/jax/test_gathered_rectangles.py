@@ -7,7 +7,8 @@ import numpy.typing as npt
 import pytest
 from internals.jax import remote_table, step_table
 
-from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, RingProgram, make_plan, ring_program
+from ring_core import LayoutSpec, Mask, RingProgram, make_plan, ring_program
+from ring_core.programs.ring import TABLE_COLUMNS
 
 LOCAL = 12
 MASKS = {

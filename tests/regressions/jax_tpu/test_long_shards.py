@@ -25,7 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import EMPTY, FULL, KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.base.arguments import EMPTY, FULL
 from ring_jax_tpu import ContextParallel, ring_attention
 
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)

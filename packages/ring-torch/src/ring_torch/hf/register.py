@@ -222,7 +222,7 @@ class RingAttention:
         cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
         batch.sharding.check_group()
         return ring_attention(
-            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout_name,
+            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout,
             causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
             cu_seqlens=cu_seqlens, segment_ids=ids, softmax_scale=scaling, softcap=softcap,
             sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout,

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import BlockGeometry, WorkItem
+from ring_core import WorkItem
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.options import Window
 from ring_torch.records import AttentionState
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ring_core import (
-    Fetch,
     GatherProgram,
     Plan,
     Request,
@@ -32,6 +31,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.checks import Sizes
+from ring_core.programs.gather import Fetch
 from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
 from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ring_core import Fetch, GatherProgram, gather_program
+from ring_core import GatherProgram, gather_program
+from ring_core.programs.gather import Fetch
 from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks

@@ -107,7 +107,7 @@ def split_batch(
     # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
     # pad to at least two tokens a rank.
     least = max(length, sharding.ring.size + 1) if gathers else length
-    more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
+    more = least - length + -least % divisor_of(sharding.layout, sharding.ring.size)
     # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.
     for name in _SPLIT.keys() & given.keys():
         if isinstance(given[name], Sealed):
@@ -122,7 +122,7 @@ def split_batch(
     last = [
         int(_array(positions)[:, at[at < length]].max(initial=0))
         for at in (
-            sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
+            sharding.layout_of(length + more).positions(rank) for rank in range(sharding.ring.size)
         )
     ]
     single, cu_seqlens, needs_ids = _documents(segments)

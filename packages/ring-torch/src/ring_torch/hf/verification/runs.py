@@ -242,7 +242,7 @@ def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
         if tokens is None:
             continue
         length, device = tokens.shape[1], tokens.device
-        padded = length + -length % divisor_of(sharding.layout_name, sharding.ring.size)
+        padded = length + -length % divisor_of(sharding.layout, sharding.ring.size)
         positions = sharding.positions(padded, device=device)
         local_positions = (positions < length).nonzero().flatten()
         real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=device)
