@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from internals.core import RingStrategy
 
 from ring_core import (
     ChunkLayout,
@@ -23,6 +22,7 @@ from ring_core import (
     reference,
     ring_program,
 )
+from ring_core.base.config import RingStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]

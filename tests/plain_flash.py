@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from internals.torch import AttentionState, FlashKernel, FlashOptions, rounded_to_8
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.library import Options as FlashOptions, rounded_to_8
+from ring_torch.records import AttentionState
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cases import diagonals
 from hypothesis import given, strategies as st
-from internals.core import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 from ring_core import (
     ChunkLayout,
@@ -20,6 +19,7 @@ from ring_core import (
     ring_program,
     viz,
 )
+from ring_core.choose.balance import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from internals.core import main
 
 from ring_core import Mask, __version__, balanced_layout, make_plan, reference, ring_program, viz
 from ring_core.tools import doctor
+from ring_core.tools.cli import main
 
 PAIRS = ["contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring"]
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")

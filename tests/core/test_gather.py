@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
-from internals.core import Interval, _subtract
 from plans import plans, shown
 
 from ring_core import (
@@ -24,7 +23,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core.programs.gather import Fetch
+from ring_core.programs.gather import Fetch, Interval, _subtract
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import prefix
-from internals.core import tile_mask
 
 from ring_core import Layout, Mask
+from ring_core.plan import tile_mask
 from ring_core.plan.tile_mask import BlockGeometry
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
-from internals.core import RingStrategy
 from matplotlib.image import imread
 
 from ring_core import (
@@ -28,6 +27,7 @@ from ring_core import (
     viz,
 )
 from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core.base.config import RingStrategy
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:

@@ -9,13 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import CallOptions, compiled as _compiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig
 from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch.compiled import attention as _compiled
 from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
 
 LENGTH = 64
 DENSE = Mask(causal=True, window=(20, 0))

@@ -14,23 +14,6 @@ import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
-from internals.torch import (
-    AttentionState,
-    BackwardInputs,
-    FlashKernel,
-    FlashOptions as Options,
-    HeadDims,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    Pass,
-    QueryBlock,
-    QueryGrads,
-    Selection,
-    aligned,
-    empty_state,
-    prepare,
-)
 from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
@@ -45,6 +28,20 @@ from ring_core import (
     gather_refusals,
     make_plan,
     ring_program,
+)
+from ring_torch import prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.library import HeadDims, Options, Pass
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
 )
 
 

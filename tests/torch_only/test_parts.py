@@ -8,26 +8,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.core import gather
-from internals.torch import (
-    ONE_GROUP,
-    BackwardInputs,
-    EagerKernel,
-    HeadGroups,
-    Kernel,
-    KernelParams,
-    KeyBlock,
-    QueryBlock,
-    Selection,
-    SplitBackward,
-    fa4,
-    gather_strategy,
-    prepare,
-)
 from torch import Tensor
 
 from ring_core import Mask, Plan, WorkItem
-from ring_torch import ContextParallel
+from ring_core.programs import gather
+from ring_torch import ContextParallel, prepare
+from ring_torch.kernels import fa4
+from ring_torch.kernels.api import Kernel, Selection, SplitBackward
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.payload import ONE_GROUP, HeadGroups
+from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.strategies import gather as gather_strategy
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 

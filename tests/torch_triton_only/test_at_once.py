@@ -18,29 +18,25 @@ import torch.distributed as dist
 from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
-from internals.torch import (
-    GATHER,
-    P2P,
-    SYMM_MEM,
-    BufferSpec,
-    GatherSession,
-    KVPayload,
-    SessionSpec,
-    _prepare,
-    agree,
-    peer_copies,
-    prepare,
-    ranks as _comm,
-    room_of,
-)
-from internals.torch_triton import exchange_kernel as kernels, one_kernel
 from tolerances import assert_close
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 import ring_torch
 from ring_core import gather_refusals
+from ring_torch import prepare
+from ring_torch.buffers import BufferSpec
+from ring_torch.comm import ranks as _comm
+from ring_torch.comm.handshake import agree
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import KVPayload
+from ring_torch.prepare import _prepare
+from ring_torch.strategies.gather import GATHER
+from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies
+from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.p2p import P2P
+from ring_torch.transports.peer_copies import room_of
+from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -15,13 +15,15 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide, build as build_known, whole
-from internals.torch_hf import TESTED_RELEASES, _undecorated, classes
 from sweep.compare import batch_of, build
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.models import classes
+from ring_torch.hf.models.code import _undecorated
+from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
 
 LLAMA4, BART = ("Llama4ForCausalLM", "llama4"), ("BartForCausalLM", "bart")

@@ -8,18 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import (
-    Selection,
-    TritonKernel,
-    block_index,
-    in_blocks,
-    prepare,
-    triton_launch as launch,
-)
 from torch import Tensor
 
 from ring_core import KernelConfig
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.block_index import block_index, in_blocks
+from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
 
 T, HEADS, BLOCK = 96, 2, 16
