@@ -14,7 +14,6 @@ from plans import plans, shown
 
 from ring_core import (
     ChunkLayout,
-    Fetch,
     GatherProgram,
     Mask,
     Plan,
@@ -24,7 +23,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core.programs.gather import Interval, _subtract
+from ring_core.programs.gather import Fetch, Interval, _subtract
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:

@@ -19,7 +19,8 @@ from cases import CASES, Case, diagonals, prefix
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import BlockGeometry, KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu import ContextParallel, ring_attention
 from ring_jax_gpu.hopper import run

@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import EMPTY, FULL, PARTIAL, KernelConfig, Mask
+from ring_core import KernelConfig, Mask
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.records import ItemTable, KeyBlock, QueryBlock

@@ -10,7 +10,9 @@ import numpy.typing as npt
 import pytest
 from cases import RINGS, Case, masks
 
-from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, RingProgram
+from ring_core import RingProgram
+from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core.programs.ring import TABLE_COLUMNS
 from ring_jax.kernels.xla import XlaKernel
 from ring_jax.rank_view import RankView, step_table
 from ring_jax.records import CallSpec, Inputs, KVPayload, QueryPayload

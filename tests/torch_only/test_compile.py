@@ -135,7 +135,7 @@ def _other_blocks_are_another_graph(_: int) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for block in (16, 32, 48):
         config = KernelConfig("eager", block_q=block)
-        with patch.object(_compiled, "_read", wraps=_compiled._read) as read:
+        with patch.object(_compiled, "_static_call", wraps=_compiled._static_call) as read:
             found = compiled(config, q, k, v)
         torch.testing.assert_close(found, function(config, q, k, v), rtol=0, atol=0)
         texts = [json.loads(call.args[0])["options"] for call in read.call_args_list]

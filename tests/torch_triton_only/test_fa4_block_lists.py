@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ring_core import FULL, PARTIAL, Mask, WorkItem, make_plan, ring_program
+from ring_core import Mask, WorkItem, make_plan, ring_program
+from ring_core.base.arguments import FULL, PARTIAL
 from ring_torch.kernels.block_index import Grid, kinds_on
 from ring_torch.kernels.fa4.block_lists import BlockLists, block_lists
 

@@ -9,15 +9,8 @@ import pytest
 import torch
 from cases import diagonals
 
-from ring_core import (
-    BlockGeometry,
-    KernelConfig,
-    Mask,
-    Request,
-    UnsupportedError,
-    make_plan,
-    ring_program,
-)
+from ring_core import KernelConfig, Mask, Request, UnsupportedError, make_plan, ring_program
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.kernels import choose, triton as adapter
 
 REQUEST = Request("cuda", "bfloat16", 128, 128, bias=True, grad=True)

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import EMPTY, FULL, KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.base.arguments import EMPTY, FULL
 from ring_jax.autodiff import _compiled
 from ring_jax_tpu import ContextParallel, block_index, ring_attention
 from ring_jax_tpu.block_index import Walk, k_major, q_major, unpack

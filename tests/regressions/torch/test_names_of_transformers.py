@@ -426,7 +426,7 @@ def test_names_that_refuse_are_in_transformers() -> None:
     sources = Path(transformers.__file__).parent.rglob("*.py")
     words = {word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))}
     names = {
-        *classes._POOLED, *classes.RECURRENT, *classes.WRITTEN, *classes.CACHES,
+        *classes._POOLED, *classes.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
         *classes.PAST_LENGTHS, *classes._RECURRENT_INPUTS, "expert_capacity", "get_seq_length",
         "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
     }  # fmt: skip

@@ -98,7 +98,7 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
         cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)
     rows, live = cp.shard(mask, dim=-2)[:, 0], 0
     for rank in range(cp.cp_size):
-        keys = torch.as_tensor(cp.layout(T).positions(rank))
+        keys = torch.as_tensor(cp.layout_of(T).positions(rank))
         live += int(in_blocks(rows[..., keys], BLOCK, BLOCK).sum())
     return sum(found), live
 

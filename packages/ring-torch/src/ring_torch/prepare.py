@@ -53,6 +53,7 @@ _VALUES = frozenset({
 #: Options that hold tensors, set to ``None``: a key has the tensors' shapes and dtypes instead.
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
 _NO_FACTS = (None,) * 5
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)  # not subclasses, whose sizes may be symbols
 _NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
@@ -135,14 +136,17 @@ def check_call(
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*given)
-    if grad and options.return_lse:
-        call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
     if is_capturing():
         _check_capture(call)
+    changes: dict[str, Any] = {
+        "number": number,
+        "checked": (every and number_checked(every, number)) if check is None else check[1],
+    }
+    if grad and options.return_lse:
+        changes["prepare_lse_grad"] = partial(prepare, *given, lse_grad=True)
     if seed is not None and call.params.dropout_p > 0:
-        call = call._replace(params=replace(call.params, dropout_seed=seed))
-    checked = (every and number_checked(every, number)) if check is None else check[1]
-    return call._replace(number=number, checked=checked), inputs
+        changes["params"] = replace(call.params, dropout_seed=seed)
+    return call._replace(**changes), inputs
 
 
 def _is_hashable(x: object) -> bool:
@@ -412,8 +416,10 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
         return torch.as_tensor(plan.boundaries, device=device)
 
 
-def _fact(x: object, name: str) -> TensorSpec:
+def _fact(x: Any, name: str) -> TensorSpec:
     """Return the static properties of an argument, or refuse what is no dense local tensor."""
+    if type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested:
+        return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad)
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:

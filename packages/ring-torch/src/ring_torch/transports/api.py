@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ring_core import Fetch, GatherProgram, Plan, gather_program
+from ring_core import GatherProgram, Plan, gather_program
+from ring_core.programs.gather import Fetch
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
