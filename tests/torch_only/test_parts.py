@@ -18,7 +18,7 @@ from ring_torch.kernels import fa4
 from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans, Selection, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.payload import ONE_GROUP, HeadGroups
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
@@ -41,9 +41,7 @@ class Tiled(SplitBackward):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
-        upstream = upstream._replace(delta=delta)
-        grads = EagerKernel().grads(rows, columns, upstream, item, params)
+        grads = TiledKernel([]).grads(rows, columns, upstream, item, params)
         dq.copy_(grads.dq)
         for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
             total.add_(_reversed(x.transpose(1, 2)))
@@ -101,6 +99,13 @@ class TiledKernel(EagerKernel):
 
     def __init__(self, used: list[bool]) -> None:
         self.parts: SplitBackward = Tiled(used)
+
+    def grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        out: Tensor | None = None,
+    ) -> Grads:  # fmt: skip
+        delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
+        return super().grads(rows, columns, upstream._replace(delta=delta), item, params, out)
 
 
 def _reversed(x: Tensor) -> Tensor:
