@@ -20,6 +20,7 @@ from ring_torch.kernels.eager import EagerKernel
 from ring_torch.payload import ONE_GROUP, HeadGroups
 from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.prepared import own_spans
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
@@ -176,6 +177,7 @@ def test_tiles_of_all_launches_are_the_same(
     for rank, (used, error) in enumerate(backend.pool(2).run(on_a_rank, layout, mask, groups)):
         with patch.object(gather, "TILE", KEYS):
             program = gather._gather_program.__wrapped__(plan, rank, True, True)
-        prepared = tiled and groups == ONE_GROUP and not program.in_place
+        spans = own_spans(program, rank, LENGTH // 2)
+        prepared = tiled and groups == ONE_GROUP and not program.in_place and spans is not None
         assert used == [tiled, tiled, *([True] if prepared else [])]
         assert error < 1e-5

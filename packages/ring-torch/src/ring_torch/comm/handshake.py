@@ -367,7 +367,11 @@ def _note_queued(ring: Ranks, name: str) -> None:
         device = torch.cuda.current_device()
         if (ended := state.ended.get(device)) is None:
             ended = state.ended[device] = torch.cuda.Event()
-        ended.record()
+        # Torch makes a new object for the current stream each time it is asked.
+        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001
+        if (stream := state.streams.get(identity)) is None:
+            stream = state.streams[identity] = torch.cuda.current_stream()
+        ended.record(stream)
         state.queued = QueuedPass(name, time.monotonic(), ended)
 
 

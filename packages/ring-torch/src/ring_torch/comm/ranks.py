@@ -62,6 +62,7 @@ class GroupState:
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
     ended: dict[int, Any] = field(default_factory=dict)  # the CUDA event of each device
+    streams: dict[Any, Any] = field(default_factory=dict)  # by what torch identifies them
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.

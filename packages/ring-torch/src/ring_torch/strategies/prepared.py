@@ -63,10 +63,10 @@ class PreparedForward(NamedTuple):
     ) -> None:  # fmt: skip
         """Write ``whole``; ``wait`` is called with the fetches that a launch needs."""
         rows = [*self.rows]
-        # One call of torch cuts all slices of a tensor.
+        # One call of torch cuts all slices of a tensor; `split` would go through Python.
         parts = zip(
-            self.items, q.split(rows, 1), whole.out.split(rows, 1), whole.lse.split(rows, 2),
-            strict=True,
+            self.items, q.split_with_sizes(rows, 1), whole.out.split_with_sizes(rows, 1),
+            whole.lse.split_with_sizes(rows, 2), strict=True,
         )  # fmt: skip
         for (launch, k_start, k_len, waits_for), q_part, out, lse in parts:
             # A launch waits for its own fetches; those of later ones go on beside it.
@@ -174,10 +174,11 @@ class _ItemByItem(BackwardLaunch):
     ) -> None:  # fmt: skip
         """Write ``dq``, and put dK/dV into the sums."""
         rows = [item.q_stop - item.q_start for item in self.gather.items]
-        parts = [x.split(rows, 1) for x in (q, dout, out, dq)]
+        parts = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
         totals = self.sums.views(sums, self.gather.length)
         work = zip(
-            self.launches, self.gather.items, self.gather.fresh, *parts, lse.split(rows, 2),
+            self.launches, self.gather.items, self.gather.fresh, *parts,
+            lse.split_with_sizes(rows, 2),
             strict=True,
         )  # fmt: skip
         for launch, item, fresh, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):

@@ -572,8 +572,8 @@ def accumulate_all(
     kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
     head, sequence = columns * dim, kv_heads * columns * dim
     strides = sequence, head, 1
-    parts = [x.split(rows, 1) for x in (q, dout)]
-    parts += [x.split(batch) for x in (lse_log2, delta, dq_sums)]
+    parts = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+    parts += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
     # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
     # launch goes first, as in the forward in reverse.
     for one, q_n, dout_n, *numbers in reversed([*zip(launches, *parts, strict=True)]):
