@@ -181,4 +181,5 @@ def _set_signature(packed: Any, function: Any, kind: str, words: str) -> None:
     whole = signature(function)
     packed.__signature__ = whole.replace(parameters=[*own, *list(whole.parameters.values())[3:]])
     packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{kind}_func")
-    packed.__doc__, packed.__module__ = f"The same of {words}.", function.__module__
+    packed.__doc__ = f"Call :func:`{function.__name__}` with {words}."
+    packed.__module__ = function.__module__
