@@ -68,6 +68,7 @@ def check_call(
     options: CallOptions,
     *,
     grad: bool | None = None,
+    bias_grad: bool = False,
     check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it, and choose kernel, strategy and transport.
@@ -84,6 +85,7 @@ def check_call(
         v: ``[B, T_kv_local, K, Dv]``.
         options: All other options, as given.
         grad: True if there will be a backward; ``None`` asks the tensors.
+        bias_grad: True if the backward computes the bias's gradient; unused if ``grad`` is ``None``.
         check: ``(check_every, checked)`` of the call of which this is the backward; ``None`` asks
             the settings of :func:`ring_torch.check`.
 
@@ -110,8 +112,6 @@ def check_call(
             fact is not None and fact.requires_grad for fact in facts[:-1]
         ]
         bias_grad = grad and bias is not None and bias.requires_grad
-    else:
-        bias_grad = grad and bias is not None
     every = checked_every() if check is None else check[0]
     seed = options.dropout_seed
     if seed is not None:

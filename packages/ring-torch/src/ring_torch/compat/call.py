@@ -185,4 +185,5 @@ def _set_signature(packed: Any, function: Any, variant: str, description: str) -
         parameters=[*packed_parameters, *list(original.parameters.values())[3:]]
     )
     packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{variant}_func")
-    packed.__doc__, packed.__module__ = f"The same of {description}.", function.__module__
+    packed.__doc__ = f"Call :func:`{function.__name__}` with {description}."
+    packed.__module__ = function.__module__
