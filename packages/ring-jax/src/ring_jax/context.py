@@ -60,7 +60,7 @@ class ContextParallel:
             kernels need its name, or auto axes make a copy for each device.
         head_axis: The axis, or axes, along which heads are split; it must divide the K/V heads.
         layout: ``zigzag`` (default), ``striped``, ``contiguous`` or the result of
-            :func:`ring_core.balance_chunks`.
+            :func:`ring_core.balanced_layout`.
 
     Raises:
         ValueError: No such axis or layout, chunks for another number of devices, or a
@@ -86,7 +86,7 @@ class ContextParallel:
         _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh, self.axis_name = mesh, axis_name
         self.batch_axis, self.head_axis = batch_axis, head_axis
-        self.layout_name: LayoutSpec = layout
+        self.layout: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,14 +106,14 @@ class ContextParallel:
         """Number of devices that share a sequence."""
         return int(self.mesh.shape[self.axis_name])
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
         Raises:
             ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
         """
-        return Layout(self.layout_name, seq_len, self.cp_size)
+        return Layout(self.layout, seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
@@ -133,7 +133,7 @@ class ContextParallel:
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded."""
-        self.layout(seq_len)
+        self.layout_of(seq_len)
         return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
 
     @overload
@@ -201,7 +201,7 @@ class ContextParallel:
             self._mask_shards(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, shards
+            self.kernels, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
         )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
@@ -264,7 +264,7 @@ class ContextParallel:
                     f"{x.shape}"
                 )
             try:
-                self.layout(x.shape[1])
+                self.layout_of(x.shape[1])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
@@ -283,7 +283,7 @@ class ContextParallel:
             raise ValueError(
                 f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
             )
-        layout = self.layout(x.shape[dim])
+        layout = self.layout_of(x.shape[dim])
         if layout.name != "contiguous":
             # The permutation crosses shards, so it is of the gathered dimension.
             x = split(x, self.mesh, dim, self.axis_name, whole=True)

@@ -30,7 +30,7 @@ class ContextParallel:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when the object is first used.
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
-            ``contiguous`` or a result of :func:`ring_core.balance_chunks`.
+            ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
     It can be pickled if it uses the default group; unpickled, it uses the default group of the
     process that reads it. A copy shares the group.
@@ -56,16 +56,16 @@ class ContextParallel:
         if self.group is not None:
             raise UnsupportedError(
                 f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
-                f"group belongs to its process. Instead: pickle its layout_name, and make "
-                f"ContextParallel(group, layout_name) where that is read; or use the default group"
+                f"group belongs to its process. Instead: pickle its layout, and make "
+                f"ContextParallel(group, layout) where that is read; or use the default group"
             )
-        return type(self), (None, self.layout_name)
+        return type(self), (None, self.layout)
 
     def __copy__(self) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     @property
     def group(self) -> Group:
@@ -73,9 +73,9 @@ class ContextParallel:
         return self._sharding.group
 
     @property
-    def layout_name(self) -> LayoutSpec:
+    def layout(self) -> LayoutSpec:
         """Layout, as given."""
-        return self._sharding.layout_name
+        return self._sharding.layout
 
     @property
     def cp_size(self) -> int:
@@ -87,7 +87,7 @@ class ContextParallel:
         """Rank of this process in the group."""
         return self._sharding.ring.rank
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
         Raises:
@@ -96,9 +96,9 @@ class ContextParallel:
 
         Example::
 
-            tokens_of_rank_0 = cp.layout(1024).positions(0)  # int64 [T_local]
+            tokens_of_rank_0 = cp.layout_of(1024).positions(0)  # int64 [T_local]
         """
-        return self._sharding.layout(seq_len)
+        return self._sharding.layout_of(seq_len)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
@@ -152,7 +152,7 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
+            return unshard_in_graph(self.group, self.layout, x, dim, grad)
         return self._sharding.unshard(x, dim=dim, grad=grad)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -228,7 +228,7 @@ class ContextParallel:
         """
         self._sharding.check_group()
         return ring_attention(
-            q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
+            q, k, v, group=self._sharding.group, layout=self._sharding.layout,
             return_lse=return_lse, **options,
         )  # fmt: skip
 
@@ -252,7 +252,7 @@ class ContextParallel:
         modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))
         q, k, v, given["deterministic"] = modes
         record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
-        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
+        call, inputs = check_call(self._sharding.ring, 0, self.layout, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"
