@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +48,15 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import (
+    PreparedBackward,
+    PreparedLaunches,
+    keep,
+    prepare_backward,
+    prepare_forward,
+    put_columns,
+    tensors_key,
+)
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
@@ -132,10 +140,7 @@ class Gather(Strategy):
         if (launches := self.launches.forward.get(alike)) is not None:
             (arriving,) = session.fetch(gather, inputs)
             k, v = keys.split(arriving.tensors[0])
-            for launch in launches:
-                # A launch waits for its own fetches; those of later ones go on beside it.
-                arriving.wait(launch.waits_for)
-                launch.run(inputs.q, k, v, whole, sinks)
+            launches.run(inputs.q, k, v, whole, sinks, arriving.wait)
             arriving.wait(None)
             if call.params.needs_lse:
                 call.kernel.mark_nonfinite(whole.lse)
@@ -159,9 +164,8 @@ class Gather(Strategy):
             arriving.wait(None)
         if self.is_plain and covered and results[0] is whole:
             items = list(zip(gather.items, gather.waits_for, strict=True))
-            self.launches.keep_forward(
-                alike, prepare_forward(call.kernel, rows, columns, whole, items, call.params)
-            )
+            launches = prepare_forward(call.kernel, rows, columns, whole, items, call.params)
+            keep(self.launches.forward, alike, launches)
         if len(results) == 1:
             whole = results[0]
         elif results[0].out.dtype != whole.out.dtype:
@@ -182,18 +186,20 @@ class Gather(Strategy):
             inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
         )
         gather, keys = self.gather, session.spec.keys
-        rows, sums = call.rows(inputs), _sums(call, inputs, keys, self.gather.splits)
+        sums = _sums(call, inputs, keys, self.gather.splits)
+        alike = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
+        if (prepared := self.launches.backward.get(alike)) is not None:
+            return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
+        rows = call.rows(inputs)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
         room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
-        row_grads = QueryGrads(_dq(call, gather, rows), dbias)
+        row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
         dk, dv = (
             torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
-        alike = tensors_key(inputs.q, upstream.dout, upstream.out)
-        launch = self.launches.backward.get(alike) if sums.head_major else None
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         home: list[Tensor | None] = []
 
@@ -212,12 +218,8 @@ class Gather(Strategy):
                 head_group(row_grads, n, groups),
             )  # fmt: skip
             for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
-                if launch is not None:
-                    dout, out, lse, _ = upstream
-                    launch(inputs.q, columns.k, columns.v, dout, out, lse, row_grads.dq, room[n])
-                else:
-                    work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
-                    _differentiate(call, work, *part, sums, room[n], gather.length)
+                work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
+                _differentiate(call, work, *part, sums, room[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
@@ -233,13 +235,36 @@ class Gather(Strategy):
                 finish(n - 1)
         # Nothing is left to hide the last group behind.
         finish(groups - 1)
-        can_prepare = self.is_plain and sums.head_major and not self.groups.early and items
-        if launch is None and can_prepare and call.kernel.parts is not None:
-            self.launches.keep_backward(
-                alike,
-                call.kernel.parts.prepare(rows, columns, upstream, gather.items, call.params),
-            )
+        if self.is_plain and not self.groups.early and upstream.delta is None and items:
+            prepared = prepare_backward(
+                call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
+                call.params,
+            )  # fmt: skip
+            keep(self.launches.backward, alike, prepared)
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+
+    def _repeat(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved,
+        session: GatherSession, sums: KeyGradBuffer, prepared: PreparedBackward,
+    ) -> Grads:  # fmt: skip
+        """Run a backward by prepared launches: one group of heads, all work over the buffer."""
+        gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        (room,) = session.accumulators(gather, sums, zero=sums.head_major)
+        dq, dk, dv = _dq(call, gather, q), torch.empty_like(k), torch.empty_like(v)
+        if saved:
+            both = saved[0]
+        else:
+            (arriving,) = session.fetch(gather, inputs)
+            arriving.wait(None)
+            both = arriving.tensors[0]
+        dout, out, lse, _ = upstream
+        prepared.launch(q, *keys.split(both), dout, out, lse, dq, room)
+        # The sums are final on this rank: the owners of their keys take them, and this rank takes
+        # the peers' sums for its own keys. Peers read other columns than those that these go to.
+        coming = session.return_grads(gather, sums, room, 0, overlapped=False)
+        coming(room, gather.length, partial(_in_buffer, gather, call.ranks.rank))
+        prepared.round(room, dk, dv)
+        return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
@@ -343,16 +368,17 @@ def _differentiate(
     """
     for columns, item, fresh in work:
         part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        into = row_grads.take(item.q_slice), sums.of(grads, length, item.k_slice)
+        into = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
+            totals = sums.of(grads, length, item.k_slice)
+            call.kernel.parts.accumulate(*part, item, call.params, into.dq, totals)
         else:
-            result = call.kernel.grads(*part, item, call.params, into[0].dq)
-            if result.dq.data_ptr() != into[0].dq.data_ptr():
-                into[0].dq.copy_(result.dq)
-            if into[0].dbias is not None and result.dbias is not None:
-                into[0].dbias.add_(result.dbias)
-            _put_columns(result, into[1], item, fresh)
+            result = call.kernel.grads(*part, item, call.params, into.dq)
+            if result.dq.data_ptr() != into.dq.data_ptr():
+                into.dq.copy_(result.dq)
+            if into.dbias is not None and result.dbias is not None:
+                into.dbias.add_(result.dbias)
+            put_columns((result.dk, result.dv), sums.views(grads, length), item, fresh)
 
 
 def _keys_by_group(
@@ -398,9 +424,7 @@ def _finish_own_grads(
         grads, own, length = home, [Fetch(-1, every, every)], keys.length
 
     def where(source: slice) -> slice:
-        one = next(x for x in own if x.source.start <= source.start < x.source.stop)
-        by = one.target.start - one.source.start
-        return slice(source.start + by, source.stop + by)
+        return _shifted(source, own)
 
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
@@ -417,6 +441,18 @@ def _finish_own_grads(
                 place.copy_(x)
 
 
+def _shifted(source: slice, own: Sequence[Fetch]) -> slice:
+    """Return the columns at which the fetches ``own`` put a span of local keys."""
+    one = next(x for x in own if x.source.start <= source.start < x.source.stop)
+    by = one.target.start - one.source.start
+    return slice(source.start + by, source.stop + by)
+
+
+def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
+    """Return the columns of a span of a rank's own keys in its buffer."""
+    return _shifted(source, [one for one in gather.fetches if one.rank == rank])
+
+
 def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
     """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
@@ -429,29 +465,14 @@ def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradB
     return KeyGradBuffer(keys, head_major)
 
 
-def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
+def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
     """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
 
     Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
     """
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
-    dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
-    return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
-
-
-def _put_columns(
-    result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
-) -> None:
-    """Store an item's dK/dV in the sums: overwrite its ``fresh`` columns, and add to the others."""
-    # Edges alternate: from the item's start to a fresh span, over it, to the next, ..., to its end.
-    edges = [item.k_start, *(at for one in fresh for at in (one.start, one.stop)), item.k_stop]
-    for n, (start, stop) in enumerate(pairwise(edges)):
-        part = slice(start - item.k_start, stop - item.k_start)
-        for total, x in zip(sums, (result.dk, result.dv), strict=True):
-            if start < stop and n % 2 == 0:
-                total[:, part].add_(x[:, part])
-            elif start < stop:
-                total[:, part].copy_(x[:, part])
+    dq = torch.empty(q.shape, dtype=dtype, device=call.device)
+    return dq if gather.num_rows == q.shape[1] else dq.zero_()
 
 
 def _in_place(

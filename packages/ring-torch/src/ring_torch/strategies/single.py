@@ -10,7 +10,7 @@ from ring_core import Plan, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import PreparedLaunches, keep, prepare_forward, tensors_key
 from ring_torch.transports.api import Traffic
 
 
@@ -38,8 +38,7 @@ class Single(Strategy):
             sinks = folded(inputs.sinks, torch.float32)
         alike = tensors_key(q, k, v, sinks)
         if (launches := self.launches.forward.get(alike)) is not None:
-            for launch in launches:
-                launch.run(q, k, v, whole, sinks)
+            launches.run(q, k, v, whole, sinks, lambda _: None)
             if params.needs_lse:
                 call.kernel.mark_nonfinite(whole.lse)
             return whole, ()
@@ -50,9 +49,8 @@ class Single(Strategy):
         result = call.kernel.attend(part, columns.take(item.k_slice), item, params, place)
         if covered:
             if self.is_plain and result.out.data_ptr() == whole.out.data_ptr():
-                self.launches.keep_forward(
-                    alike, prepare_forward(call.kernel, rows, columns, whole, [(item, 0)], params)
-                )
+                launches = prepare_forward(call.kernel, rows, columns, whole, [(item, 0)], params)
+                keep(self.launches.forward, alike, launches)
             return result, ()
         whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
         for mine, found in zip(whole.take(item.q_slice), result, strict=True):
