@@ -219,16 +219,18 @@ def soak() -> str:
     for rank, runs in enumerate(kept["calls"]["ranks"]):
         for name, run in runs.items():
             counted = ("files", "threads", "plans", "calls", "agreed")
-            held = [f"{run['warm'][key]} to {run['end'][key]}" for key in counted]
+            files, threads, plans, calls, agreed = (
+                f"{run['warm'][key]} to {run['end'][key]}" for key in counted
+            )
             grown = (run["end"]["memory"] - run["warm"]["memory"]) / 2**20
-            rows.append((rank, name, *held, f"{grown:+.1f}", f"`{run['digest']}`"))
+            kept_of = f"{plans}; {calls}"
+            bits = f"`{run['digest']}`"
+            rows.append((f"{rank}, {name}", files, threads, kept_of, agreed, f"{grown:+.1f}", bits))
     header = (
-        "rank",
-        "run",
+        "rank, run",
         "open files",
         "threads",
-        "plans kept",
-        "calls kept",
+        "plans; calls kept",
         "calls agreed on",
         "memory, MiB",
         "bits of results",
