@@ -185,13 +185,20 @@ def fuzz() -> str:
 
 
 def on_gpus() -> str:
-    """How the cases of the table, and lost ranks, ended on GPUs."""
-    kept = json.loads((RESULTS / "conformance-h200x4.json").read_text())
+    """Return how the cases of the table, and lost ranks, ended on 4 and on 2 H200s."""
+    rows = [*_ended("4", "conformance-h200x4.json"), *_ended("2", "conformance-h200x2.json")]
     names = ("passed", "refused", "failed", "not reached")
-    some = {f"`{name}`": run for name, run in kept["cases"].items()}
-    some |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
-    rows = [(what, *(run.get(name, 0) for name in names)) for what, run in some.items()]
-    return _table(("kernel, strategy and transport", *names), rows)
+    return _table(("H200s", "kernel, strategy and transport", *names), rows)
+
+
+def _ended(gpus: str, file: str) -> list[tuple[object, ...]]:
+    """Return a row for each kernel, strategy and transport of a run on so many GPUs."""
+    kept = json.loads((RESULTS / file).read_text())
+    runs = {f"`{name}`": run for name, run in kept["cases"].items()}
+    if "lost ranks" in kept:
+        runs |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
+    names = ("passed", "refused", "failed", "not reached")
+    return [(gpus, what, *(run.get(name, 0) for name in names)) for what, run in runs.items()]
 
 
 def hosts() -> str:
@@ -212,16 +219,18 @@ def soak() -> str:
     for rank, runs in enumerate(kept["calls"]["ranks"]):
         for name, run in runs.items():
             counted = ("files", "threads", "plans", "calls", "agreed")
-            held = [f"{run['warm'][key]} to {run['end'][key]}" for key in counted]
+            files, threads, plans, calls, agreed = (
+                f"{run['warm'][key]} to {run['end'][key]}" for key in counted
+            )
             grown = (run["end"]["memory"] - run["warm"]["memory"]) / 2**20
-            rows.append((rank, name, *held, f"{grown:+.1f}", f"`{run['digest']}`"))
+            kept_of = f"{plans}; {calls}"
+            bits = f"`{run['digest']}`"
+            rows.append((f"{rank}, {name}", files, threads, kept_of, agreed, f"{grown:+.1f}", bits))
     header = (
-        "rank",
-        "run",
+        "rank, run",
         "open files",
         "threads",
-        "plans kept",
-        "calls kept",
+        "plans; calls kept",
         "calls agreed on",
         "memory, MiB",
         "bits of results",

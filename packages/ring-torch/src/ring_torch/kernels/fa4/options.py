@@ -22,7 +22,7 @@ from ring_torch.kernels.library import Mods, Options, Pass
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
 # Relative times of a score, measured with predicates in blocks of 128 and of 64 keys
-# (docs/performance.md).
+# (docs/tried.md).
 _FEW_KEYS_COST = 1.15  # in blocks of few keys
 _PARTIAL_COST = 1.3  # in blocks that need their mask
 
