@@ -5,6 +5,7 @@ One object owns both, so that splitting and attention cannot use different ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
 
@@ -154,6 +155,36 @@ class ContextParallel:
             self._sharding.check_group()
             return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
         return self._sharding.unshard(x, dim=dim, grad=grad)
+
+    def shift(
+        self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
+
+        All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
+        gradients back. Only rows that change rank are sent.
+
+        Args:
+            x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
+            n: How far; negative for tokens that look ahead, as ``n=-1`` gives each the next one's.
+            dim: Dimension of the sequence.
+            fill: Number in rows that no token moves to.
+            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+
+        Returns:
+            A tensor like ``x``.
+
+        Raises:
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
+                layout.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+
+        Example::
+
+            labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
+        """
+        return self._sharding.shift(x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
