@@ -65,3 +65,54 @@ def _shift(rank: int, size: int, n: int) -> None:
 @pytest.mark.parametrize("n", [0, 1, -1, -2, 5, 25, -37, 60])
 def test_a_shift_is_that_of_the_whole_sequence(n: int, pool: LocalRanks) -> None:
     pool.run(_shift, len(pool), n)
+
+
+def _halo(rank: int, size: int, left: int, right: int) -> None:
+    for layout in layouts(size):
+        if layout == "striped":
+            continue
+        cp = ContextParallel(layout=layout)
+        runs = cp.layout(T).num_runs
+        for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+            whole, at = numbers(0, *shape), dim % len(shape)
+            x = cp.shard(whole, dim=dim).requires_grad_()
+            rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
+            width = left + T // size // runs + right
+            batch = 1 if at == 0 else shape[0]
+            assert positions.shape == documents.shape == (batch * runs, width)
+            assert rows.shape == ((runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :]))
+            # Every token is that of its position, and what is outside is zero.
+            tokens = torch.cat([whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1)
+            for row, places in enumerate(positions):
+                like = tokens[places] if at == 0 else tokens[row // runs][..., places]
+                got = rows[row] if at == 0 else rows[row].movedim(at - 1, -1)
+                assert torch.equal(got, like), (layout, dim, row)
+            inside = positions >= 0
+            assert torch.equal(inside, documents >= 0)
+            ends = torch.tensor(DOCUMENTS).unique()
+            assert torch.equal(torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside])
+            # Own tokens come back by join, from the middle of each row.
+            middle = rows.narrow(1 if at == 0 else at, left, width - left - right)
+            assert torch.equal(cp.join(middle, dim=dim), x)
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (3, 0), (1, 2), (20, 30), (0, 70)])
+def test_a_halo_holds_the_tokens_that_it_says(left: int, right: int, pool: LocalRanks) -> None:
+    pool.run(_halo, len(pool), left, right)
+
+
+def _relayout(rank: int, size: int) -> None:
+    for layout in layouts(size):
+        for to in layouts(size):
+            cp, other = ContextParallel(layout=layout), ContextParallel(layout=to)
+            for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+                whole, grad = numbers(0, *shape), numbers(1, *shape)
+                x = cp.shard(whole, dim=dim).requires_grad_()
+                out = cp.relayout(x, to=other if dim else to, dim=dim)
+                (got,) = torch.autograd.grad(out, x, other.shard(grad, dim=dim))
+                assert torch.equal(out, other.shard(whole, dim=dim))
+                assert torch.equal(got, cp.shard(grad, dim=dim))
+
+
+def test_a_relayout_gives_the_tokens_of_the_other_layout(pool: LocalRanks) -> None:
+    pool.run(_relayout, len(pool))

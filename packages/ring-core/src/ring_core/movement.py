@@ -26,11 +26,12 @@ from ring_core.base.arguments import (
     check_index,
     check_size,
     describe_value,
+    is_finite,
     is_integer,
 )
 from ring_core.base.errors import UnsupportedError
-from ring_core.layouts.layout import Layout
-from ring_core.masks.mask import Mask, check_documents
+from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.masks import mask as masks
 
 
 class RowCopy(NamedTuple):
@@ -202,7 +203,7 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     check_steps(n)
     source = _runs_of(layout)
     allowed = None
-    offsets = _document_offsets(layout, cu_seqlens)
+    offsets = check_documents(layout, cu_seqlens)
     if offsets is not None:
         # Positions whose shifted position is in the same document.
         start = np.maximum(offsets[:-1], offsets[:-1] - n)
@@ -224,7 +225,7 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
         UnsupportedError: The layout has no runs of consecutive tokens.
     """
     check_sides(left, right)
-    check_consecutive(layout)
+    check_consecutive(layout.name, layout.cp_size)
     source = _runs_of(layout)
     width = layout.run_length + left + right
     rows = layout.num_runs * width
@@ -249,7 +250,7 @@ def halo_ids(
     steps = np.arange(-left, layout.run_length + right, dtype=np.int64)
     positions = layout.run_positions(rank).reshape(-1, 1) + steps
     inside = (positions >= 0) & (positions < layout.seq_len)
-    offsets = _document_offsets(layout, cu_seqlens)
+    offsets = check_documents(layout, cu_seqlens)
     documents = np.zeros_like(positions)
     if offsets is not None:
         documents = np.searchsorted(offsets, positions, side="right") - 1
@@ -267,6 +268,19 @@ def relayout(source: Layout, target: Layout) -> Movement:
             f"both layouts must be of one sequence, got {source.seq_len} and {target.seq_len} tokens"
         )
     return Movement(_runs_of(source), _runs_of(target), source.local_len, target.local_len)
+
+
+def check_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
+    """Return the offsets of documents that are not empty; ``None`` without ``cu_seqlens``.
+
+    Raises:
+        ValueError: They are malformed, or do not end with the sequence.
+    """
+    if cu_seqlens is None:
+        return None
+    mask = masks.Mask(cu_seqlens=cu_seqlens)
+    masks.check_documents(mask, layout.seq_len, layout.seq_len)
+    return mask.document_offsets
 
 
 def check_steps(n: object) -> None:
@@ -305,25 +319,28 @@ def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
         ValueError: It is no number, or not one of this dtype.
     """
     whole = isinstance(low, int)
-    is_number = isinstance(fill, int | float | np.integer | np.floating)
-    fits = is_number and (low <= fill <= high or (not whole and not np.isfinite(fill)))  # type: ignore[operator,call-overload]
-    if not fits or (whole and fill != int(fill)):  # type: ignore[call-overload]
+    fits = (
+        isinstance(fill, int | float)
+        and (low <= fill <= high or (not whole and not is_finite(fill)))
+        and not (whole and isinstance(fill, float))
+    )
+    if not fits:
         raise ValueError(
             f"fill must be {'an integer' if whole else 'a number'} in [{low}, {high}], as x is of "
             f"{dtype}, got {describe_value(fill)}"
         )
 
 
-def check_consecutive(layout: Layout) -> None:
+def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
     """Refuse a layout whose ranks hold no consecutive tokens.
 
     Raises:
         UnsupportedError: It is striped.
     """
-    if layout.stride > 1:
+    if layout == "striped" and cp_size > 1:
         raise UnsupportedError(
-            f"halo gives rows to runs of consecutive tokens, and in the {layout.name} layout over "
-            f"{layout.cp_size} ranks no two neighbours are on one rank. Instead: relayout to "
+            f"halo gives rows to runs of consecutive tokens, and in the {layout} layout over "
+            f"{cp_size} ranks no two neighbours are on one rank. Instead: relayout to "
             f"'contiguous' around the layer, as in cp.relayout(x, to='contiguous')"
         )
 
@@ -402,15 +419,6 @@ def _ranges(start: Ints, stop: Ints) -> _Runs:
     """Return ascending ranges of positions as runs of no rank, without the empty ones."""
     start, length = start[stop > start], (stop - start)[stop > start]
     return _Runs(np.zeros_like(start), np.zeros_like(start), length, start, 1)
-
-
-def _document_offsets(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
-    """Return the offsets of documents that are not empty, checked to end with the sequence."""
-    if cu_seqlens is None:
-        return None
-    mask = Mask(cu_seqlens=cu_seqlens)
-    check_documents(mask, layout.seq_len, layout.seq_len)
-    return mask.document_offsets
 
 
 def _offsets(length: Ints) -> Ints:

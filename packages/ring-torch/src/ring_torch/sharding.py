@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec, checks, divisor_of, movement
+from ring_core import Layout, LayoutSpec, checks, divisor_of
 from ring_core.layouts.layout import Run, check_layout
-from ring_core.masks.mask import mask_of
 from ring_torch.capture import on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
-from ring_torch.comm.movement import Move, MoveKind, Shift, move
 from ring_torch.comm.ranks import (
     Group,
     Ranks,
@@ -102,20 +100,6 @@ class Sharding:
             x, Unsharding(ring, self.layout_name, dim % x.ndim, grad, needs_grad, number)
         )
         return whole
-
-    def shift(
-        self, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
-    ) -> Tensor:
-        """Return the rows of the tokens ``n`` positions earlier, inside of documents."""
-        number = self.ring.next_call()
-        return self._move(x, dim, shift_of(x, self.layout_name, n, fill, cu_seqlens), number)
-
-    def _move(self, x: Tensor, dim: int, kind: MoveKind, number: int) -> Tensor:
-        """Run a checked movement as one autograd function."""
-        check_dim(x, dim)
-        needs_grad = x.requires_grad and torch.is_grad_enabled()
-        moved: Tensor = move(x, Move(self.ring, kind, dim % x.ndim, needs_grad, number))
-        return moved
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
@@ -249,29 +233,6 @@ def check_dim(x: object, dim: object) -> None:
         raise ValueError(
             f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
-
-
-def shift_of(
-    x: object, layout: LayoutSpec, n: int, fill: float, cu_seqlens: Sequence[int] | None
-) -> Shift:
-    """Check the arguments of a shift, and return it.
-
-    Raises:
-        ValueError: One is malformed.
-    """
-    movement.check_steps(n)
-    if isinstance(x, Tensor):
-        movement.check_fill(fill, str(x.dtype).removeprefix("torch."), *_limits(x.dtype))
-    documents = mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens)
-    return Shift(layout, int(n), fill, documents.cu_seqlens)
-
-
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the lowest and the highest number of a dtype, as ``int`` if it has no others."""
-    if dtype == torch.bool:
-        return 0, 1
-    limits = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
-    return limits.min, limits.max
 
 
 def check_grad(x: Tensor, grad: object) -> bool:

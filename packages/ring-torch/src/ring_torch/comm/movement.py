@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutSpec
-from ring_core.movement import Movement, RowCopy, halo, relayout, shift
+from ring_core.movement import Movement, RowCopy, check_documents, halo, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device
@@ -29,7 +29,7 @@ _MOST_SLICES = 32
 
 
 @dataclass(frozen=True)
-class Shift:
+class ShiftMove:
     """Shift of tokens by ``n`` positions, inside of documents; ``fill`` where none comes from."""
 
     name: ClassVar[str] = "shift"
@@ -44,7 +44,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class Halo:
+class HaloMove:
     """Rows on both sides of each run, zeros outside of the sequence."""
 
     name: ClassVar[str] = "halo"
@@ -52,14 +52,16 @@ class Halo:
     layout: LayoutSpec
     left: int
     right: int
+    cu_seqlens: tuple[int, ...] | None
 
     def movement(self, layout: Layout) -> Movement:
         """Return the plan for a sequence in this layout."""
+        check_documents(layout, self.cu_seqlens)
         return halo(layout, self.left, self.right)
 
 
 @dataclass(frozen=True)
-class Relayout:
+class RelayoutMove:
     """Change to another layout of the same ranks."""
 
     name: ClassVar[str] = "relayout"
@@ -72,7 +74,7 @@ class Relayout:
         return relayout(layout, Layout(self.to, layout.seq_len, layout.cp_size))
 
 
-MoveKind = Shift | Halo | Relayout
+MoveKind = ShiftMove | HaloMove | RelayoutMove
 
 
 class _Copy(NamedTuple):
@@ -184,7 +186,7 @@ def _passes(
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveCall:
     """Call of a movement, with its forward and backward.
 
     Attributes:
@@ -265,7 +267,7 @@ class _Move(torch.autograd.Function):
     """Autograd function of a movement."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: MoveCall) -> Tensor:
         ctx.call, ctx.rows = call, x.shape[call.dim]
         return call.forward(x)
 
