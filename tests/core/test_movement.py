@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ring_core import ChunkLayout, Layout, LayoutSpec, UnsupportedError
-from ring_core.movement import Movement, RowCopy, halo, halo_ids, relayout, shift
+from ring_core.movement import Movement, RowCopy, halo, halo_ids, hops, relayout, shift
 
 Rows = npt.NDArray[np.int64]
 #: Chunks that are neighbours on a rank, and some that are far apart.
@@ -78,15 +78,37 @@ def shifted(whole: Rows, n: int, offsets: tuple[int, ...]) -> Rows:
     return out
 
 
+def move_by_hops(movement: Movement, parts: list[Rows]) -> list[Rows]:
+    """Run a movement as one program for all ranks does."""
+    size = len(parts)
+    results = [np.full(movement.target_rows, FILL) for _ in parts]
+    for hop in hops(movement, size):
+        assert hop.rows == max(hop.written.rows)
+        for receiver in range(size):
+            sender = (receiver - hop.distance) % size
+            rows = hop.written.rows[receiver]
+            assert rows == hop.read.rows[sender]
+            assert (rows > 0) == (receiver in hop.receivers)
+            i = np.arange(rows)
+            at = []
+            for table, rank in ((hop.read, sender), (hop.written, receiver)):
+                piece = np.searchsorted(table.offset[rank], i, side="right") - 1
+                at.append(table.start[rank][piece] + table.step * (i - table.offset[rank][piece]))
+            results[receiver][at[1]] = parts[sender][at[0]]
+    return results
+
+
 @pytest.mark.parametrize("n", [0, 1, -1, 2, -5, 17, -31, 71, -72, 500])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_a_shift_moves_tokens_inside_of_documents(cp_size: int, n: int) -> None:
     whole = np.arange(T) + 100
     for layout in layouts(cp_size):
         for offsets in ((0, T), (0, 1, 1, 7, 30, 31, 32, 60, T)):
-            moved = move(shift(layout, n, offsets), shards(layout, whole))
-            for out, like in zip(moved, shards(layout, shifted(whole, n, offsets)), strict=True):
-                np.testing.assert_array_equal(out, like)
+            for run in (move, move_by_hops):
+                moved = run(shift(layout, n, offsets), shards(layout, whole))
+                expected = shards(layout, shifted(whole, n, offsets))
+                for out, like in zip(moved, expected, strict=True):
+                    np.testing.assert_array_equal(out, like)
 
 
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (3, 0), (0, 1), (2, 2), (30, 7), (80, 80)])
@@ -99,6 +121,8 @@ def test_a_halo_has_the_rows_on_both_sides_of_each_run(
         if layout.stride > 1:
             continue
         moved = move(halo(layout, left, right), shards(layout, np.arange(T)))
+        by_hops = move_by_hops(halo(layout, left, right), shards(layout, np.arange(T)))
+        np.testing.assert_array_equal(moved, by_hops)
         for rank, rows in enumerate(moved):
             positions, documents = halo_ids(layout, left, right, rank, offsets)
             width = left + layout.run_length + right
@@ -129,6 +153,7 @@ def test_a_relayout_goes_to_other_layouts_of_as_many_ranks_or_others(cp_size: in
         for target in layouts(cp_size):
             movement = relayout(source, target)
             moved = move(movement, shards(source, whole))
+            np.testing.assert_array_equal(moved, move_by_hops(movement, shards(source, whole)))
             for out, like in zip(moved, shards(target, whole), strict=True):
                 np.testing.assert_array_equal(out, like)
             leaving = sum(movement.exchange(rank).pack.rows for rank in range(cp_size))

@@ -71,8 +71,7 @@ def halo(
     kind = HaloMove(layout, int(left), int(right), offsets_of(cu_seqlens))
     dim %= x.ndim
     rows = rows_of_runs(_moved(ranks, x, dim, kind, number), dim, runs_a_rank(layout, ranks.size))
-    positions, documents = halo_ids_of(kind, x, dim, ranks)
-    return Halo(rows, positions, documents)
+    return Halo(rows, *halo_ids_of(kind, x, dim, ranks))
 
 
 def relayout(
@@ -169,13 +168,12 @@ def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
     return split if dim == 0 else split.movedim(dim, 1).flatten(0, 1)
 
 
-def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Return positions and documents of a halo of ``x``, int64 ``[B * R, left + L + right]``."""
+def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
     layout = Layout(kind.layout, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
     batch = 1 if dim == 0 else x.shape[0]
-    positions, documents = ids.repeat(1, batch, 1)  # a copy: the caller may write to it
-    return positions, documents
+    return ids.repeat(1, batch, 1)  # a copy: the caller may write to it
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence

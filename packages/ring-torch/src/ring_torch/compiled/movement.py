@@ -79,7 +79,7 @@ def halo_in_graph(
     dim %= x.ndim
     text = _text(group, "halo", fields, dim, x.requires_grad and torch.is_grad_enabled())
     rows = rows_of_runs(move(x, tensors, numbers, text), dim, runs_a_rank(layout, size))
-    return Halo(rows, *halo_positions(x, tensors, numbers, text))
+    return Halo(rows, *halo_ids(x, tensors, numbers, text))
 
 
 def relayout_in_graph(
@@ -179,26 +179,26 @@ def _move_backward_like(
     return grad.new_empty(shape)
 
 
-@torch.library.custom_op("ring_torch::halo_positions", mutates_args=())
-def halo_positions(
+@torch.library.custom_op("ring_torch::halo_ids", mutates_args=())
+def halo_ids(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> tuple[Tensor, Tensor]:
-    """Return positions and documents of the tokens in a halo of ``x``."""
+) -> Tensor:
+    """Return positions and documents of a halo of ``x``, ``[2, B * R, left + L + right]``."""
     call = _call(text, tensors, numbers, new=False)
     assert isinstance(call.kind, HaloMove)
     return halo_ids_of(call.kind, x, call.dim, call.ranks)
 
 
-@halo_positions.register_fake
-def _halo_positions_like(
+@halo_ids.register_fake
+def _halo_ids_like(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> tuple[Tensor, Tensor]:
-    """Return tensors of the results' shapes, while a graph is traced."""
+) -> Tensor:
+    """Return a tensor of the result's shape, while a graph is traced."""
     facts = json.loads(text)
     layout, left, right, _ = (read(field, tensors, numbers) for field in facts["fields"])
     dim, runs = facts["dim"], runs_a_rank(layout, facts["ranks"][1])
-    shape = (runs * (1 if dim == 0 else x.shape[0]), x.shape[dim] // runs + left + right)
-    return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.int64)
+    shape = (2, runs * (1 if dim == 0 else x.shape[0]), x.shape[dim] // runs + left + right)
+    return x.new_empty(shape, dtype=torch.int64)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -212,7 +212,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Run the backward operation."""
     moved = move_backward(grad, ctx.rows, ctx.saved_tensors, ctx.numbers, ctx.text)
-    return moved, [None] * len(ctx.saved_tensors), None, None
+    # To torch a list of no numbers is a list of no tensors, and wants as many gradients.
+    return moved, [None] * len(ctx.saved_tensors), None if ctx.numbers else [], None
 
 
 move.register_autograd(_backward, setup_context=_keep)
