@@ -54,7 +54,7 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _shift(rank: int, size: int, n: int) -> None:
+def _shift(_: int, size: int, n: int) -> None:
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
         for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
@@ -74,7 +74,7 @@ def test_a_shift_is_that_of_the_whole_sequence(n: int, pool: LocalRanks) -> None
     pool.run(_shift, len(pool), n)
 
 
-def _halo(rank: int, size: int, left: int, right: int) -> None:
+def _halo(_: int, size: int, left: int, right: int) -> None:
     for layout in layouts(size):
         if layout == "striped":
             continue
@@ -87,9 +87,13 @@ def _halo(rank: int, size: int, left: int, right: int) -> None:
             width = left + T // size // runs + right
             batch = 1 if at == 0 else shape[0]
             assert positions.shape == documents.shape == (batch * runs, width)
-            assert rows.shape == ((runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :]))
+            assert rows.shape == (
+                (runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :])
+            )
             # Every token is that of its position, and what is outside is zero.
-            tokens = torch.cat([whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1)
+            tokens = torch.cat(
+                [whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1
+            )
             for row, places in enumerate(positions):
                 like = tokens[places] if at == 0 else tokens[row // runs][..., places]
                 got = rows[row] if at == 0 else rows[row].movedim(at - 1, -1)
@@ -97,7 +101,9 @@ def _halo(rank: int, size: int, left: int, right: int) -> None:
             inside = positions >= 0
             assert torch.equal(inside, documents >= 0)
             ends = torch.tensor(DOCUMENTS).unique()
-            assert torch.equal(torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside])
+            assert torch.equal(
+                torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside]
+            )
             # Own tokens come back by join, from the middle of each row.
             middle = rows.narrow(1 if at == 0 else at, left, width - left - right)
             assert torch.equal(cp.join(middle, dim=dim), x)
@@ -108,7 +114,7 @@ def test_a_halo_holds_the_tokens_that_it_says(left: int, right: int, pool: Local
     pool.run(_halo, len(pool), left, right)
 
 
-def _relayout(rank: int, size: int) -> None:
+def _relayout(_: int, size: int) -> None:
     for layout in layouts(size):
         for to in layouts(size):
             cp, other = ContextParallel(layout=layout), ContextParallel(layout=to)
@@ -130,14 +136,14 @@ def _adjoint(rank: int, size: int) -> None:
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
         moves: dict[str, Any] = {
-            "shift": lambda x: cp.shift(x, -3, cu_seqlens=DOCUMENTS),
-            "relayout": lambda x: cp.relayout(x, to="contiguous"),
+            "shift": lambda x, cp=cp: cp.shift(x, -3, cu_seqlens=DOCUMENTS),
+            "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
         }
         if layout != "striped":
-            moves["halo"] = lambda x: cp.halo(x, 13, 30).rows
+            moves["halo"] = lambda x, cp=cp: cp.halo(x, 13, 30).rows
         for name, move in moves.items():
             runs = [move]
-            if layout == CHUNKS[size]:
+            if layout == CHUNKS[2] and name == "relayout":  # others are in compiled models
                 torch._dynamo.reset()
                 runs.append(torch.compile(move, backend="aot_eager", fullgraph=True))
             for run in runs:
@@ -161,7 +167,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def _dtypes(rank: int) -> None:
+def _dtypes(_: int) -> None:
     for number, dtype in enumerate(DTYPES):
         cp = ContextParallel(layout=("zigzag", "contiguous", "striped")[number % 3])
         whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(2).to(dtype)
@@ -210,7 +216,8 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
         wanted: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
         goes = {"shift": owner, "relayout": torch.arange(T) // (T // size)}
         moves: dict[str, Any] = {
-            "shift": lambda x: cp.shift(x, 5), "relayout": lambda x: cp.relayout(x, to="contiguous")
+            "shift": lambda x, cp=cp: cp.shift(x, 5),
+            "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
         }
         for name, move in moves.items():
             (source,) = wanted[name]
@@ -279,7 +286,7 @@ def _same_gradients(cp: ContextParallel, mine: nn.Module, whole: nn.Module) -> N
         torch.testing.assert_close(weight.grad, like.grad, msg=name)
 
 
-def _predict(rank: int, size: int, compiled: bool) -> None:
+def _predict(_: int, size: int, compiled: bool) -> None:
     tokens = torch.randint(11, (2, T), generator=torch.Generator().manual_seed(3))
     offsets = (0, 7, 23, 24, 30, T)
     whole = Heads()
@@ -288,7 +295,7 @@ def _predict(rank: int, size: int, compiled: bool) -> None:
         lambda x, n, fill: shifted(x, n, 1, fill, offsets),
     )  # fmt: skip
     expected.backward()
-    for layout in layouts(size):
+    for layout in layouts(size) if not compiled else layouts(size)[1::2]:
         torch._dynamo.reset()
         cp, mine = ContextParallel(layout=layout), Heads()
         options: Any = {"causal": True, "cu_seqlens": offsets}
@@ -308,6 +315,7 @@ def _predict(rank: int, size: int, compiled: bool) -> None:
         _same_gradients(cp, mine, whole)
 
 
+@pytest.mark.nightly(only=["4 ranks-compiled"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_multi_token_prediction_is_that_of_one_process(compiled: bool, pool: LocalRanks) -> None:
     pool.run(_predict, len(pool), compiled)
@@ -335,12 +343,14 @@ class Convolution(nn.Module):
         return self.behind(join(self.taps(rows, documents)).sin())
 
 
-def _convolve(rank: int, size: int, compiled: bool, reentrant: bool) -> None:
+def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
     x, target, whole = numbers(0, 2, T, 6), numbers(1, 2, T, 6), Convolution()
     ids = torch.bucketize(torch.arange(T), torch.tensor(DOCUMENTS).unique(), right=True)
 
     def pad(y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.nn.functional.pad(y, (0, 0, 3, 0)), torch.cat([ids.new_zeros(3), ids]).repeat(2, 1)
+        return torch.nn.functional.pad(y, (0, 0, 3, 0)), torch.cat([ids.new_zeros(3), ids]).repeat(
+            2, 1
+        )
 
     expected = whole(x, pad, lambda y: y)
     (expected * target).sum().backward()
@@ -367,6 +377,7 @@ def _convolve(rank: int, size: int, compiled: bool, reentrant: bool) -> None:
         _same_gradients(cp, mine, whole)
 
 
+@pytest.mark.nightly(only=["4 ranks-compiled"])
 @pytest.mark.parametrize(
     ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
     ids=["checkpointed", "checkpointed reentrantly", "compiled"],
@@ -442,7 +453,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "n": (lambda cp, x: cp.shift(x, 1.0), "n must be an integer"),
     "a flag": (lambda cp, x: cp.shift(x, True), "n must be an integer"),
     "dim": (lambda cp, x: cp.shift(x, 1, dim=3), "dim must be a dimension of x"),
-    "no tensor": (lambda cp, x: cp.shift([1], 1), "x must be a torch.Tensor"),
+    "no tensor": (lambda cp, _: cp.shift([1], 1), "x must be a torch.Tensor"),
     "fill": (lambda cp, x: cp.shift(x, 1, fill="0"), "fill must be a number"),
     "a fraction": (lambda cp, x: cp.shift(x.int(), 1, fill=0.5), "fill must be an integer"),
     "a large fill": (lambda cp, x: cp.shift(x.to(torch.uint8), 1, fill=-100), r"in \[0, 255\]"),
@@ -452,7 +463,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "left": (lambda cp, x: cp.halo(x, -1, 0), "left must be at least 0"),
     "right": (lambda cp, x: cp.halo(x, 0, None), "right must be at least 0"),
     "striped": (
-        lambda cp, x: ContextParallel(layout="striped").halo(x, 1, 0), r"Instead: relayout to"
+        lambda _, x: ContextParallel(layout="striped").halo(x, 1, 0), r"Instead: relayout to"
     ),
     "rows": (lambda cp, x: cp.join(x), "y must have a row for each of the 2 runs"),
     "rows of dim 0": (lambda cp, x: cp.join(x.repeat(4, 1, 1), dim=0), "y must have a row for"),
@@ -460,13 +471,13 @@ WRONG: dict[str, tuple[Any, str]] = {
     "to chunks": (lambda cp, x: cp.relayout(x, to=CHUNKS[4]), "chunks for 4 ranks"),
     "no part": (lambda cp, x: cp.shift(x[:, :3], 1), "is not a positive multiple of 4"),
     "no part there": (
-        lambda cp, x: ContextParallel(layout="contiguous").relayout(x[:, :3], to="zigzag"),
+        lambda _, x: ContextParallel(layout="contiguous").relayout(x[:, :3], to="zigzag"),
         "is not a positive multiple of 4",
     ),
 }  # fmt: skip
 
 
-def _refused(rank: int) -> list[str]:
+def _refused(_: int) -> list[str]:
     cp, every = ContextParallel(), []
     for name, (call, words) in WRONG.items():
         try:

@@ -4,8 +4,8 @@ A shift, a halo and a relayout are one thing: ``out[target] = x[source]`` for ro
 a fill where there is no source. Sources are the runs of a layout. Targets are runs as well, named
 by the positions of the tokens that they want: a shift's lie ``n`` earlier, a halo's begin ``left``
 earlier and are longer, a relayout's are those of another layout. Two runs are evenly spaced, so
-they meet in evenly spaced rows: a plan has a few slices for each pair of runs, and one more for each
-border of documents, however many tokens there are.
+they meet in evenly spaced rows: a plan has a few slices for each pair of runs, and one more for
+each border of documents, however many tokens there are.
 
 The return of a movement swaps sources and targets. It is the movement's adjoint, and so its
 backward: a row that was copied to several places gets the sum of what returns.
@@ -35,7 +35,7 @@ from ring_core.masks import mask as masks
 
 
 class RowCopy(NamedTuple):
-    """Copies of evenly spaced rows: ``out[target + target_step * i] = x[source + source_step * i]``.
+    """Copies of evenly spaced rows, as slices that are read and slices that are written.
 
     Attributes:
         source: First row that each slice reads, int64 ``[slices]``.
@@ -128,17 +128,21 @@ class Hop(NamedTuple):
 
     Attributes:
         distance: How far the receivers are ahead, round the ring.
-        rows: Number of rows of the longest message.
-        receivers: The ranks that get one, ascending.
+        pieces: ``(start, stop, receivers)``, ascending: rows of the message that the same ranks
+            get. Messages are of unequal lengths, and a program sends pieces of one length.
         read: Rows of the operand that each rank sends.
         written: Rows of the result in which each rank puts what arrives.
     """
 
     distance: int
-    rows: int
-    receivers: tuple[int, ...]
+    pieces: tuple[tuple[int, int, tuple[int, ...]], ...]
     read: RowTable
     written: RowTable
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the longest message."""
+        return self.pieces[-1][1]
 
 
 class _Runs(NamedTuple):
@@ -164,7 +168,8 @@ class _Runs(NamedTuple):
 
     def take(self, which: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
         """Return some of the runs."""
-        return _Runs(*(x[which] for x in self[:4]), self.stride)
+        rank, local, length, start = (x[which] for x in self[:4])
+        return _Runs(rank, local, length, start, self.stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +236,8 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
 
     >>> from ring_core import Layout
     >>> moves = hops(shift(Layout("contiguous", seq_len=8, cp_size=2), 1), 2)
-    >>> [(hop.distance, hop.rows, hop.receivers) for hop in moves]
-    [(0, 3, (0, 1)), (1, 1, (1,))]
+    >>> [(hop.distance, hop.pieces) for hop in moves]
+    [(0, ((0, 3, (0, 1)),)), (1, ((0, 1, (1,)),))]
     """
     sent: dict[int, dict[int, RowCopy]] = {}
     received: dict[int, dict[int, RowCopy]] = {}
@@ -246,8 +251,7 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
             sent.setdefault(0, {})[rank] = received.setdefault(0, {})[rank] = part.local
     return tuple(
         Hop(
-            distance, max(copies.rows for copies in received[distance].values()),
-            tuple(sorted(received[distance])),
+            distance, _pieces({rank: x.rows for rank, x in received[distance].items()}),
             _table({rank: x.reversed() for rank, x in sent[distance].items()}, cp_size),
             _table(received[distance], cp_size),
         )
@@ -262,8 +266,18 @@ def _messages(
     start = 0
     for peer, rows in counts:
         first, stop = np.searchsorted(offsets, (start, start + rows))
-        yield peer, RowCopy(*(x[first:stop] for x in copies[:3]), *copies[3:])
+        source, target, length = (x[first:stop] for x in copies[:3])
+        yield peer, RowCopy(source, target, length, *copies[3:])
         start += rows
+
+
+def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Cut messages at the ends of the shorter ones, from the rows that each rank gets."""
+    ends = sorted(set(rows.values()))
+    return tuple(
+        (start, stop, tuple(sorted(rank for rank, count in rows.items() if count >= stop)))
+        for start, stop in zip([0, *ends], ends, strict=False)
+    )
 
 
 def _table(copies: dict[int, RowCopy], cp_size: int) -> RowTable:

@@ -1,9 +1,9 @@
 """Shift, halo, join and relayout of shards inside ``shard_map``, for layers beside attention.
 
 The plan is :mod:`ring_core.movement`'s, as messages by distance: one ``ppermute`` for each distance
-over which any rows travel, among the devices that have some. Devices run one program, so a device
-looks its rows up in small tables of slices, and a message is as long as the longest over its
-distance. JAX derives the backward: rows go back the same way, and sum where they were copied.
+over which any rows travel, and one more for each unequal length there, among the devices that have
+so many rows. Devices run one program, so a device looks its rows up in small tables of slices. JAX
+derives the backward: rows go back the same way, and sum where they were copied.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def shift(
     """
     dim, place = _place(x, dim, axis_name, layout)
     check_shift(x, n, fill)
-    return _moved(x, dim, shift_movement(place, n, _offsets_of(cu_seqlens)), axis_name, place, fill)
+    return _moved(x, dim, shift_movement(place, n, offsets_of(cu_seqlens)), axis_name, place, fill)
 
 
 def halo(
@@ -114,7 +114,7 @@ def halo(
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
     dim, place = _place(x, dim, axis_name, layout)
-    documents = _offsets_of(cu_seqlens)
+    documents = offsets_of(cu_seqlens)
     movement = halo_movement(place, left, right)
     ids = np.stack([halo_ids(place, left, right, r, documents) for r in range(place.cp_size)])
     moved = _moved(x, dim, movement, axis_name, place, 0).reshape(
@@ -146,14 +146,7 @@ def join(
     """
     size = axis_size(axis_name)
     dim = check_dim(y, dim)
-    check_consecutive(check_layout(layout), size)
-    runs = divisor_of(layout, size) // size
-    if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs) or y.ndim < 2:
-        raise ValueError(
-            f"y must have a row for each of the {runs} runs that a device holds in the {layout} "
-            f"layout {'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo "
-            f"returns them, got shape {list(y.shape)}"
-        )
+    runs = check_rows(y, dim, layout, size, 1)
     if dim == 0:
         return y.reshape((-1, *y.shape[2:]))
     split = y.reshape((y.shape[0] // runs, runs, *y.shape[1:]))
@@ -199,9 +192,11 @@ def check_shift(x: Array, n: object, fill: object) -> None:
     low: float = 0
     high: float = 1
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        low, high = float(jnp.finfo(x.dtype).min), float(jnp.finfo(x.dtype).max)
+        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+        low = -high
     elif x.dtype != jnp.bool_:
-        low, high = int(jnp.iinfo(x.dtype).min), int(jnp.iinfo(x.dtype).max)
+        limits = np.iinfo(x.dtype)
+        low, high = int(limits.min), int(limits.max)
     check_fill(fill, str(x.dtype), low, high)
 
 
@@ -230,6 +225,32 @@ def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> No
     check_consecutive(layout, size)
 
 
+def check_rows(y: Array, dim: int, layout: LayoutSpec, size: int, devices: int) -> int:
+    """Check that ``y`` has a row for each run, and return the number of runs a device.
+
+    Args:
+        y: The rows.
+        dim: Dimension of the tokens, not negative.
+        layout: The layout.
+        size: Number of devices that share a sequence.
+        devices: Number of devices whose rows these are.
+
+    Raises:
+        ValueError: It has not.
+        UnsupportedError: The layout is striped.
+    """
+    check_consecutive(check_layout(layout), size)
+    runs = divisor_of(layout, size) // size
+    rows = runs * devices
+    if y.shape[0] % rows or (dim == 0 and y.shape[0] != rows) or y.ndim < 2:
+        raise ValueError(
+            f"y must have a row for each of the {rows} runs of the {layout} layout "
+            f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "
+            f"them, got shape {list(y.shape)}"
+        )
+    return runs
+
+
 def _place(
     x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec
 ) -> tuple[int, Layout]:
@@ -238,7 +259,7 @@ def _place(
     return dim, Layout(check_layout(layout), x.shape[dim] * size, size)
 
 
-def _offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
+def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the offsets of documents as a tuple of integers."""
     return mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens).cu_seqlens
 
@@ -263,10 +284,14 @@ def _moved(
         # Each device picks what it sends over this distance, up to the longest message ...
         read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
         message = rows.at[read].get(mode="fill", fill_value=0, unique_indices=True)
-        # ... sends it, and the devices that get one write it beside what they have; rows that fill
-        # a message up are beyond the end, and dropped.
+        # ... sends it, cut where shorter messages end, and the devices that get one write it beside
+        # what they have; rows that fill a message up are beyond the end, and dropped.
         if hop.distance:
-            message = ranks.move(message, hop.distance, hop.receivers)
+            pieces = [
+                ranks.move(message[start:stop], hop.distance, receivers)
+                for start, stop, receivers in hop.pieces
+            ]
+            message = jnp.concatenate(pieces)
         written = _row_numbers(hop.written, rank, hop.rows, movement.target_rows)
         out = out.at[written].set(message, mode="drop", unique_indices=True)
     return jnp.moveaxis(out, 0, dim)

@@ -293,15 +293,14 @@ class ContextParallel:
             x = cp.relayout(x, to=plain)  # a rank's tokens are consecutive now
             x = plain.relayout(scan(x), to=cp)
         """
+        group = to.group if isinstance(to, ContextParallel) else self.group
         layout = to.layout_name if isinstance(to, ContextParallel) else to
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            group = to.group if isinstance(to, ContextParallel) else self.group
             return relayout_in_graph(
                 self.group, self.layout_name, x, layout, group_of_to=group, dim=dim
             )
-        others = to._sharding.ring if isinstance(to, ContextParallel) else None
-        return movement.relayout(self._sharding, x, layout, ranks_of_to=others, dim=dim)
+        return movement.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.

@@ -26,12 +26,12 @@ from ring_torch.comm.movement import (
     ShiftMove,
     move,
 )
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.sharding import Sharding, check_dim
 
 
 class Halo(NamedTuple):
-    """Runs of consecutive tokens with rows of their neighbours, as ``ContextParallel.halo`` returns.
+    """Runs of consecutive tokens with rows of their neighbours: what ``halo`` returns.
 
     Attributes:
         rows: One row for each run, ``[B * R, ..., left + L + right, ...]``; zeros outside of the
@@ -75,13 +75,13 @@ def halo(
 
 
 def relayout(
-    sharding: Sharding, x: Tensor, to: LayoutSpec, *, ranks_of_to: Ranks | None, dim: int
+    sharding: Sharding, x: Tensor, to: LayoutSpec, *, group_of_to: Group, dim: int
 ) -> Tensor:
     """Return the rows of this rank in another layout."""
     ranks = sharding.ring
     number = ranks.next_call()
     check_dim(x, dim)
-    check_target(ranks, to, ranks_of_to)
+    check_target(ranks, to, ranks_of(group_of_to))
     kind = RelayoutMove(sharding.layout_name, to)
     return _moved(ranks, x, dim, kind, number)
 
@@ -99,7 +99,8 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
         )
     if dim == 0:
         return y.flatten(0, 1)
-    return y.unflatten(0, (y.shape[0] // runs, runs)).movedim(1, dim).flatten(dim, dim + 1)
+    split: Tensor = y.unflatten(0, (y.shape[0] // runs, runs))
+    return split.movedim(1, dim).flatten(dim, dim + 1)
 
 
 def check_shift(x: Tensor, n: object, fill: object) -> None:
@@ -129,19 +130,19 @@ def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> No
     check_consecutive(layout, size)
 
 
-def check_target(ranks: Ranks, to: LayoutSpec, others: Ranks | None) -> None:
+def check_target(ranks: Ranks, to: LayoutSpec, others: Ranks) -> None:
     """Check that a relayout leads to a layout of these ranks.
 
     Args:
         ranks: The ranks that hold the rows.
         to: The layout.
-        others: The ranks that ``to`` was given for; ``None`` for the same.
+        others: The ranks that ``to`` was given for.
 
     Raises:
         ValueError: It is no layout of as many ranks, or one over others.
     """
     divisor_of(check_layout(to), ranks.size)
-    if others is not None and _ranks_in(others) != _ranks_in(ranks):
+    if _ranks_in(others) != _ranks_in(ranks):
         raise ValueError(
             f"to must be a layout, or a ContextParallel over the same ranks, {_ranks_in(ranks)}; "
             f"this one is over {_ranks_in(others)}. Instead: to.shard(cp.unshard(x, grad='sum'))"
@@ -164,7 +165,7 @@ def runs_a_rank(layout: LayoutSpec, size: int) -> int:
 
 def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
     """Return ``[B, ..., R * W, ...]`` as ``[B * R, ..., W, ...]``; as ``[R, W, ...]`` of dim 0."""
-    split = x.unflatten(dim, (runs, -1))
+    split: Tensor = x.unflatten(dim, (runs, -1))
     return split if dim == 0 else split.movedim(dim, 1).flatten(0, 1)
 
 

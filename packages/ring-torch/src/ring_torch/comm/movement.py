@@ -1,8 +1,8 @@
 """Movements of rows between ranks, as one autograd function: shift, halo and relayout.
 
-The plan is :mod:`ring_core.movement`'s. A pass packs the rows that leave into one buffer, sends each
-peer its piece, copies the rows that stay meanwhile, and unpacks what arrives. The backward is the
-same pass with the exchange reversed. Nothing here knows of attention.
+The plan is :mod:`ring_core.movement`'s. A pass packs the rows that leave into one buffer, sends
+each peer its piece, copies the rows that stay meanwhile, and unpacks what arrives. The backward is
+the same pass with the exchange reversed. Nothing here knows of attention.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ class _Passes(NamedTuple):
 
 
 @capture_safe_cache(maxsize=64)
-def _passes(
-    kind: MoveKind, rows: int, place: tuple[int, int], device: torch.device
-) -> _Passes:
+def _passes(kind: MoveKind, rows: int, place: tuple[int, int], device: torch.device) -> _Passes:
     """Return the passes of a movement of ``rows`` local rows, for a rank and number of ranks.
 
     Raises:
@@ -245,7 +243,10 @@ def _signature(
     name: str, kind: MoveKind, shape: tuple[int, ...], dtype: str, dim: int, needs_grad: bool
 ) -> CallSignature:
     """Return the facts of a pass that must be equal on all ranks."""
-    arguments = {key: x if isinstance(x, int | float | tuple | None) else str(x) for key, x in vars(kind).items()}
+    arguments = {
+        key: x if isinstance(x, int | float | tuple | None) else str(x)
+        for key, x in vars(kind).items()
+    }
     return CallSignature.of(
         {"shape": list(shape), "dtype": dtype, "dim": dim, "needs_grad": needs_grad, **arguments},
         name,

@@ -149,9 +149,7 @@ def move(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
 
 
 @move.register_fake
-def _move_like(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> Tensor:
+def _move_like(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
     """Return a tensor of the result's shape, while a graph is traced."""
     facts, shape = json.loads(text), list(x.shape)
     if facts["kind"] == "halo":
@@ -180,9 +178,7 @@ def _move_backward_like(
 
 
 @torch.library.custom_op("ring_torch::halo_ids", mutates_args=())
-def halo_ids(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> Tensor:
+def halo_ids(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
     """Return positions and documents of a halo of ``x``, ``[2, B * R, left + L + right]``."""
     call = _call(text, tensors, numbers, new=False)
     assert isinstance(call.kind, HaloMove)
