@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from internals.core import RingStrategy
 
 from ring_core import (
     ChunkLayout,
@@ -18,11 +17,12 @@ from ring_core import (
     Mask,
     Plan,
     RingProgram,
-    balance_chunks,
+    balanced_layout,
     make_plan,
     reference,
     ring_program,
 )
+from ring_core.base.config import RingStrategy
 
 Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
@@ -550,7 +550,7 @@ def _chunk_cases() -> list[Case]:
     """Chunks balanced for a mask, and at random."""
     masks_of = {n: masks(48, n) for n in RANDOM}
     cases = [
-        Case(f"{name}-chunks-cp{n}", mask, balance_chunks(mask, seq_len=48, cp_size=n), n)
+        Case(f"{name}-chunks-cp{n}", mask, balanced_layout(mask, seq_len=48, cp_size=n), n)
         for n, name in ((2, "documents"), (3, "documents-window"), (4, "documents-full"))
         for mask in (masks_of[n][name],)
     ]

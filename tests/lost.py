@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from internals.torch import Ranks, Transfer
 
 from ring_torch import ring_attention
+from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.local import LocalRanks
 
 TIMEOUT = 2.0  # of the group, seconds

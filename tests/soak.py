@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from cases import RINGS
-from internals.core import plan as _plan
-from internals.torch import handshake, prepare, ranks as _ranks
 from torch import Tensor
 from tqdm import tqdm
 
 from ring_core import reference
-from ring_torch import ContextParallel
+from ring_core.plan import plan as _plan
+from ring_torch import ContextParallel, prepare
+from ring_torch.comm import handshake, ranks as _ranks
 from ring_torch.local import LocalRanks
 
 HEAD_DIM = 8

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cases import Case, round_to
-from internals.core import masked_matmul
 
 from ring_core import philox
+from ring_core.reference.item_kernel import masked_matmul
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -27,11 +27,18 @@ class Setting:
     heads: int = HEADS
     kv_heads: int = KV_HEADS
     mask: str = "causal"
+    dim: int = DIM
+    batch: int = 1
+    sinks: bool = False
 
     @property
     def name(self) -> str:
-        """For tables."""
-        return f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
+        """Name of its rows, as ``causal 16k 24/24 of 64 x2``: two sequences, 24 heads of 64."""
+        return (
+            f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
+            f"{f' of {self.dim}' if self.dim != DIM else ''}"
+            f"{f' x{self.batch}' if self.batch > 1 else ''}{' sinks' if self.sinks else ''}"
+        )
 
 
 SETTINGS = (
@@ -40,6 +47,16 @@ SETTINGS = (
     Setting(128 * K, mask="full"),
     Setting(512 * K, mask="window"),
     Setting(128 * K, mask="documents"),
+)
+#: Short passes, in which the host's time shows. The second is a layer of gpt-oss with a window.
+SHORT_SETTINGS = (
+    Setting(8 * K),
+    Setting(32 * K, 64, 8, mask="window 128", dim=64, sinks=True),
+    Setting(16 * K, 24, 24, dim=64, batch=2),
+    Setting(32 * K, kv_heads=32),
+    Setting(16 * K, dim=64),
+    Setting(16 * K, dim=256, heads=16, kv_heads=4),
+    Setting(32 * K, mask="documents"),
 )
 
 
@@ -56,7 +73,7 @@ def mask_of(name: str, seq_len: int) -> Mask:
         ends = np.cumsum(lengths)
         return Mask(causal=True, cu_seqlens=(0, *ends[ends < seq_len].tolist(), seq_len))
     window = windowed(4097 if seq_len > SCALING_GATE else 301)
-    return {"causal": CAUSAL, "full": FULL, "window": window}[name]
+    return {"causal": CAUSAL, "full": FULL, "window": window, "window 128": windowed(128)}[name]
 
 
 def pairs_of(mask: Mask, seq_len: int) -> int:

@@ -196,7 +196,8 @@ def blocks_of_documents() -> tuple[int, int]:
     import jax.numpy as jnp
     import numpy as np
 
-    from ring_core import EMPTY, Mask, make_plan, ring_program
+    from ring_core import Mask, make_plan, ring_program
+    from ring_core.base.arguments import EMPTY
     from ring_jax.records import ItemTable, KeyBlock, QueryBlock
     from ring_jax_tpu.block_index import block_kinds
     from ring_jax_tpu.block_sizes import Blocks

@@ -22,7 +22,7 @@ from benchmarks.torch.cases import DROPOUT, OPTIONS, Case
 from ring_core import Mask
 from ring_torch import ContextParallel
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]  # of q, k, v and, in rows that have them, sinks
 flex: Any = torch.compile(flex_attention, dynamic=False)
 
 
@@ -30,8 +30,8 @@ class Method(NamedTuple):
     """Attention, forward and forward + backward.
 
     Attributes:
-        forward: ``out``, without gradients.
-        both: ``[out, dq, dk, dv]``, then gradients of parameters.
+        forward: Returns ``out`` of q, k, v and, in rows that have them, sinks; without gradients.
+        both: Returns ``[out, dq, dk, dv]``, then gradients of sinks and of parameters.
         shard: How a rank's slice ``[B, T_local, heads, D]`` is cut out of ``[B, T, heads, D]``.
         around: Forward and backward both run inside of it.
     """
@@ -45,13 +45,13 @@ class Method(NamedTuple):
 def through_autograd(attend: Attend, *parameters: Tensor) -> Method:
     """Of a differentiable function."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         with torch.no_grad():
-            return attend(q, k, v)
+            return attend(q, k, v, *sinks)
 
-    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-        out = attend(q, k, v)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *parameters), dout)]
+    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *sinks: Tensor) -> list[Tensor]:
+        out = attend(q, k, v, *sinks)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks, *parameters), dout)]
 
     return Method(forward, both)
 
@@ -160,7 +160,7 @@ def _layout(name: str, mask: Mask, seq_len: int) -> Any:
     """A layout by its name; ``chunks`` are balanced for the mask."""
     if name != "chunks":
         return name
-    return ring_core.balance_chunks(mask, seq_len=seq_len, cp_size=dist.get_world_size())
+    return ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=dist.get_world_size())
 
 
 def _plainly_causal(mask: Mask, name: str) -> None:
@@ -221,18 +221,24 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _traded(x: Tensor, *, to_heads: bool) -> Tensor:
-    """``[1, T / P, H, D]`` as ``[1, T, H / P, D]``, or the reverse."""
+    """Return ``[B, T / P, H, D]`` as ``[B, T, H / P, D]``, or the reverse."""
     world = dist.get_world_size()
-    _, length, heads, dim = x.shape
+    batch, length, heads, dim = x.shape
     if to_heads:
-        parts = x.view(length, world, heads // world, dim).transpose(0, 1).contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts)
-        return received.view(1, world * length, heads // world, dim)
-    parts = x.view(world, length // world, heads, dim).contiguous()
+        parts = x.view(batch, length, world, heads // world, dim).permute(2, 0, 1, 3, 4)
+        shape = batch, world * length, heads // world, dim
+        return _exchanged(parts).transpose(0, 1).reshape(shape)
+    parts = x.view(batch, world, length // world, heads, dim).transpose(0, 1)
+    shape = batch, length // world, world * heads, dim
+    return _exchanged(parts).permute(1, 2, 0, 3, 4).reshape(shape)
+
+
+def _exchanged(parts: Tensor) -> Tensor:
+    """Send part ``n`` of ``[P, ...]`` to rank ``n``; return the parts that came."""
+    parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts)
-    return received.transpose(0, 1).reshape(1, length // world, world * heads, dim)
+    return received
 
 
 def _ulysses(mask: Mask) -> Method:
@@ -355,9 +361,12 @@ def method(name: str, mask: Mask, seq_len: int) -> Method:
         return OTHERS[name](mask)
     layout, kernel, strategy, transport, *without = name.split("/")
     cp = ContextParallel(layout=_layout(layout, mask, seq_len))
-    attend = partial(
-        cp.attention, kernel=kernel, strategy=strategy, transport=transport, causal=mask.causal,
-        window=mask.window, cu_seqlens=mask.cu_seqlens,
-    )  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return cp.attention(
+            q, k, v, kernel=kernel, strategy=strategy, transport=transport, causal=mask.causal,
+            window=mask.window, cu_seqlens=mask.cu_seqlens, sinks=sinks,
+        )  # fmt: skip
+
     around = alone if without == ["alone"] else nullcontext
     return through_autograd(attend)._replace(shard=cp.shard, around=around)

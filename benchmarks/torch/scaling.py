@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import (
-    DIM,
     PASSES,
     SCALING_GATE as GATE_LENGTH,
     SETTINGS,
+    SHORT_SETTINGS,
     K,
     Setting,
     mask_of,
@@ -54,10 +54,17 @@ GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
-    """Fresh random q, k, v and dout ``[1, length, heads, DIM]``."""
+    """Fresh random q, k, v and dout ``[batch, length, heads, dim]``, and sinks ``[H]`` if any."""
     torch.manual_seed(seed)
     heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
-    return [torch.randn(1, length, h, DIM, device="cuda", dtype=torch.bfloat16) for h in heads]
+    made = [
+        torch.randn(setting.batch, length, h, setting.dim, device="cuda", dtype=torch.bfloat16)
+        for h in heads
+    ]
+    if setting.sinks:
+        torch.manual_seed(0)  # equal on all ranks
+        made.append(torch.randn(setting.heads, device="cuda").requires_grad_())
+    return made
 
 
 def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
@@ -67,9 +74,9 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
     """
     mask = mask_of(setting.mask, GATE_LENGTH)
     way = method(name.removesuffix(GRAPH).removesuffix(ALONE), mask, GATE_LENGTH)
-    q, k, v, dout = inputs(setting, GATE_LENGTH, seed=1)
+    tensors = inputs(setting, GATE_LENGTH, seed=1)
     with _as_long(setting):
-        return _errors(way, mask, (q, k, v, dout), captured=name.endswith(GRAPH))
+        return _errors(way, mask, tensors, captured=name.endswith(GRAPH))
 
 
 @contextmanager
@@ -79,7 +86,8 @@ def _as_long(setting: Setting) -> Iterator[None]:
     world = dist.get_world_size()
     program = ring_program(make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag"))
     length = setting.seq_len // world
-    sizes = Sizes(1, length, length, setting.heads, setting.kv_heads, DIM, DIM)
+    dim = setting.dim
+    sizes = Sizes(setting.batch, length, length, setting.heads, setting.kv_heads, dim, dim)
     groups = head_groups_of(program, sizes, 2)
     fits_one_kernel = peer_copies.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001
@@ -96,33 +104,41 @@ def _as_long(setting: Setting) -> Iterator[None]:
 
 
 def _errors(
-    way: Method, mask: Mask, tensors: tuple[torch.Tensor, ...], *, captured: bool
+    way: Method, mask: Mask, tensors: list[torch.Tensor], *, captured: bool
 ) -> dict[str, float]:
-    """Of the output and the gradients, against those of float32 attention."""
-    q, k, v, dout = tensors
+    """Return the errors of the output and the gradients, against those of float32 attention."""
+    q, k, v, dout, *sinks = tensors
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     position = np.arange(q.shape[1])
     visible = torch.tensor(mask.dense(position, position), device="cuda")
-    expected = dense(*leaves, visible=visible)
+    expected = dense(*leaves, visible=visible, sinks=sinks[0] if sinks else None)
     expected.backward(dout.float())
     local, upstream = [way.shard(x).requires_grad_() for x in (q, k, v)], way.shard(dout)
+    own_sinks = [x.detach().requires_grad_() for x in sinks]
     found: list[torch.Tensor] = []
 
     def both() -> None:
-        found[:] = way.both(*local, upstream)
+        found[:] = way.both(*local, upstream, *own_sinks)
 
     with way.around():
         run = _captured(both) if captured else both
-        run()
+        for _ in range(3):  # what is timed is a repeated call
+            run()
     errors = {}
     wanted = [expected, *(leaf.grad for leaf in leaves)]
-    for key, got, want in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+    for key, got, want in zip(("out", "dq", "dk", "dv"), found[:4], wanted, strict=True):
         assert want is not None
         error = (got.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(squares, op=dist.ReduceOp.AVG)
         errors[f"{key} max"], errors[f"{key} rms"] = float(largest), float(squares) ** 0.5
+    if sinks:  # their gradient is a sum over all rows: relative to its largest entry
+        total = found[4].detach().clone()
+        dist.all_reduce(total)
+        expected_sum = sinks[0].grad
+        assert expected_sum is not None
+        errors["dsinks max"] = float((total - expected_sum).abs().max() / expected_sum.abs().max())
     return errors
 
 
@@ -132,13 +148,17 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
     way = method(name.removesuffix(GRAPH), mask, setting.seq_len)
     world = dist.get_world_size()
     length = setting.seq_len if name == "one" else setting.seq_len // world
-    *qkv, dout = inputs(setting, length, seed=rank)
+    *qkv, dout = inputs(setting, length, seed=rank)[:4]
+    sinks = inputs(setting, length, seed=rank)[4:]
     leaves = [x.requires_grad_() for x in qkv]
     before = torch.cuda.memory_allocated()
     results: dict[str, Any] = {}
 
     passes: dict[str, Callable[[], Any]]
-    passes = {"forward": partial(way.forward, *leaves), "both": partial(way.both, *leaves, dout)}
+    passes = {
+        "forward": partial(way.forward, *leaves, *sinks),
+        "both": partial(way.both, *leaves, dout, *sinks),
+    }
     for key, once in passes.items():
         torch.cuda.reset_peak_memory_stats()
         with way.around():
@@ -208,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     report = Report(options.json, _environment)
     if options.json.exists():
         report.rows = rows_of(options.json)
-    chosen = [s for s in SETTINGS if s.name in options.settings]
+    chosen = [s for s in (*SETTINGS, *SHORT_SETTINGS) if s.name in options.settings]
 
     def add(world: int, make: Callable[[Setting, str, float], dict[str, Any]]) -> None:
         rows = list(product(chosen, options.methods))
@@ -251,8 +271,9 @@ def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[st
     flops = (
         4
         * pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
+        * setting.batch
         * setting.heads
-        * DIM
+        * setting.dim
         / shares
     )
     return {
@@ -274,7 +295,7 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
 
 
 def _line(row: dict[str, Any]) -> str:
-    head = f"{row['gpus']} {row['setting']:<22} {row['method']:<18}"
+    head = f"{row['gpus']} {row['setting']:<26} {row['method']:<18}"
     if "forward" not in row:
         return f"{head} {row.get('wrong') or row.get('failed')}"
     parts = [
@@ -287,7 +308,7 @@ def _line(row: dict[str, Any]) -> str:
 def _environment() -> dict[str, Any]:
     return environment(
         torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
-        settings=[asdict(setting) for setting in SETTINGS],
+        settings=[asdict(setting) for setting in (*SETTINGS, *SHORT_SETTINGS)],
     )  # fmt: skip
 
 

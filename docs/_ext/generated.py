@@ -32,7 +32,7 @@ from ring_core import viz
 
 NAMES = {
     "Mask": ring_core.Mask,
-    "balance_chunks": ring_core.balance_chunks,
+    "balanced_layout": ring_core.balanced_layout,
     "make_plan": ring_core.make_plan,
     "ring_program": ring_core.ring_program,
     "commands": commands,

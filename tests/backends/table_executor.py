@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import TABLE_COLUMNS, RingProgram, merge
+from ring_core import RingProgram, merge
+from ring_core.programs.ring import TABLE_COLUMNS
 
 Floats = npt.NDArray[np.float64]
 COLUMN = {name: n for n, name in enumerate(TABLE_COLUMNS)}

@@ -20,19 +20,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from cases import Case
-from internals.jax_gpu import (
-    Launch,
-    arguments_of,
-    arrays_of,
-    kernel_of,
-    launches_of,
-    triton_launch_p,
-)
 from jax.interpreters import mlir
 
 from backends.jax_devices import GRADS, Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
+from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of
+from ring_jax_gpu.primitive import triton_launch_p
 
 os.environ["TRITON_INTERPRET"] = "1"
 

@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
-from internals.core import Interval, _subtract
 from plans import plans, shown
 
 from ring_core import (
     ChunkLayout,
-    Fetch,
     GatherProgram,
     Mask,
     Plan,
@@ -25,6 +23,7 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
+from ring_core.programs.gather import Fetch, Interval, _subtract
 
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:

@@ -10,17 +10,9 @@ from cases import RINGS, prefix
 from hypothesis import given, strategies as st
 from plans import plans, programs, shown
 
-from ring_core import (
-    TABLE_COLUMNS,
-    TABLE_UNBOUNDED,
-    TILE,
-    Mask,
-    Plan,
-    RingProgram,
-    WorkItem,
-    make_plan,
-    ring_program,
-)
+from ring_core import Mask, Plan, RingProgram, WorkItem, make_plan, ring_program
+from ring_core.base.arguments import TILE
+from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
 
 
 def ring_of(name: str, mask: Mask, *, seq_len: int, cp_size: int) -> RingProgram:

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from internals.core import rates
 
 from benchmarks.common.chart import WIDTH, bar, chart
 from benchmarks.common.tables import summary, table
+from ring_core.choose import rates
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import RINGS
-from internals.jax import AttentionOptions, CallOptions
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, ring_program, viz
 from ring_jax import RESIDUALS, ContextParallel, ring_attention
+from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
 CALL = partial(ring_attention, axis_name="cp", causal=True)

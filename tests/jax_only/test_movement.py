@@ -273,7 +273,7 @@ def test_global_arrays_are_moved(mesh: str, name: str) -> None:
         if name == "striped":
             continue
         rows, positions, _ = cp.halo(mine, 3, 1, dim=dim)
-        place = cp.layout(T)
+        place = cp.layout_of(T)
         assert positions.shape == (
             (1 if dim == 0 else 2) * place.num_runs * SIZE,
             4 + place.run_length,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from internals.torch import ONE_GROUP, HeadGroups, head_groups_of
 
 from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
+from ring_torch.payload import ONE_GROUP, HeadGroups
+from ring_torch.strategies.gather import head_groups_of
 
 K = 1024
 

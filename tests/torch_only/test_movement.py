@@ -79,7 +79,7 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
         if layout == "striped":
             continue
         cp = ContextParallel(layout=layout)
-        runs = cp.layout(T).num_runs
+        runs = cp.layout_of(T).num_runs
         for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
             whole, at = numbers(0, *shape), dim % len(shape)
             x = cp.shard(whole, dim=dim).requires_grad_()
@@ -209,7 +209,7 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
     counts = []
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
-        place = cp.layout(T)
+        place = cp.layout_of(T)
         owner = torch.empty(T, dtype=torch.int64)
         for other in range(size):
             owner[torch.as_tensor(place.positions(other))] = other

@@ -14,42 +14,32 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from internals.torch import (
-    GATHER,
-    STRATEGIES,
-    TRANSPORTS,
-    AttentionState,
-    BackwardInputs,
-    BufferSpec,
-    Call,
-    Grads,
-    Inputs,
-    Kernel,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    QueryBlock,
-    Ranks,
-    Resolution,
-    Strategy,
-    StrategySpec,
-    Traffic,
-    Transport,
-    _prepare,
-    agree,
-    choose_strategy,
-    empty_state,
-    exchange,
-    kernels,
-    p2p,
-    strategies,
-    transports,
-    zero_row_grads,
-)
 from torch import Tensor
 
 import ring_torch
 from ring_core import Capabilities, Mask, Request, StrategyName, WorkItem, make_plan, ring_program
+from ring_torch import kernels, strategies, transports
+from ring_torch.buffers import BufferSpec
+from ring_torch.call import Call, Resolution, Strategy, StrategySpec, zero_row_grads
+from ring_torch.comm.handshake import agree
+from ring_torch.comm.ranks import Ranks, exchange
+from ring_torch.kernels.api import Kernel
+from ring_torch.prepare import _prepare
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    empty_state,
+)
+from ring_torch.strategies import STRATEGIES, choose_strategy
+from ring_torch.strategies.gather import GATHER
+from ring_torch.transports import TRANSPORTS, p2p
+from ring_torch.transports.api import Traffic, Transport
 
 LENGTH, HEADS, DIM = 16, (4, 2, 2), 8  # tokens of the sequence, heads of q, k and v
 

@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import Balanced, CallOptions, Ranks, Ring, Traffic, check_call
 
 from ring_core import Mask, cost, make_plan, ring_program
+from ring_torch.comm.ranks import Ranks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
+from ring_torch.strategies.balanced import Balanced
+from ring_torch.strategies.ring import Ring
+from ring_torch.transports.api import Traffic
 
 T = 768
 MASKS = {

@@ -8,13 +8,14 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from internals.torch_hf import TESTED_RELEASES, batch_by_hand
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
 from sweep.page import PAGE, RESULTS, Result, of_release, read, rendered, written
 from sweep.tiny import config_of
 
 from ring_torch import hf
+from ring_torch.hf import batch as batch_by_hand
+from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
 
 #: Run on two ranks again: models that have to be exact, and some that have to be refused.

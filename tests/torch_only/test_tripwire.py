@@ -13,23 +13,19 @@ from unittest.mock import patch
 import mutants
 import pytest
 import torch
-from internals.core import ring as ring_module
-from internals.torch import (
-    Call,
-    EagerKernel,
-    HeadGroups,
-    Ranks,
-    Ring,
-    Transfer,
-    _prepare,
-    gather_strategy,
-    tripwire_settings,
-    tripwire_traffic,
-)
 
 import ring_torch
+from ring_core.programs import ring as ring_module
 from ring_torch import RankMismatchError, WrongResultError
+from ring_torch.call import Call
+from ring_torch.comm.ranks import Ranks, Transfer
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import HeadGroups
+from ring_torch.prepare import _prepare
+from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.ring import Ring
+from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3

@@ -18,29 +18,25 @@ import torch.distributed as dist
 from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
-from internals.torch import (
-    GATHER,
-    P2P,
-    SYMM_MEM,
-    BufferSpec,
-    GatherSession,
-    KVPayload,
-    SessionSpec,
-    _prepare,
-    agree,
-    peer_copies,
-    prepare,
-    ranks as _comm,
-    room_of,
-)
-from internals.torch_triton import exchange_kernel as kernels, one_kernel
 from tolerances import assert_close
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 import ring_torch
 from ring_core import gather_refusals
+from ring_torch import prepare
+from ring_torch.buffers import BufferSpec
+from ring_torch.comm import ranks as _comm
+from ring_torch.comm.handshake import agree
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import KVPayload
+from ring_torch.prepare import _prepare
+from ring_torch.strategies.gather import GATHER
+from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies
+from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.p2p import P2P
+from ring_torch.transports.peer_copies import room_of
+from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -51,7 +47,7 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return peer_copies.fits_one_kernel(case.plan, keys, 1)
+    return peer_copies.fits_one_kernel(case.plan, keys, 1, False)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
@@ -72,10 +68,12 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups)
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, spec.splits)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
-        return one_kernel.OneKernel.of(spec, room_of(spec.plan, spec.keys, spec.acc_dtype), digest)
+        return one_kernel.OneKernel.of(
+            spec, room_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+        )
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)

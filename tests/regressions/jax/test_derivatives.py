@@ -107,7 +107,7 @@ LAYOUTS: dict[str, Any] = {
 def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
     """A function of tokens beside each other in layout order, and its derivatives by hand."""
     cp = ContextParallel(mesh, "cp", layout=layout)
-    rows = cp.layout(16)
+    rows = cp.layout_of(16)
     order = np.concatenate([rows.positions(rank) for rank in range(2)])
     weight = np.random.default_rng(0).standard_normal((1, 16, 2, 4)).astype(np.float32)
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import searchsorted
 from jax.sharding import AxisType, PartitionSpec
 
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, check, nn, ring_attention
+from ring_jax.search import searchsorted
 
 MESH = jax.make_mesh(
     (2, 2), ("cp", "tp"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[:4]

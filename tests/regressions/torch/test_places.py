@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from internals.torch import (
-    CallOptions,
-    Place,
-    Ranks,
-    check_call,
-    describe_strategy,
-    refusals,
-)
 
 from ring_torch import ContextParallel
+from ring_torch.comm.ranks import Ranks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
+from ring_torch.strategies import describe_strategy
+from ring_torch.transports.symm_buffer import Place, refusals
 
 ONE, OTHER = 7, 8  # hosts
 ALL = [[1, 1], [1, 1]]

@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import Selection, TritonKernel, autograd, prepare
-from internals.torch_triton import memory_ops
 from torch import Tensor
 from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
 
 from ring_core import KernelConfig
+from ring_torch import autograd, memory_ops, prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
 WAYS = {

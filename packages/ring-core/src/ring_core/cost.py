@@ -279,7 +279,7 @@ def compare(
         cp_size: Number of ranks.
         model: The attention layer.
         hardware: Rates; see :func:`hardware` for presets.
-        layouts: Names of layouts; ``chunks`` is what :func:`ring_core.balance_chunks` makes.
+        layouts: Names of layouts; ``chunks`` is what :func:`ring_core.balanced_layout` makes.
         kv_seq_len: Number of keys, over all ranks, if it is another.
         backward: Count the backward as well.
 

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS, TILE, Plan, UnsupportedError
-from ring_core.base.arguments import not_none
+from ring_core import Plan, UnsupportedError
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, not_none
 from ring_core.philox import dropout_threshold
+from ring_core.programs.ring import TABLE_COLUMNS
 from ring_core.triton.tile_configs import (
     Blocks,
     Pass,

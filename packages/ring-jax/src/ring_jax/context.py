@@ -63,7 +63,7 @@ class ContextParallel:
             kernels need its name, or auto axes make a copy for each device.
         head_axis: The axis, or axes, along which heads are split; it must divide the K/V heads.
         layout: ``zigzag`` (default), ``striped``, ``contiguous`` or the result of
-            :func:`ring_core.balance_chunks`.
+            :func:`ring_core.balanced_layout`.
 
     Raises:
         ValueError: No such axis or layout, chunks for another number of devices, or a
@@ -89,7 +89,7 @@ class ContextParallel:
         _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh, self.axis_name = mesh, axis_name
         self.batch_axis, self.head_axis = batch_axis, head_axis
-        self.layout_name: LayoutSpec = layout
+        self.layout: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,14 +109,14 @@ class ContextParallel:
         """Number of devices that share a sequence."""
         return int(self.mesh.shape[self.axis_name])
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
         Raises:
             ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
         """
-        return Layout(self.layout_name, seq_len, self.cp_size)
+        return Layout(self.layout, seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
@@ -169,7 +169,7 @@ class ContextParallel:
             y = cp.join(convolution(rows))
         """
         dim = self._check_move(x, dim)
-        movement.check_halo(left, right, self.layout_name, self.cp_size)
+        movement.check_halo(left, right, self.layout, self.cp_size)
         documents = movement.offsets_of(cu_seqlens)
         options = {"left": int(left), "right": int(right), "cu_seqlens": documents}
         spec = self._spec(x, dim)
@@ -186,7 +186,7 @@ class ContextParallel:
         """
         self._check_not_in_shard_map()
         dim = movement.check_dim(y, dim)
-        movement.check_rows(y, dim, self.layout_name, self.cp_size, self.cp_size)
+        movement.check_rows(y, dim, self.layout, self.cp_size, self.cp_size)
         parts = list(self._spec(y, 0))
         batch = axes_along(y, self.mesh, 0, self.axis_name) if self._is_explicit else None
         if dim == 0:
@@ -214,14 +214,14 @@ class ContextParallel:
         if isinstance(to, ContextParallel):
             if (to.mesh, to.axis_name) != (self.mesh, self.axis_name):
                 return to.shard(self.unshard(x, dim=dim), dim=dim)
-            to = to.layout_name
+            to = to.layout
         Layout(check_layout(to), x.shape[dim], self.cp_size)
         spec = self._spec(x, dim)
         return cast("Array", self._over_shards(movement.relayout, x, dim, {"to": to}, spec, spec))
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded."""
-        self.layout(seq_len)
+        self.layout_of(seq_len)
         return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
 
     @overload
@@ -289,7 +289,7 @@ class ContextParallel:
             self._mask_shards(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, shards
+            self.kernels, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
         )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
@@ -352,7 +352,7 @@ class ContextParallel:
                     f"{x.shape}"
                 )
             try:
-                self.layout(x.shape[1])
+                self.layout_of(x.shape[1])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
@@ -371,7 +371,7 @@ class ContextParallel:
         """Check an array in layout order, and return the dimension of its tokens, not negative."""
         self._check_not_in_shard_map()
         dim = movement.check_dim(x, dim)
-        self.layout(x.shape[dim])
+        self.layout_of(x.shape[dim])
         return dim
 
     def _spec(self, x: Array, dim: int) -> PartitionSpec:
@@ -408,7 +408,7 @@ class ContextParallel:
             spec: Axes of the operand.
             out: Axes of the results.
         """
-        named = {"axis_name": self.axis_name, "layout": self.layout_name, "dim": dim, **options}
+        named = {"axis_name": self.axis_name, "layout": self.layout, "dim": dim, **options}
         if self._is_explicit:
             manual = frozenset(self.mesh.axis_names)
             x = spread(x, self.mesh, spec)
@@ -422,7 +422,7 @@ class ContextParallel:
         """Shard a dimension in layout order, or with ``whole`` gather it in natural order."""
         self._check_not_in_shard_map()
         movement.check_dim(x, dim)
-        layout = self.layout(x.shape[dim])
+        layout = self.layout_of(x.shape[dim])
         if layout.name != "contiguous":
             # The permutation crosses shards, so it is of the gathered dimension.
             x = split(x, self.mesh, dim, self.axis_name, whole=True)

@@ -76,8 +76,8 @@ def ring_attention(
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
         layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
-            causal work is even; or what :func:`ring_core.balance_chunks` returns, in which the work
-            of a mask is even.
+            causal work is even; or what :func:`ring_core.balanced_layout` returns, in which the
+            work of a mask is even.
         causal: If true, the query at position ``i`` sees keys ``j <= i``. With more keys than
             queries, positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
         window: ``(left, right)``: a query sees keys ``i - left <= j <= i + right``; ``None`` leaves

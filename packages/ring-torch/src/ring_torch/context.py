@@ -39,7 +39,7 @@ class ContextParallel:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when the object is first used.
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
-            ``contiguous`` or a result of :func:`ring_core.balance_chunks`.
+            ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
     It can be pickled if it uses the default group; unpickled, it uses the default group of the
     process that reads it. A copy shares the group.
@@ -65,16 +65,16 @@ class ContextParallel:
         if self.group is not None:
             raise UnsupportedError(
                 f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
-                f"group belongs to its process. Instead: pickle its layout_name, and make "
-                f"ContextParallel(group, layout_name) where that is read; or use the default group"
+                f"group belongs to its process. Instead: pickle its layout, and make "
+                f"ContextParallel(group, layout) where that is read; or use the default group"
             )
-        return type(self), (None, self.layout_name)
+        return type(self), (None, self.layout)
 
     def __copy__(self) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     @property
     def group(self) -> Group:
@@ -82,9 +82,9 @@ class ContextParallel:
         return self._sharding.group
 
     @property
-    def layout_name(self) -> LayoutSpec:
+    def layout(self) -> LayoutSpec:
         """Layout, as given."""
-        return self._sharding.layout_name
+        return self._sharding.layout
 
     @property
     def cp_size(self) -> int:
@@ -96,7 +96,7 @@ class ContextParallel:
         """Rank of this process in the group."""
         return self._sharding.ring.rank
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
         Raises:
@@ -105,9 +105,9 @@ class ContextParallel:
 
         Example::
 
-            tokens_of_rank_0 = cp.layout(1024).positions(0)  # int64 [T_local]
+            tokens_of_rank_0 = cp.layout_of(1024).positions(0)  # int64 [T_local]
         """
-        return self._sharding.layout(seq_len)
+        return self._sharding.layout_of(seq_len)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
@@ -161,7 +161,7 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
+            return unshard_in_graph(self.group, self.layout, x, dim, grad)
         return self._sharding.unshard(x, dim=dim, grad=grad)
 
     def shift(
@@ -195,7 +195,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return shift_in_graph(
-                self.group, self.layout_name, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
+                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
             )
         return movement.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
 
@@ -241,7 +241,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return halo_in_graph(
-                self.group, self.layout_name, x, left, right, dim=dim, cu_seqlens=cu_seqlens
+                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens
             )
         return movement.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
 
@@ -265,8 +265,8 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return movement.join(y, dim, self.layout_name, size_of(self.group))
-        return movement.join(y, dim, self.layout_name, self.cp_size)
+            return movement.join(y, dim, self.layout, size_of(self.group))
+        return movement.join(y, dim, self.layout, self.cp_size)
 
     def relayout(self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Tensor:
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
@@ -294,12 +294,10 @@ class ContextParallel:
             x = plain.relayout(scan(x), to=cp)
         """
         group = to.group if isinstance(to, ContextParallel) else self.group
-        layout = to.layout_name if isinstance(to, ContextParallel) else to
+        layout = to.layout if isinstance(to, ContextParallel) else to
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return relayout_in_graph(
-                self.group, self.layout_name, x, layout, group_of_to=group, dim=dim
-            )
+            return relayout_in_graph(self.group, self.layout, x, layout, group_of_to=group, dim=dim)
         return movement.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -375,7 +373,7 @@ class ContextParallel:
         """
         self._sharding.check_group()
         return ring_attention(
-            q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
+            q, k, v, group=self._sharding.group, layout=self._sharding.layout,
             return_lse=return_lse, **options,
         )  # fmt: skip
 
@@ -399,7 +397,7 @@ class ContextParallel:
         modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))
         q, k, v, given["deterministic"] = modes
         record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
-        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
+        call, inputs = check_call(self._sharding.ring, 0, self.layout, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"

@@ -55,7 +55,7 @@ def shift(
     number = ranks.next_call()
     check_dim(x, dim)
     check_shift(x, n, fill)
-    kind = ShiftMove(sharding.layout_name, int(n), fill, offsets_of(cu_seqlens))
+    kind = ShiftMove(sharding.layout, int(n), fill, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number)
 
 
@@ -64,7 +64,7 @@ def halo(
     cu_seqlens: Sequence[int] | None,
 ) -> Halo:  # fmt: skip
     """Return each run with the rows on both sides of it."""
-    ranks, layout = sharding.ring, sharding.layout_name
+    ranks, layout = sharding.ring, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
     check_halo(left, right, layout, ranks.size)
@@ -82,7 +82,7 @@ def relayout(
     number = ranks.next_call()
     check_dim(x, dim)
     check_target(ranks, to, ranks_of(group_of_to))
-    kind = RelayoutMove(sharding.layout_name, to)
+    kind = RelayoutMove(sharding.layout, to)
     return _moved(ranks, x, dim, kind, number)
 
 

@@ -37,6 +37,7 @@ from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
+from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, resolve, strategy_names
 from ring_torch.transports import transport_names
@@ -53,6 +54,7 @@ _VALUES = frozenset({
 #: Options that hold tensors, set to ``None``: a key has the tensors' shapes and dtypes instead.
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
 _NO_FACTS = (None,) * 5
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)  # not subclasses, whose sizes may be symbols
 _NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
@@ -135,14 +137,17 @@ def check_call(
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*given)
-    if grad and options.return_lse:
-        call = call._replace(prepare_lse_grad=partial(prepare, *given, lse_grad=True))
     if is_capturing():
         _check_capture(call)
+    changes: dict[str, Any] = {
+        "number": number,
+        "checked": (every and number_checked(every, number)) if check is None else check[1],
+    }
+    if grad and options.return_lse:
+        changes["prepare_lse_grad"] = partial(prepare, *given, lse_grad=True)
     if seed is not None and call.params.dropout_p > 0:
-        call = call._replace(params=replace(call.params, dropout_seed=seed))
-    checked = (every and number_checked(every, number)) if check is None else check[1]
-    return call._replace(number=number, checked=checked), inputs
+        changes["params"] = replace(call.params, dropout_seed=seed)
+    return call._replace(**changes), inputs
 
 
 def _is_hashable(x: object) -> bool:
@@ -272,8 +277,14 @@ def _prepare(
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
+    keys = KVPayload(
+        sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
+        request.segment_ids,
+    )  # fmt: skip
+    is_short = spec.opens_sessions and ring.size > 1 and transport.is_short(plan, keys, 1)
     resolution = Resolution(
-        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids, inner
+        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids,
+        is_short, inner,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
@@ -412,8 +423,10 @@ def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:
         return torch.as_tensor(plan.boundaries, device=device)
 
 
-def _fact(x: object, name: str) -> TensorSpec:
+def _fact(x: Any, name: str) -> TensorSpec:
     """Return the static properties of an argument, or refuse what is no dense local tensor."""
+    if type(x) in _PLAIN_TENSORS and x.layout is torch.strided and not x.is_nested:
+        return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad)
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core import BlockGeometry, Mask
+from ring_core import Mask
+from ring_core.plan.tile_mask import BlockGeometry
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Sharding:
 
     def __init__(self, group: Group, layout: LayoutSpec) -> None:
         self.group = group
-        self.layout_name = check_layout(layout)
+        self.layout = check_layout(layout)
         self._bound: Ranks | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.ring  # noqa: B018 - refuses what these ranks cannot run
@@ -59,7 +59,7 @@ class Sharding:
         """
         ring = ranks_of(self.group)
         if self._bound is None:
-            divisor_of(self.layout_name, ring.size)
+            divisor_of(self.layout, ring.size)
             warn_if_alone()
             self._bound = ring
         if ring != self._bound:
@@ -81,14 +81,14 @@ class Sharding:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.ring  # noqa: B018 - the property checks
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of a sequence of ``seq_len`` tokens."""
-        return Layout(self.layout_name, seq_len, self.ring.size)
+        return Layout(self.layout, seq_len, self.ring.size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
+        return _slice_of(x, dim, self.layout_of(x.shape[dim]), self.ring.rank)
 
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
@@ -97,13 +97,13 @@ class Sharding:
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout_name, dim % x.ndim, grad, needs_grad, number)
+            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number)
         )
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
-        positions = self.layout(seq_len).positions(self.ring.rank)
+        positions = self.layout_of(seq_len).positions(self.ring.rank)
         try:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ring_core import EMPTY, FULL, PARTIAL, TABLE_COLUMNS
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL
+from ring_core.programs.ring import TABLE_COLUMNS
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32

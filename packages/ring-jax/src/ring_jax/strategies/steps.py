@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import RingProgram, Stage
+from ring_core import RingProgram
 from ring_core.base.arguments import not_none
+from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (

@@ -362,9 +362,12 @@ def _note_queued(ring: Ranks, name: str) -> None:
     break the capture.
     """
     state = ring.state
-    state.queued = None
+    state.queued = None  # before its event is recorded again
     if not is_capturing():
-        ended = torch.cuda.current_stream().record_event()
+        device = torch.cuda.current_device()
+        if (ended := state.ended.get(device)) is None:
+            ended = state.ended[device] = torch.cuda.Event()
+        ended.record()
         state.queued = QueuedPass(name, time.monotonic(), ended)
 
 

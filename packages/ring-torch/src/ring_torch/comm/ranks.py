@@ -47,7 +47,7 @@ class QueuedPass(NamedTuple):
 
     name: str  # the call's number and the pass
     start: float  # when it was queued, seconds of ``time.monotonic``
-    ended: Any  # a CUDA event behind it
+    ended: Any  # a CUDA event behind it; the next pass records it again
 
 
 @dataclass
@@ -61,6 +61,7 @@ class GroupState:
     failure: str | None = None  # error message of a failed pass; the group is closed then
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
+    ended: dict[int, Any] = field(default_factory=dict)  # the CUDA event of each device
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.
@@ -372,7 +373,8 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
         queued = state.queued
         if queued is None or time.monotonic() - queued.start < 0.75 * timeout.total_seconds():
             continue
-        if not _has_ended(queued):  # the watchdog is about to end the process
+        # If the host is queueing another pass, the event is that one's, and the old one is past.
+        if not _has_ended(queued) and state.queued is queued:  # the watchdog will end the process
             _LOG.error(
                 "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
                 "group, or for what was queued before",

@@ -57,8 +57,12 @@ class CallSignature:
         return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
 
     def as_int64(self, number: int, seed: int) -> int:
-        """Return the digest of :meth:`for_call` as an int64, which GPUs compare."""
-        return int.from_bytes(self.for_call(number, seed), "little", signed=True)
+        """Return the digest of :meth:`for_call` as an int64, which GPUs compare.
+
+        It never fits 32 bits: Triton would compile another kernel for such a number.
+        """
+        digest = int.from_bytes(self.for_call(number, seed), "little", signed=True)
+        return (digest | 1 << 40) & ~(1 << 41)
 
 
 @dataclass(frozen=True)

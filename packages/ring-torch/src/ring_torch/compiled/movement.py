@@ -16,7 +16,13 @@ from torch import Tensor
 from ring_core import LayoutSpec
 from ring_torch.comm.movement import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.comm.ranks import Ranks, ranks_of
-from ring_torch.compiled.static import as_documents, group_fields, ranks_named, read, written
+from ring_torch.compiled.static import (
+    as_documents,
+    from_json,
+    group_fields,
+    ranks_named,
+    to_json,
+)
 from ring_torch.derivatives import refuse_batch
 from ring_torch.movement import (
     Halo,
@@ -49,8 +55,8 @@ def shift_in_graph(
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
-        written(layout), written(n, tensors, numbers), written(fill),
-        written(documents, tensors, numbers),
+        to_json(layout), to_json(n, tensors, numbers), to_json(fill),
+        to_json(documents, tensors, numbers),
     ]  # fmt: skip
     text = _text(group, "shift", fields, dim % x.ndim, x.requires_grad and torch.is_grad_enabled())
     moved: Tensor = move(x, tensors, numbers, text)
@@ -73,8 +79,8 @@ def halo_in_graph(
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
-        written(layout), written(left, tensors, numbers), written(right, tensors, numbers),
-        written(documents, tensors, numbers),
+        to_json(layout), to_json(left, tensors, numbers), to_json(right, tensors, numbers),
+        to_json(documents, tensors, numbers),
     ]  # fmt: skip
     dim %= x.ndim
     text = _text(group, "halo", fields, dim, x.requires_grad and torch.is_grad_enabled())
@@ -99,8 +105,8 @@ def relayout_in_graph(
         ValueError: An argument is malformed.
     """
     check_dim(x, dim)
-    _check_target(group, written(to), group_of_to)
-    fields = [written(layout), written(to)]
+    _check_target(group, to_json(to), group_of_to)
+    fields = [to_json(layout), to_json(to)]
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     moved: Tensor = move(x, [], [], _text(group, "relayout", fields, dim % x.ndim, needs_grad))
     return moved
@@ -115,7 +121,7 @@ def size_of(group: Any) -> int:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
 def _check_target(group: Any, to: Any, group_of_to: Any) -> None:
     """Check the target of a relayout while a graph is traced."""
-    check_target(ranks_of(group), read(to), ranks_of(group_of_to))
+    check_target(ranks_of(group), from_json(to), ranks_of(group_of_to))
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -135,7 +141,7 @@ def _call(text: str, tensors: Sequence[Tensor], numbers: Sequence[int], *, new: 
     facts: dict[str, Any] = json.loads(text)
     ranks: Ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
     number = ranks.next_call() if new else 0
-    fields = [read(x, tensors, numbers) for x in facts["fields"]]
+    fields = [from_json(x, tensors, numbers) for x in facts["fields"]]
     if facts["kind"] != "relayout":
         fields[-1] = offsets_of(fields[-1])
     kind: MoveKind = _KINDS[facts["kind"]](*fields)
@@ -153,7 +159,7 @@ def _move_like(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], tex
     """Return a tensor of the result's shape, while a graph is traced."""
     facts, shape = json.loads(text), list(x.shape)
     if facts["kind"] == "halo":
-        layout, left, right, _ = (read(field, tensors, numbers) for field in facts["fields"])
+        layout, left, right, _ = (from_json(field, tensors, numbers) for field in facts["fields"])
         shape[facts["dim"]] += runs_a_rank(layout, facts["ranks"][1]) * (left + right)
     return x.new_empty(shape)
 
@@ -191,7 +197,7 @@ def _halo_ids_like(
 ) -> Tensor:
     """Return a tensor of the result's shape, while a graph is traced."""
     facts = json.loads(text)
-    layout, left, right, _ = (read(field, tensors, numbers) for field in facts["fields"])
+    layout, left, right, _ = (from_json(field, tensors, numbers) for field in facts["fields"])
     dim, runs = facts["dim"], runs_a_rank(layout, facts["ranks"][1])
     shape = (2, runs * (1 if dim == 0 else x.shape[0]), x.shape[dim] // runs + left + right)
     return x.new_empty(shape, dtype=torch.int64)

@@ -30,7 +30,7 @@ _RECORDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
+def to_json(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
     """Return a layout or an option in a form that JSON can store.
 
     It runs in the graph's trace, as torch 2.11 accepts no object of our classes as a constant.
@@ -49,10 +49,10 @@ def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | No
     if isinstance(x, Tensor) and tensors is not None:
         return _placed("tensor", x, tensors)
     if isinstance(x, (tuple, list)):
-        return [written(y, tensors, numbers) for y in x]
-    for kind, record in _RECORDS.items():
+        return [to_json(y, tensors, numbers) for y in x]
+    for key, record in _RECORDS.items():
         if isinstance(x, record):
-            return {kind: [written(getattr(x, name)) for name in record.__match_args__]}
+            return {key: [to_json(getattr(x, name)) for name in record.__match_args__]}
     return x
 
 
@@ -77,24 +77,24 @@ def as_documents(offsets: Any) -> Any:
     return array.clone()  # the caller may write to the given one before the graph runs
 
 
-def _placed(kind: str, x: Any, found: list[Any]) -> dict[str, int]:
+def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:
     """Add a value to a list, and return its kind and its index in the list."""
-    found.append(x)
-    return {kind: len(found) - 1}
+    values.append(x)
+    return {kind: len(values) - 1}
 
 
-def read(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
+def from_json(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
     """Return a written value with its tensors and numbers; zeros for unknown numbers."""
     if isinstance(x, list):
-        return tuple([read(y, tensors, numbers) for y in x])
+        return tuple([from_json(y, tensors, numbers) for y in x])
     if not isinstance(x, dict):
         return x
-    ((kind, value),) = x.items()
-    if kind == "tensor":
+    ((key, value),) = x.items()
+    if key == "tensor":
         return tensors[value]
-    if kind == "number":
+    if key == "number":
         return 0 if numbers is None else numbers[value]
-    return float.fromhex(value) if kind == "float" else _RECORDS[kind](*read(value))
+    return float.fromhex(value) if key == "float" else _RECORDS[key](*from_json(value))
 
 
 def group_fields(ranks: Ranks) -> dict[str, Any]:
@@ -103,11 +103,11 @@ def group_fields(ranks: Ranks) -> dict[str, Any]:
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
-def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
+def ranks_named(name: str | None, rank_and_size: tuple[int, int]) -> Ranks:
     """Return the ranks of the group of a name, as :func:`group_fields` wrote it.
 
     Raises:
-        ValueError: The group is gone, or has other ranks than ``place`` says.
+        ValueError: The group is gone, or has other ranks than ``rank_and_size`` says.
     """
     group: Any = None
     try:
@@ -117,6 +117,6 @@ def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
         ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-    if (ranks.rank, ranks.size) != place:
+    if (ranks.rank, ranks.size) != rank_and_size:
         raise ValueError(_OTHER_GROUP)
     return ranks

@@ -5,6 +5,7 @@ A kernel knows nothing of ranks, groups or steps. Shapes are those of ``ring_tor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
+from ring_torch.kernels.library import ForwardLaunch
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -39,6 +41,20 @@ from ring_torch.records import (
 _MERGED_ROWS = 512
 
 
+class BackwardLaunch(Protocol):
+    """The backward launches of a call, prepared for tensors of certain shapes and strides."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: Tensor, /,
+    ) -> None:  # fmt: skip
+        """Write ``dq``, and add to the flat sums of dK and dV.
+
+        ``k`` and ``v`` are all gathered columns, ``sums`` a buffer of sums in head-major order
+        (:class:`ring_torch.payload.KeyGradBuffer`); the other tensors are all of a rank's rows.
+        """
+
+
 class SplitBackward(Protocol):
     """Backward of a kernel in two parts, so that dK/dV of launches and ranks are rounded once.
 
@@ -47,10 +63,12 @@ class SplitBackward(Protocol):
     added as they are. The second part rounds them into gradients.
     """
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer.
+        All ranks must get the same answer. ``splits`` is that of their gather programs.
         """
 
     def accumulate(
@@ -63,6 +81,16 @@ class SplitBackward(Protocol):
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Round sums into ``places``: ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``."""
+
+    def prepare(
+        self, _rows: QueryBlock, _columns: KeyBlock, _upstream: BackwardInputs,
+        _items: Sequence[WorkItem], _params: KernelParams, /,
+    ) -> BackwardLaunch | None:  # fmt: skip
+        """Return one launch of all items for later calls with tensors like these.
+
+        It is ``None`` if every call has to be launched item by item.
+        """
+        return None
 
 
 class Kernel(Protocol):
@@ -109,6 +137,23 @@ class Kernel(Protocol):
         In a row that sees nothing ``lse`` is ``-inf`` and ``out`` may be anything. The argument
         ``out`` is memory that the kernel may write the results to; it may also return new tensors.
         """
+
+    def prepare_forward(
+        self, _rows: QueryBlock, _columns: KeyBlock, _place: AttentionState, _item: WorkItem,
+        _params: KernelParams, /,
+    ) -> ForwardLaunch | None:  # fmt: skip
+        """Return an item's forward for later calls with tensors like these.
+
+        It is asked after :meth:`attend` has run on such tensors, for items without documents whose
+        rows all see something. ``None`` means that every call has to go through :meth:`attend`.
+        Such a launch leaves infinities in ``lse`` where scores are not finite; all launches of a
+        rank are followed by one :meth:`mark_nonfinite`.
+        """
+        return None
+
+    def mark_nonfinite(self, _lse: Tensor, /) -> None:
+        """Write NaN into ``lse``, in place, where a prepared launch has left an infinity."""
+        return
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,

@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core import EMPTY, FULL, PARTIAL, TILE, BlockGeometry, WorkItem
-from ring_core.base.arguments import not_none
+from ring_core import WorkItem
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, not_none
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_configs import Flags, parts_of_tiles
 from ring_torch.capture import capture_safe_cache
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import EMPTY, FULL, TILE, WorkItem, philox
-from ring_core.base.arguments import not_none
+from ring_core import WorkItem, philox
+from ring_core.base.arguments import EMPTY, FULL, TILE, not_none
 from ring_core.base.config import EVERYTHING
 from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.records import (

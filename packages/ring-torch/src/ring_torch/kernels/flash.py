@@ -1,8 +1,9 @@
 """Adapter that makes a kernel of a library of fused CUDA kernels, such as FlashAttention.
 
-A library gives its two calls (:class:`ring_torch.kernels.library.Flash`); :class:`FlashKernel`
-makes work items fit them. Libraries multiply masked weights, which are 0, with the values of their
-tile, so a NaN may reach rows of its tile that do not see it (``Capabilities.exact_nan``).
+A library gives its two calls (:class:`ring_torch.kernels.library.FlashLibrary`), and
+:class:`FlashKernel` makes work items fit them. Libraries multiply masked weights, which are 0, with
+the values of their tile, so a NaN may reach rows of its tile that do not see it
+(``Capabilities.exact_nan``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
     Documents,
-    Flash,
+    FlashLibrary,
+    ForwardLaunch,
     HeadDims,
     Mods,
     Options,
@@ -72,7 +74,7 @@ class FlashKernel(Kernel):
         predicate_compile_seconds: About how many seconds the first call with a predicate compiles.
     """
 
-    flash: Flash
+    flash: FlashLibrary
     capabilities: Capabilities
     needs_delta: bool = False
     parts: SplitBackward | None = None
@@ -130,6 +132,28 @@ class FlashKernel(Kernel):
             lse = lse.masked_fill(unseen, -torch.inf)
             result = result.masked_fill(unseen[:, None, None], 0.0)
         return AttentionState(result, lse)
+
+    def prepare_forward(
+        self, rows: QueryBlock, columns: KeyBlock, place: AttentionState, item: WorkItem,
+        params: KernelParams,
+    ) -> ForwardLaunch | None:  # fmt: skip
+        """Return the library's launch of a band, if nothing has to be padded, copied or cut."""
+        q, k, v = rows.q, columns.k, columns.v
+        dims = q.shape[-1], v.shape[-1]
+        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
+        fits = self._dims("forward", q, v) == dims and 0 not in q.stride()
+        if not (is_band and fits and rows.slopes is None and all(map(is_aligned, (q, k, v)))):
+            return None
+        if self._pieces(item):
+            return None
+        options = _with_mods(_options(item, params), rows, columns, item, params)
+        return self.flash.prepare_forward(
+            q, k, v, place, options._replace(needs_lse=params.needs_lse)
+        )
+
+    def mark_nonfinite(self, lse: Tensor) -> None:
+        """Write NaN into ``lse`` where it is infinite: a score was not finite there."""
+        _numbers(lse)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -251,7 +275,9 @@ def _ready(x: Tensor, dim: int) -> Tensor:
 
 def _with_own_rows(q: Tensor) -> Tensor:
     """Return queries without strides of 0, for which FlashAttention-4 does not compile."""
-    if any(stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)):
+    if 0 in q.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)
+    ):
         return q.clone(memory_format=torch.contiguous_format)
     return q
 
@@ -261,10 +287,16 @@ def aligned(x: Tensor) -> Tensor:
 
     Rows are contiguous already (:func:`ring_torch.records.with_unit_strides`).
     """
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return True if all rows of a tensor begin at multiples of 16 bytes."""
     assert has_unit_stride(x)
-    if x.data_ptr() % 16 == 0 and not any(s * x.itemsize % 16 for s in x.stride()[:-1]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    offsets = x.data_ptr()  # or-ed with all strides: a bit below 16 is set if one of them has it
+    for stride in x.stride()[:-1]:
+        offsets |= stride * x.itemsize
+    return offsets % 16 == 0
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:

@@ -21,12 +21,19 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options, Pass, capability, rounded_to_8
+from ring_torch.kernels.library import (
+    DOCUMENT_ARGUMENTS,
+    FlashLibrary,
+    Options,
+    Pass,
+    capability,
+    rounded_to_8,
+)
 from ring_torch.records import AttentionState
 
 
 @dataclass(frozen=True)
-class FlashAttention:
+class FlashAttention(FlashLibrary):
     """Calls of one major version of FlashAttention.
 
     Attributes:

@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import BlockGeometry, WorkItem
+from ring_core import WorkItem
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.options import Window
 from ring_torch.records import AttentionState
 
@@ -88,6 +89,15 @@ class Options(NamedTuple):
     needs_lse: bool = True
 
 
+class ForwardLaunch(Protocol):
+    """A forward launch that was prepared for tensors of certain shapes, strides and alignment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, /
+    ) -> None:
+        """Write ``out [B, n, H, Dv]`` and ``lse [B, H, n]``; ``sinks`` are float32 ``[H]``."""
+
+
 class HeadDims(NamedTuple):
     """Head dims of Q and K, and of V."""
 
@@ -110,7 +120,7 @@ def padded_to(dim: int, by: int) -> int:
     return -(-dim // by) * by
 
 
-class Flash(Protocol):
+class FlashLibrary(Protocol):
     """Forward and backward calls of a library.
 
     Shapes are ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` and ``lse [B, H, n]``,
@@ -131,3 +141,9 @@ class Flash(Protocol):
         options: Options, place: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``place``."""
+
+    def prepare_forward(
+        self, _q: Tensor, _k: Tensor, _v: Tensor, _place: AttentionState, _options: Options, /
+    ) -> ForwardLaunch | None:
+        """Return a forward for later calls with tensors like these, if there is a shorter way."""
+        return None

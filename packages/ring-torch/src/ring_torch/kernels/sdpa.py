@@ -20,7 +20,7 @@ from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.library import Options, capability, rounded_to_8
+from ring_torch.kernels.library import FlashLibrary, Options, capability, rounded_to_8
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -98,7 +98,7 @@ class CpuFlashKernel(AccumulatingKernel):
             column_grads.dv.add_(dv.transpose(1, 2))
 
 
-class Flash:
+class Flash(FlashLibrary):
     """Calls of torch's build of FlashAttention-2 on CUDA, for any window and for documents."""
 
     def forward(
@@ -140,7 +140,7 @@ CUDA_FLASH = FlashKernel(
 )  # fmt: skip
 
 
-class Cudnn:
+class Cudnn(FlashLibrary):
     """Calls of cuDNN by torch's operators, which take no window: for full and causal items."""
 
     def forward(

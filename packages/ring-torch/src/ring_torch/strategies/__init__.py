@@ -44,7 +44,10 @@ def resolve(spec: StrategySpec, given: Resolution, *, sinks: bool) -> Strategy:
         given.program.plan, given.kernel, batch=given.sizes.batch, sinks=sinks,
         segment_ids=given.segment_ids,
     )  # fmt: skip
-    return spec.resolve(given) if item is None else Single(item, spec.name)
+    if item is None:
+        return spec.resolve(given)
+    needs_more = given.needs_index or given.segment_ids
+    return Single(item, spec.name, not needs_more and item.cu_q is None and item.tiles is None)
 
 
 def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:

@@ -13,7 +13,8 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import HELP_PIECES, RingProgram, Stage, WorkItem
+from ring_core import RingProgram, WorkItem
+from ring_core.programs.ring import HELP_PIECES, Stage
 from ring_torch.buffers import packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree

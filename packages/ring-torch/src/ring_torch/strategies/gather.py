@@ -13,14 +13,13 @@ group is what nothing hides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ring_core import (
-    Fetch,
     GatherProgram,
     Plan,
     Request,
@@ -32,6 +31,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.checks import Sizes
+from ring_core.programs.gather import Fetch
 from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
 from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
@@ -43,10 +43,12 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
+    folded,
     head_group,
     unseen_state,
     zero_bias_grad,
 )
+from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
@@ -109,15 +111,37 @@ class Gather(Strategy):
     groups: HeadGroups
     gather: GatherProgram
     name: str = "gather"
+    adds_sinks: bool = False
+    is_plain: bool = False  # True if no option needs more than q, k and v in a launch
+    launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
     depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
         groups = self.groups.forward
-        session = call.open_session(inputs, call.forward_signature, groups=groups, own=True)
+        session = call.open_session(
+            inputs, call.forward_signature, groups=groups, own=True, splits=self.gather.splits
+        )
         gather, keys = self.gather, session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
+        sinks = None
+        if inputs.sinks is not None and self.adds_sinks:
+            sinks = folded(inputs.sinks, torch.float32)
+        alike = tensors_key(inputs.q, sinks)
+        if (launches := self.launches.forward.get(alike)) is not None:
+            (arriving,) = session.fetch(gather, inputs)
+            k, v = keys.split(arriving.tensors[0])
+            for launch in launches:
+                # A launch waits for its own fetches; those of later ones go on beside it.
+                arriving.wait(launch.waits_for)
+                launch.run(inputs.q, k, v, whole, sinks)
+            arriving.wait(None)
+            if call.params.needs_lse:
+                call.kernel.mark_nonfinite(whole.lse)
+            return whole, tuple(arriving.tensors) if self._saves(call, keys) else ()
+        if sinks is not None:
+            call = call._replace(params=replace(call.params, sinks=sinks))
         rows = call.rows(inputs)
         results: list[AttentionState] = []
         gathered: list[Tensor] = []
@@ -133,6 +157,11 @@ class Gather(Strategy):
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
+        if self.is_plain and covered and results[0] is whole:
+            items = list(zip(gather.items, gather.waits_for, strict=True))
+            self.launches.keep_forward(
+                alike, prepare_forward(call.kernel, rows, columns, whole, items, call.params)
+            )
         if len(results) == 1:
             whole = results[0]
         elif results[0].out.dtype != whole.out.dtype:
@@ -149,9 +178,11 @@ class Gather(Strategy):
         own K/V in place come after the others of their group, and have sums of their own.
         """
         groups = self.groups.backward
-        session = call.open_session(inputs, call.backward_signature, groups=groups, own=True)
+        session = call.open_session(
+            inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
+        )
         gather, keys = self.gather, session.spec.keys
-        rows, sums = call.rows(inputs), _sums(call, inputs, keys)
+        rows, sums = call.rows(inputs), _sums(call, inputs, keys, self.gather.splits)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
@@ -161,6 +192,8 @@ class Gather(Strategy):
         dk, dv = (
             torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
+        alike = tensors_key(inputs.q, upstream.dout, upstream.out)
+        launch = self.launches.backward.get(alike) if sums.head_major else None
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         home: list[Tensor | None] = []
 
@@ -179,8 +212,12 @@ class Gather(Strategy):
                 head_group(row_grads, n, groups),
             )  # fmt: skip
             for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
-                work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
-                _differentiate(call, work, *part, sums, room[n], gather.length)
+                if launch is not None:
+                    dout, out, lse, _ = upstream
+                    launch(inputs.q, columns.k, columns.v, dout, out, lse, row_grads.dq, room[n])
+                else:
+                    work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
+                    _differentiate(call, work, *part, sums, room[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
@@ -196,6 +233,12 @@ class Gather(Strategy):
                 finish(n - 1)
         # Nothing is left to hide the last group behind.
         finish(groups - 1)
+        can_prepare = self.is_plain and sums.head_major and not self.groups.early and items
+        if launch is None and can_prepare and call.kernel.parts is not None:
+            self.launches.keep_backward(
+                alike,
+                call.kernel.parts.prepare(rows, columns, upstream, gather.items, call.params),
+            )
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -221,7 +264,7 @@ class Gather(Strategy):
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        longest = longest_gather(call.plan).length
+        longest = longest_gather(call.plan, splits=self.gather.splits).length
         return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
 
@@ -374,11 +417,15 @@ def _finish_own_grads(
                 place.copy_(x)
 
 
-def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
+def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
     """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
-    head_major = parts is not None and banded and parts.applies(call.plan, q, k, v, call.params)
+    head_major = (
+        parts is not None
+        and banded
+        and parts.applies(call.plan, q, k, v, call.params, splits=splits)
+    )
     return KeyGradBuffer(keys, head_major)
 
 
@@ -426,10 +473,18 @@ def _resolve(given: Resolution) -> Strategy:
     program = given.program
     if given.kernel.capabilities.bands != "any":
         return TwoStageGather.of(program.plan, given.rank)
-    groups = ONE_GROUP
-    if not (given.needs_index or given.segment_ids):
-        groups = head_groups_of(program, given.sizes, given.itemsize)
-    return Gather(groups, gather_program(program.plan, given.rank))
+    needs_more = given.needs_index or given.segment_ids
+    groups = ONE_GROUP if needs_more else head_groups_of(program, given.sizes, given.itemsize)
+    gather = gather_program(program.plan, given.rank, splits=not given.is_short)
+    items = (*gather.items, *gather.in_place)
+    banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
+    covered = gather.num_rows == given.sizes.q_len and given.sizes.batch > 0
+    return Gather(
+        groups, gather,
+        # Each row is in one launch, so a kernel that can add the sinks to it does.
+        adds_sinks=given.kernel.adds_sinks and banded and covered and groups.forward == 1,
+        is_plain=banded and groups.backward == 1 and not gather.in_place,
+    )  # fmt: skip
 
 
 def _memory_refusals(plan: Plan, request: Request) -> Refusals:

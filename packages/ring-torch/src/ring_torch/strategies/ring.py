@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from ring_core import RingProgram, Stage, WorkItem
+from ring_core import RingProgram, WorkItem
+from ring_core.programs.ring import Stage
 from ring_torch.buffers import BufferSpec, packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree

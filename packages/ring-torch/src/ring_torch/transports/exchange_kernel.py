@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.triton_launch import DirectKernel, PreparedLaunch
 
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
@@ -49,9 +49,29 @@ class Place(NamedTuple):
     patience: int  # nanoseconds after which a rank that does not come is an error
 
 
+class KeyExchange(NamedTuple):
+    """An exchange of K/V that was made before, for tensors of the same strides and alignment."""
+
+    launch: PreparedLaunch
+
+    def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
+        """Run it as :func:`exchange_keys` does."""
+        self.launch({2: digest, 6: k.data_ptr(), 7: v.data_ptr(), 17: target.data_ptr()})
+
+
+class SumExchange(NamedTuple):
+    """An exchange of dK/dV that was made before."""
+
+    launch: PreparedLaunch
+
+    def __call__(self, digest: int, total: Tensor) -> None:
+        """Run it as :func:`reduce_from_peers` does."""
+        self.launch({2: digest, 8: total.data_ptr()})
+
+
 def exchange_keys(
     place: Place, digest: int, k: Tensor, v: Tensor, own: Tensor, table: Tensor, target: Tensor
-) -> None:
+) -> KeyExchange | None:
     """Write own K/V where peers read them, and fetch pieces of all ranks' K/V: one exchange.
 
     Args:
@@ -63,31 +83,46 @@ def exchange_keys(
         table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
             length, in bytes, each a multiple of 16; at most :data:`CHUNK` long.
         target: The buffer to fill, contiguous, at an address that is a multiple of 16.
+
+    Returns:
+        The same exchange for later calls, or ``None`` if it cannot be repeated directly.
     """
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
     size = triton.next_power_of_2(max(*widths, 1))
-    _exchange_keys[(place.programs,)](
+    arguments: tuple[Tensor | int, ...] = (
         place.headers, place.header, digest, place.rank, place.headers.shape[0], place.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
         table, table.shape[0], target.view(-1).view(torch.uint8),
-        K=widths[0], V=widths[1], SIZE=size, ROWS=max(1, _PACKED // size), WORDS=CHUNK // 8,
-        **_OPTIONS,
     )  # fmt: skip
+    constants = {
+        "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
+        "WORDS": CHUNK // 8, **_OPTIONS,
+    }  # fmt: skip
+    grid = (place.programs,)
+    _exchange_keys[grid](*arguments, **constants)
+    launch = _exchange_keys.prepared(grid, *arguments, **constants)
+    return None if launch is None else KeyExchange(launch)
 
 
-def clear(place: Place, room: Tensor, *, zero: bool) -> None:
+def clear(place: Place, room: Tensor, *, zero: bool) -> PreparedLaunch | None:
     """Wait until all ranks have finished reading the last exchange, then fill ``room`` with zeros.
 
     Without ``zero`` it only waits. ``room`` is float32 and contiguous, in memory that peers read.
+
+    Returns:
+        The same launch for later calls, or ``None`` if it cannot be repeated directly.
     """
-    _clear[(place.programs if zero else 1,)](
-        place.header, place.headers.shape[0], place.patience, room, room.numel() if zero else 0,
-        NUMBERS=NUMBERS, **_OPTIONS,
-    )  # fmt: skip
+    grid = (place.programs if zero else 1,)
+    size = room.numel() if zero else 0
+    arguments = place.header, place.headers.shape[0], place.patience, room, size
+    _clear[grid](*arguments, NUMBERS=NUMBERS, **_OPTIONS)
+    return _clear.prepared(grid, *arguments, NUMBERS=NUMBERS, **_OPTIONS)
 
 
-def reduce_from_peers(place: Place, digest: int, table: Tensor, total: Tensor) -> None:
+def reduce_from_peers(
+    place: Place, digest: int, table: Tensor, total: Tensor
+) -> SumExchange | None:
     """Let peers read the sums that this rank holds, and add those of peers to ``total``.
 
     It is one exchange. What peers read has been written by earlier kernels of this stream.
@@ -97,12 +132,20 @@ def reduce_from_peers(place: Place, digest: int, table: Tensor, total: Tensor) -
         digest: Identifies the exchange; a rank with another one ends in a device assert.
         table: int64 ``[chunks, 2 + parts]``: an offset in ``total`` and a count, in numbers (at
             most :data:`NUMBERS`), and the addresses of what to add there, in this order; 0 is none.
-        total: The sums of own keys, float32, contiguous.
+        total: The sums of own keys, float32, contiguous, at an address that is a multiple of 16.
+
+    Returns:
+        The same exchange for later calls, or ``None`` if it cannot be repeated directly.
     """
-    _add_peers[(place.programs,)](
+    grid = (place.programs,)
+    arguments = (
         place.headers, place.header, digest, place.rank, place.headers.shape[0], place.patience,
-        table, table.shape[0], total, PARTS=table.shape[1] - 2, NUMBERS=NUMBERS, **_OPTIONS,
+        table, table.shape[0], total,
     )  # fmt: skip
+    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **_OPTIONS}
+    _add_peers[grid](*arguments, **constants)
+    launch = _add_peers.prepared(grid, *arguments, **constants)
+    return None if launch is None else SumExchange(launch)
 
 
 @triton.jit
@@ -168,7 +211,7 @@ def _finish(headers, header, rank, ranks, number):
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["digest"])  # type: ignore[untyped-decorator]
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
     k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
@@ -223,7 +266,7 @@ def _clear(header, ranks, patience, room, numel, NUMBERS: tl.constexpr):
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["digest"])  # type: ignore[untyped-decorator]
 def _add_peers(
     headers, header, digest, rank, ranks, patience, table, chunks, total,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ring_core import Fetch, GatherProgram, gather_program
+from ring_core import GatherProgram
+from ring_core.programs.gather import Fetch
 from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
@@ -31,9 +33,11 @@ from ring_torch.transports.api import (
     Where,
     is_counted,
     note_reads,
+    program_of,
     requests_to,
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
+from ring_torch.triton_launch import has_launch_hooks
 
 _HEADER = 1024  # bytes; enough for MOST_RANKS
 _FIRST = 2  # index of the next exchange's number in a header
@@ -52,6 +56,9 @@ class ExchangeState:
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
+    #: Launches of earlier passes, for passes that are alike. They hold addresses of the memory and
+    #: of tables, and live as long as these.
+    _prepared: dict[object, Any] = field(default_factory=dict)
 
     def reserve(self, size: int) -> exchange_kernel.Place:
         """Ensure ``size`` bytes of data, let this pass follow the last one, and return its place.
@@ -59,7 +66,7 @@ class ExchangeState:
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
         """
         if self.memory.reserve(size) or self._place is None:
-            self._tables.clear()
+            self._forget()
             self._place = self._new_place()
         if is_capturing():
             self._kept.append(self._place)
@@ -92,13 +99,33 @@ class ExchangeState:
             every, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
         )
 
+    def _forget(self) -> None:
+        """Drop all tables, and the launches that hold their addresses."""
+        self._tables.clear()
+        self._prepared.clear()
+
+    def prepared(self, key: object) -> Any:
+        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
+
+        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
+        """
+        launch = self._prepared.get(key)
+        if launch is None or is_counted() or is_capturing() or has_launch_hooks():
+            return None
+        return launch
+
+    def keep(self, key: object, launch: object) -> None:
+        """Keep a launch for later passes with the same key, unless it is ``None``."""
+        if launch is not None:
+            self._prepared[key] = launch
+
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
         assert self._place is not None
         if len(self._tables) > _MOST_TABLES:
-            self._tables.clear()
+            self._forget()
         if key not in self._tables:
             found = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
             self._tables[key] = found.to(self._place.headers.device)
@@ -146,14 +173,24 @@ class OneKernel:
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
-        keys = self.spec.keys
-        k, v = (x if are_rows(x) else x.contiguous() for x in (inputs.k, inputs.v))
-        own = self._keys_of(self.place.rank)
-        target = own.new_empty(keys.batch, gather.length, keys.width)
-        table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
+        spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
+        shape = keys.batch, gather.length, keys.width
+        target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
+        aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
+        kept = (gather, keys, k.stride(), v.stride()) if aligned else None
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        exchange_kernel.exchange_keys(self.place, self.digest, k, v, own, table, target)
+        if kept is not None and (exchange := self.meeting.prepared(kept)) is not None:
+            exchange(self.digest, k, v, target)
+        else:
+            own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
+            own = self._keys_of(self.place.rank)
+            table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
+            exchange = exchange_kernel.exchange_keys(
+                self.place, self.digest, own_k, own_v, own, table, target
+            )
+            if kept is not None and own_k is k and own_v is v:
+                self.meeting.keep(kept, exchange)
         if is_counted():
             others = (one for one in gather.fetches if one.rank != self.place.rank)
             note_reads(target[:, one.target] for one in others)
@@ -169,7 +206,13 @@ class OneKernel:
         else:
             room = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         # The kernel waits until peers have read what the exchange before left for them.
-        exchange_kernel.clear(self.place, room, zero=zero)
+        kept = gather, sums, zero
+        if gather.length > 0 and (launch := self.meeting.prepared(kept)) is not None:
+            launch({})
+        else:
+            launch = exchange_kernel.clear(self.place, room, zero=zero)
+            if gather.length > 0:
+                self.meeting.keep(kept, launch)
         return [room]
 
     def return_grads(
@@ -194,15 +237,21 @@ class OneKernel:
         where: Where,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         spans = _cut_spans([one for _, one in requests])
-        starts = [where(span).start for span in spans]
+        starts = tuple([where(span).start for span in spans])
+        kept = gather, sums, length, starts
+        if (exchange := self.meeting.prepared(kept)) is not None and total.data_ptr() % 16 == 0:
+            exchange(self.digest, total)
+            return
         parts = max(self.spec.ranks.size - 1, 1)
         table = self.meeting.table(
-            (gather, sums, length, tuple(starts)), 2 + parts,
-            lambda: self._sums_of_peers(requests, sums, length, zip(spans, starts, strict=True), parts),
+            kept, 2 + parts,
+            lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), parts),
         )  # fmt: skip
-        exchange_kernel.reduce_from_peers(self.place, self.digest, table, total)
+        exchange = exchange_kernel.reduce_from_peers(self.place, self.digest, table, total)
+        if total.data_ptr() % 16 == 0:
+            self.meeting.keep(kept, exchange)
         if is_counted():
             for _, one in requests:
                 note_reads(sums.parts(total, length, where(one.source)))
@@ -221,7 +270,7 @@ class OneKernel:
         return _mixed(list(rows.values()))
 
     def _sums_of_peers(
-        self, requests: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
+        self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
         """Return the rows of the table of :func:`reduce_from_peers`, with ``width`` addresses each.
@@ -229,13 +278,14 @@ class OneKernel:
         Each span of own keys is cut into runs that are contiguous in ``total`` and on all peers.
         """
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
             theirs = []
             for peer, one in requests:
                 if one.source.start <= span.start and span.stop <= one.source.stop:
-                    theirs_length = gather_program(self.spec.plan, peer).length
+                    theirs_length = program_of(self.spec.plan, peer, like=gather).length
                     first = one.target.start + span.start - one.source.start
                     flat = self._grads_of(peer, sums, theirs_length)
                     theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))

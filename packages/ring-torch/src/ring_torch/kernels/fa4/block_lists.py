@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_core import EMPTY, FULL, PARTIAL, WorkItem
+from ring_core import WorkItem
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import Grid, kinds_on
 from ring_torch.triton_launch import DirectKernel

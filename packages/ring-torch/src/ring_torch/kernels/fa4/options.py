@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import FULL, PARTIAL, BlockGeometry, WorkItem
-from ring_core.base.arguments import not_none
+from ring_core import WorkItem
+from ring_core.base.arguments import FULL, PARTIAL, not_none
 from ring_core.masks.expression import Expression, expression_of
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
 from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile

@@ -29,6 +29,7 @@ from torch import Tensor
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
     Documents,
+    ForwardLaunch,
     Options,
     Pass,
     capability,
@@ -42,6 +43,7 @@ Calls = list[tuple[Function, tuple[Any, ...]]]
 #: Queries of a block in block lists, in both passes.
 BLOCK_Q = 128
 _MOST_LAUNCHES = 256
+_SINKS = 8  # index of the sinks among a compiled forward's arguments after ``lse``
 # One thread at a time records calls: the library's caches of functions are replaced meanwhile.
 _NOTING = RLock()
 
@@ -227,11 +229,7 @@ class CompiledFlash4:
         if not _can_note(q, k, v, out, modded.sinks):
             _library_forward(q, k, v, out, lse, options, modded)
             return
-        key = (
-            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
-            _documents_key(options.documents), modded.key,
-        )  # fmt: skip
+        key = _forward_key(q, k, v, out, lse, options, modded)
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
@@ -242,6 +240,35 @@ class CompiledFlash4:
                 _library_forward(q, k, v, out, lse, options, modded)
             found = _forward_of(calls, q, k, v, out, lse, options, modded)
             _remember(self._forwards, key, found)
+
+    def prepared_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        modded: Modded,
+    ) -> ForwardLaunch | None:  # fmt: skip
+        """Return a launch for calls with tensors like these, of which one was made before.
+
+        It is ``None`` if there was none, and for calls with documents, lists or functions.
+        """
+        if options.documents is not None or modded._replace(sinks=None) != PLAIN:
+            return None
+        if not _can_note(q, k, v, out, modded.sinks):
+            return None
+        known = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
+        if known is None:
+            return None
+        launch, has_lse = known.launch, lse is not None
+        rest = known.arguments(q, k, v, out, lse, options, PLAIN, (None, None))[5:]
+        before, after = rest[:_SINKS], rest[_SINKS + 1 :]
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+        ) -> None:
+            launch(
+                q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before,
+                sinks, *after,
+            )  # fmt: skip
+
+        return run
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -269,6 +296,17 @@ class CompiledFlash4:
             grads = _library_backward(*given)
         _remember(self._backwards, key, _backward_of(calls, grads, *given[:-1]))
         return grads
+
+
+def _forward_key(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
+) -> object:  # fmt: skip
+    """Return a key of a forward: calls with equal keys have the same compiled function."""
+    return (
+        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
+        _documents_key(options.documents), modded.key,
+    )  # fmt: skip
 
 
 def _library_forward(
@@ -423,6 +461,24 @@ def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Te
     return [torch.zeros(x, dtype=torch.float32, device=q.device) for x in (k, v)]
 
 
+class SplitLaunch(NamedTuple):
+    """One launch of a split backward over some columns of the gathered keys.
+
+    Attributes:
+        k_start: First column.
+        keys: Number of columns.
+        scale: Factor of the scores.
+        window: Window in the form that ``main`` takes.
+        functions: Compiled functions of the launch; those of all launches have one tile.
+    """
+
+    k_start: int
+    keys: int
+    scale: float
+    window: Window
+    functions: SplitFunctions
+
+
 class SplitFunctions(NamedTuple):
     """Compiled functions of a split backward, which sums dK/dV over several launches."""
 
@@ -454,6 +510,51 @@ class SplitFunctions(NamedTuple):
     def round(self, x: Tensor, to: Tensor, scale: float) -> None:
         """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
         self.round_dkv(x.flatten(2), to, scale, None, None, None, None)
+
+
+def accumulate_all(
+    launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
+    lse: Tensor, dq: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
+    """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
+
+    Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
+    several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
+    alone is launched for each.
+    """
+    batch, length, heads, dim = q.shape
+    runs, functions = len(launches), launches[0].functions
+    rows = length // runs
+    many, shape = batch * runs, (batch * runs, rows, heads, dim)
+    padded = -(-rows // functions.tile) * functions.tile
+    dq_sums = _empty(q, (many, heads, padded * functions.dim))
+    delta, lse_log2 = _empty(q, (2, many, heads, padded)).unbind()
+    # Libraries misread lse if it is not contiguous.
+    if runs > 1:
+        lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
+    dq = dq.view(shape)
+    functions.prepare(
+        *_prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
+    )
+    kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
+    head, sequence = columns * dim, kv_heads * columns * dim
+    strides = sequence, head, 1
+    # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
+    # launch goes first, as in the forward in reverse.
+    for n in reversed(range(runs)):
+        one = launches[n]
+        size = batch, kv_heads, one.keys * dim
+        first = start + one.k_start * dim
+        one.functions.main(
+            q.narrow(1, n * rows, rows), k.narrow(1, one.k_start, one.keys),
+            v.narrow(1, one.k_start, one.keys), dout.narrow(1, n * rows, rows),
+            *([x.narrow(0, n, 1) for x in (lse_log2, delta, dq_sums)] if runs > 1 else
+              (lse_log2, delta, dq_sums)),
+            sums.as_strided(size, strides, first),
+            sums.as_strided(size, strides, first + batch * sequence),
+            one.scale, None, None, None, None, *one.window, *one.functions.rest,
+        )  # fmt: skip
+    functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
 
 
 @lru_cache(maxsize=32)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import BlockGeometry, KernelConfig, WorkItem
+from ring_core import KernelConfig, WorkItem
 from ring_core.base.arguments import not_none
 from ring_core.philox import dropout_threshold
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_configs import (
     Blocks,
     Pass,
