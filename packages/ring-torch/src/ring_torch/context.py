@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
-from ring_torch import movement
 from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
 from ring_torch.comm.ranks import Group
 from ring_torch.compiled.movement import (
@@ -25,7 +24,8 @@ from ring_torch.compiled.movement import (
 )
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
-from ring_torch.movement import Halo
+from ring_torch.movement import methods
+from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
@@ -197,7 +197,7 @@ class ContextParallel:
             return shift_in_graph(
                 self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
             )
-        return movement.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
+        return methods.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
 
     def halo(
         self, x: Tensor, left: int, right: int, *, dim: int = 1,
@@ -243,7 +243,7 @@ class ContextParallel:
             return halo_in_graph(
                 self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens
             )
-        return movement.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
+        return methods.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
 
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
@@ -265,8 +265,8 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return movement.join(y, dim, self.layout, size_of(self.group))
-        return movement.join(y, dim, self.layout, self.cp_size)
+            return methods.join(y, dim, self.layout, size_of(self.group))
+        return methods.join(y, dim, self.layout, self.cp_size)
 
     def relayout(self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Tensor:
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
@@ -298,7 +298,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return relayout_in_graph(self.group, self.layout, x, layout, group_of_to=group, dim=dim)
-        return movement.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
+        return methods.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutSpec
-from ring_torch.comm.movement import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -24,7 +23,7 @@ from ring_torch.compiled.static import (
     to_json,
 )
 from ring_torch.derivatives import refuse_batch
-from ring_torch.movement import (
+from ring_torch.movement.methods import (
     Halo,
     check_halo,
     check_shift,
@@ -34,6 +33,7 @@ from ring_torch.movement import (
     rows_of_runs,
     runs_a_rank,
 )
+from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.sharding import check_dim
 
 _KINDS: dict[str, type[MoveKind]] = {

@@ -1,7 +1,7 @@
 """Shift, halo, join and relayout of sharded tensors, for layers beside attention.
 
 The checks of their arguments and the forms of their results; rows move in
-:mod:`ring_torch.comm.movement`.
+:mod:`ring_torch.movement.rows`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ring_core.layouts.layout import check_layout
 from ring_core.masks.mask import mask_of
 from ring_core.movement import check_consecutive, check_fill, check_sides, check_steps, halo_ids
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.movement import (
+from ring_torch.comm.ranks import Group, Ranks, ranks_of
+from ring_torch.movement.rows import (
     HaloMove,
     MoveCall,
     MoveKind,
@@ -26,7 +27,6 @@ from ring_torch.comm.movement import (
     ShiftMove,
     move,
 )
-from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.sharding import Sharding, check_dim
 
 
