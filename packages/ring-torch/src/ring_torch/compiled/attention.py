@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,13 @@ from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
-from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
+from ring_torch.compiled.static import (
+    as_documents,
+    from_json,
+    group_fields,
+    ranks_named,
+    to_json,
+)
 from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
@@ -98,18 +103,8 @@ def _as_operands(options: CallOptions) -> CallOptions:
             )
         if window[0] is None and window[1] is None:
             options = options._replace(window=None)
-    is_sequence = isinstance(documents, (tuple, list))
-    offsets: Any = documents
-    if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
-        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
-    if offsets is not None and not is_sequence:
-        array = torch.as_tensor(offsets)
-        if array.device.type != "cpu":
-            raise ValueError(
-                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
-            )
-        copy: Any = array.clone()  # the caller may write to the given one before the graph runs
-        options = options._replace(cu_seqlens=copy)
+    if documents is not None:
+        options = options._replace(cu_seqlens=as_documents(documents))
     if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
         halves: Any = (seed & _LOW, seed >> 32)
         options = options._replace(dropout_seed=halves)
