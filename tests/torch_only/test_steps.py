@@ -102,5 +102,5 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         model = cost.Model(8, 4, 16, bytes_per_element=4)
         bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
         most = max(x.sent for x in ranks)
-        helps = any(step.helps != "none" for step in call.program.steps)
-        assert most <= bound.bytes_sent if helps else most == bound.bytes_sent
+        offloads = any(step.offload != "none" for step in call.program.steps)
+        assert most <= bound.bytes_sent if offloads else most == bound.bytes_sent

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
-from ring_core.programs.ring import HELP_PIECES, Stage
+from ring_core.programs.ring import OFFLOAD_PIECES, Stage
 from ring_torch.buffers import packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
@@ -73,12 +73,14 @@ def balanced_steps(
 
     def pieces(stage: Stage) -> tuple[HelpPiece, ...]:
         """Return the pieces of a stage: cuts of its work items for others, in matching order."""
-        if not stage.helps:
+        if not stage.offloads:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
-        helped = [item.cut(HELP_PIECES) for item in program.remote_items(rank, stage.step)]
+        helped = [item.cut(OFFLOAD_PIECES) for item in program.remote_items(rank, stage.step)]
         others = [
-            item.cut(HELP_PIECES) for item in program.items(rank, stage.step) if item.q_rank != rank
+            item.cut(OFFLOAD_PIECES)
+            for item in program.items(rank, stage.step)
+            if item.q_rank != rank
         ]
         return tuple(
             HelpPiece(
@@ -86,7 +88,7 @@ def balanced_steps(
                 tuple(cut[n].q_slice for cut in helped if n < len(cut)),
                 tuple(Launch.of(cut[n]) for cut in others if n < len(cut)),
             )
-            for n in range(HELP_PIECES)
+            for n in range(OFFLOAD_PIECES)
         )
 
     steps = ring_steps(program, rank, stages)

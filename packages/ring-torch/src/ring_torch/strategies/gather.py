@@ -212,7 +212,9 @@ class Gather(Strategy):
                     dout, out, lse, _ = upstream
                     launch(inputs.q, columns.k, columns.v, dout, out, lse, row_grads.dq, room[n])
                 else:
-                    work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
+                    work = [
+                        (columns, gather.items[m], gather.overwritten[m]) for m in reversed(some)
+                    ]
                     _differentiate(call, work, *part, sums, room[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.

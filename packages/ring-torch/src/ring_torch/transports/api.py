@@ -91,8 +91,8 @@ class GatherSession(Protocol):
 
         Nothing may write ``grads`` any more, but what arrives for own keys. ``early`` selects what
         is sent: ``None`` all; ``True`` the gradients for which
-        :meth:`ring_core.GatherProgram.is_early` is true; ``False``, afterwards, the others.
-        ``overlapped`` says that more kernels follow, which the transfer must not slow down.
+        :meth:`ring_core.GatherProgram.is_before_last_item` is true; ``False``, afterwards, the
+        others. ``overlapped`` says that more kernels follow, which the transfer must not slow down.
         """
 
 
@@ -210,7 +210,9 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
 
 def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
     """Return all fetches (``early=None``), those whose gradients are final early, or the others."""
-    return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
+    return [
+        one for one in gather.fetches if early is None or gather.is_before_last_item(one) == early
+    ]
 
 
 def write_keys(
