@@ -615,4 +615,5 @@ def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Libra
     params = SimpleNamespace(softcap=None, deterministic=False)
     for version in (KNOWN, UNKNOWN):
         install(version)
-        assert parts.applies(plan, q, k, k, params) == (version == KNOWN)  # type: ignore[arg-type]
+        applies = parts.applies(plan, q, k, k, params, splits=True)  # type: ignore[arg-type]
+        assert applies == (version == KNOWN)

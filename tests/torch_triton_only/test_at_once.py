@@ -47,7 +47,7 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return peer_copies.fits_one_kernel(case.plan, keys, 1)
+    return peer_copies.fits_one_kernel(case.plan, keys, 1, False)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
@@ -68,10 +68,12 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups)
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, spec.splits)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
-        return one_kernel.OneKernel.of(spec, room_of(spec.plan, spec.keys, spec.acc_dtype), digest)
+        return one_kernel.OneKernel.of(
+            spec, room_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+        )
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)

@@ -31,9 +31,13 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
-def gathered_positions(plan: Plan, rank: int, own: bool, device: torch.device) -> Tensor:
+def gathered_positions(
+    plan: Plan, rank: int, own: bool, splits: bool, device: torch.device
+) -> Tensor:
     """Return the positions of the keys that a rank gathers, int64, with its own keys if ``own``."""
-    return torch.as_tensor(gather_program(plan, rank, own=own).positions, device=device)
+    return torch.as_tensor(
+        gather_program(plan, rank, own=own, splits=splits).positions, device=device
+    )
 
 
 class Spans(NamedTuple):
@@ -84,6 +88,6 @@ def key_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
 
 
 @lru_cache(maxsize=64)
-def gathered_runs(plan: Plan, rank: int, own: bool) -> tuple[PositionRun, ...]:
+def gathered_runs(plan: Plan, rank: int, own: bool, splits: bool) -> tuple[PositionRun, ...]:
     """Return the runs of consecutive positions among the keys that a rank gathers."""
-    return runs_of(gather_program(plan, rank, own=own).positions)
+    return runs_of(gather_program(plan, rank, own=own, splits=splits).positions)

@@ -37,6 +37,7 @@ from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
+from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, resolve, strategy_names
 from ring_torch.transports import transport_names
@@ -276,8 +277,14 @@ def _prepare(
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
     )
+    keys = KVPayload(
+        sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
+        request.segment_ids,
+    )  # fmt: skip
+    is_short = spec.opens_sessions and ring.size > 1 and transport.is_short(plan, keys, 1)
     resolution = Resolution(
-        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids, inner
+        program, ring.rank, choice.kernel, sizes, dtype.itemsize, needs_index, request.segment_ids,
+        is_short, inner,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)

@@ -79,6 +79,8 @@ class GatherProgram:
         spans: The positions of the keys in the buffer, ascending.
         in_place: Work over the rank's own keys where they lie, which waits for nothing:
             ``k_start`` and ``k_stop`` count local indices.
+        splits: Rows that see own keys only may be in ``in_place``; otherwise all work is over the
+            buffer.
     """
 
     own: bool
@@ -87,6 +89,7 @@ class GatherProgram:
     waits_for: tuple[int, ...]
     spans: tuple[Interval, ...] = field(repr=False)
     in_place: tuple[WorkItem, ...] = ()
+    splits: bool = True
 
     @cached_property
     def length(self) -> int:
@@ -166,7 +169,9 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
     return (longest_gather(plan).length + keys) * kv_width * (itemsize + 4) / ring
 
 
-def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
+def gather_program(
+    plan: Plan, rank: int, *, own: bool = True, splits: bool = True
+) -> GatherProgram:
     """Return what a rank fetches and computes with the keys of all ranks, in one buffer.
 
     >>> from ring_core import Mask, gather_program, make_plan
@@ -179,6 +184,8 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
         rank: The rank.
         own: With ``False`` the buffer holds the keys of other ranks alone, and the items are the
             remote part of the rank's work; ``plan.items(rank, rank)`` is the rest.
+        splits: With ``False`` no work is done in place: where keys are few, copying the rank's own
+            into the buffer costs less than more launches.
 
     Returns:
         The program; equal arguments return the same object, from a bounded cache.
@@ -189,14 +196,15 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
     check_kind("plan", plan, Plan)
     check_index("rank", rank, plan.cp_size)
     check_kind("own", own, bool)
-    return _gather_program(plan, rank, own)
+    check_kind("splits", splits, bool)
+    return _gather_program(plan, rank, own, splits)
 
 
 @lru_cache(maxsize=_KEPT)
-def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
+def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherProgram:
     """Make the program; arguments are checked."""
     assert not gather_refusals(plan)
-    by_position, in_place, spans = _work_and_keys(plan, rank, own=own)
+    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -216,7 +224,7 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
         fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
-        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place)
+        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits
     )
 
 
@@ -232,7 +240,7 @@ class Longest(NamedTuple):
     in_place: bool
 
 
-def longest_gather(plan: Plan) -> Longest:
+def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
     """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
 
     >>> from ring_core import Mask, longest_gather, make_plan
@@ -240,19 +248,22 @@ def longest_gather(plan: Plan) -> Longest:
     8
     """
     check_kind("plan", plan, Plan)
-    return _longest_gather(plan)
+    check_kind("splits", splits, bool)
+    return _longest_gather(plan, splits)
 
 
 @lru_cache(maxsize=_KEPT)
-def _longest_gather(plan: Plan) -> Longest:
+def _longest_gather(plan: Plan, splits: bool) -> Longest:
     """Compute the facts without making all ranks' fetches, as many as there are pairs of ranks."""
-    work_of_ranks = [_work_and_keys(plan, rank, own=True) for rank in range(plan.cp_size)]
+    work_of_ranks = [
+        _work_and_keys(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)
+    ]
     sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
     return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
 
 
 def _work_and_keys(
-    plan: Plan, rank: int, *, own: bool
+    plan: Plan, rank: int, *, own: bool, splits: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """Return a rank's items over positions, its items in place, and the keys to gather.
 
@@ -265,7 +276,7 @@ def _work_and_keys(
         for span in _subtract(Interval(0, plan.kv_seq_len), left_out)
         for item in _items(plan, rank, span)
     ]
-    items, in_place = split_own_key_rows(plan, rank, items) if own else (items, [])
+    items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 

@@ -63,10 +63,12 @@ class SplitBackward(Protocol):
     added as they are. The second part rounds them into gradients.
     """
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer.
+        All ranks must get the same answer. ``splits`` is that of their gather programs.
         """
 
     def accumulate(

@@ -119,7 +119,9 @@ class Gather(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
         groups = self.groups.forward
-        session = call.open_session(inputs, call.forward_signature, groups=groups, own=True)
+        session = call.open_session(
+            inputs, call.forward_signature, groups=groups, own=True, splits=self.gather.splits
+        )
         gather, keys = self.gather, session.spec.keys
         covered = gather.num_rows == inputs.q.shape[1]
         whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
@@ -176,9 +178,11 @@ class Gather(Strategy):
         own K/V in place come after the others of their group, and have sums of their own.
         """
         groups = self.groups.backward
-        session = call.open_session(inputs, call.backward_signature, groups=groups, own=True)
+        session = call.open_session(
+            inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
+        )
         gather, keys = self.gather, session.spec.keys
-        rows, sums = call.rows(inputs), _sums(call, inputs, keys)
+        rows, sums = call.rows(inputs), _sums(call, inputs, keys, self.gather.splits)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
@@ -262,7 +266,7 @@ class Gather(Strategy):
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        longest = longest_gather(call.plan).length
+        longest = longest_gather(call.plan, splits=self.gather.splits).length
         return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
 
@@ -415,11 +419,15 @@ def _finish_own_grads(
                 place.copy_(x)
 
 
-def _sums(call: Call, inputs: Inputs, keys: KVPayload) -> KeyGradBuffer:
+def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
     """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
     parts, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
-    head_major = parts is not None and banded and parts.applies(call.plan, q, k, v, call.params)
+    head_major = (
+        parts is not None
+        and banded
+        and parts.applies(call.plan, q, k, v, call.params, splits=splits)
+    )
     return KeyGradBuffer(keys, head_major)
 
 
@@ -469,7 +477,7 @@ def _resolve(given: Resolution) -> Strategy:
         return TwoStageGather.of(program.plan, given.rank)
     needs_more = given.needs_index or given.segment_ids
     groups = ONE_GROUP if needs_more else head_groups_of(program, given.sizes, given.itemsize)
-    gather = gather_program(program.plan, given.rank)
+    gather = gather_program(program.plan, given.rank, splits=not given.is_short)
     items = (*gather.items, *gather.in_place)
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
     covered = gather.num_rows == given.sizes.q_len and given.sizes.batch > 0

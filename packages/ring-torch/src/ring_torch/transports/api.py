@@ -30,8 +30,9 @@ class SessionSpec(NamedTuple):
     Attributes:
         ranks: The ranks that exchange.
         plan: The plan, from which every rank derives what each rank fetches:
-            ``gather_program(plan, rank, own=own)``.
+            ``gather_program(plan, rank, own=own, splits=splits)``.
         own: True if a rank's buffer holds its own K/V, too, so that one launch sees all keys.
+        splits: True if work over own keys alone may be done in place.
         keys: The shape of the K/V of a rank for one group of heads.
         groups: Number of groups into which heads are cut.
         device: The device of all tensors.
@@ -45,6 +46,7 @@ class SessionSpec(NamedTuple):
     ranks: Ranks
     plan: Plan
     own: bool
+    splits: bool
     keys: KVPayload
     groups: int
     device: torch.device
@@ -103,6 +105,10 @@ def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
     return ""
 
 
+def _never_short(_plan: Plan, _keys: KVPayload, _groups: int) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Transport:
     """Self-description of a transport: a way in which bytes move between ranks.
@@ -123,6 +129,8 @@ class Transport:
         missing: Returns the reason why it cannot run between processes of this machine, or an
             empty string. It gets the type of device and, for each GPU, the GPUs whose memory it
             reaches.
+        is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short
+            that no work is done over own keys in place; the same on all ranks.
     """
 
     name: str
@@ -132,6 +140,7 @@ class Transport:
     asks: str = ""
     devices: tuple[str, ...] = ()
     missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
+    is_short: Callable[[Plan, KVPayload, int], bool] = _never_short
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def gathered_traffic(
     ``keys`` describes the K/V of all heads, to which groups add up. ``fetches`` is false for a
     backward to which the forward has saved the gathered K/V.
     """
-    requests = [one for _, one in requests_to(plan, rank, own=gather.own)]
+    requests = [one for _, one in requests_to(plan, rank, like=gather)]
     fetched = [one for one in gather.fetches if one.rank != rank]
     asked, given = (
         sum(one.source.stop - one.source.start for one in some) for some in (requests, fetched)
@@ -179,9 +188,14 @@ def gathered_traffic(
     return Traffic(kv.sent + given * token, kv.received + asked * token)
 
 
+def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
+    """Return the program of another rank in the pass in which this rank has ``like``."""
+    return gather_program(plan, rank, own=like.own, splits=like.splits)
+
+
 @lru_cache(maxsize=256)
 def requests_to(
-    plan: Plan, rank: int, *, own: bool, early: bool | None = None
+    plan: Plan, rank: int, *, like: GatherProgram, early: bool | None = None
 ) -> tuple[tuple[int, Fetch], ...]:
     """Return what other ranks fetch from a rank, as ``(peer, fetch)``, in a peer's own order.
 
@@ -192,7 +206,7 @@ def requests_to(
         (peer, one)
         for peer in range(plan.cp_size)
         if peer != rank
-        for one in some_fetches(gather_program(plan, peer, own=own), early)
+        for one in some_fetches(program_of(plan, peer, like=like), early)
         if one.rank == rank
     )
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ring_core import GatherProgram, gather_program
+from ring_core import GatherProgram
 from ring_core.programs.gather import Fetch
 from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
@@ -33,6 +33,7 @@ from ring_torch.transports.api import (
     Where,
     is_counted,
     note_reads,
+    program_of,
     requests_to,
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
@@ -236,7 +237,7 @@ class OneKernel:
         where: Where,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         spans = _cut_spans([one for _, one in requests])
         starts = tuple([where(span).start for span in spans])
         kept = gather, sums, length, starts
@@ -246,7 +247,7 @@ class OneKernel:
         parts = max(self.spec.ranks.size - 1, 1)
         table = self.meeting.table(
             kept, 2 + parts,
-            lambda: self._sums_of_peers(requests, sums, length, zip(spans, starts, strict=True), parts),
+            lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), parts),
         )  # fmt: skip
         exchange = exchange_kernel.reduce_from_peers(self.place, self.digest, table, total)
         if total.data_ptr() % 16 == 0:
@@ -269,7 +270,7 @@ class OneKernel:
         return _mixed(list(rows.values()))
 
     def _sums_of_peers(
-        self, requests: Sequence[tuple[int, Fetch]], sums: KeyGradBuffer, length: int,
+        self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
     ) -> Sequence[Sequence[int]]:  # fmt: skip
         """Return the rows of the table of :func:`reduce_from_peers`, with ``width`` addresses each.
@@ -277,13 +278,14 @@ class OneKernel:
         Each span of own keys is cut into runs that are contiguous in ``total`` and on all peers.
         """
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
             theirs = []
             for peer, one in requests:
                 if one.source.start <= span.start and span.stop <= one.source.stop:
-                    theirs_length = gather_program(self.spec.plan, peer).length
+                    theirs_length = program_of(self.spec.plan, peer, like=gather).length
                     first = one.target.start + span.start - one.source.start
                     flat = self._grads_of(peer, sums, theirs_length)
                     theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))

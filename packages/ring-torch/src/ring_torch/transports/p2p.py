@@ -68,7 +68,7 @@ class Messages:
         # Peers have derived from the plan that these messages come, and in which order.
         sends = [
             (x[:, one.source].contiguous(), peer)
-            for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+            for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
             for x in own
         ]
         places = [
@@ -122,7 +122,7 @@ class Messages:
             if one.rank != ring.rank
             for part in sums.parts(grads, gather.length, one.target)
         ]
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather, early=early)
         # From each peer the sums over what it fetched here, into staging tensors: several peers may
         # have fetched the same keys.
         staged = [room_for(sums, grads, one) for _, one in requests]

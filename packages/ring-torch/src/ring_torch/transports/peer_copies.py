@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from ring_core import GatherProgram, Plan, gather_program, longest_gather
+from ring_core import GatherProgram, Plan, longest_gather
 from ring_torch.buffers import flat
 from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
@@ -24,6 +24,7 @@ from ring_torch.transports.api import (
     Where,
     add_staged,
     note_reads,
+    program_of,
     requests_to,
     room_for,
     spans_of,
@@ -63,7 +64,7 @@ class PeerCopies:
         message, rank = keys.message, self.spec.ranks.rank
         every, in_window = range(groups), groups > 1
         requests = [
-            one for _, one in requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own)
+            one for _, one in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         ]
         spans = spans_of([*requests, *(x for x in gather.fetches if in_window and x.rank == rank)])
         own = [window.memory.views(rank, n * message.size, message) for n in every]
@@ -156,10 +157,10 @@ class PeerCopies:
         :data:`ring_torch.transports.api.PendingGrads`.
         """
         window, plan = self.window, self.spec.plan
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, own=gather.own, early=early)
+        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather, early=early)
         theirs = []
         for peer, one in requests:
-            length = gather_program(plan, peer, own=gather.own).length
+            length = program_of(plan, peer, like=gather).length
             theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
         note_reads(x for parts in theirs for x in parts)
         copied = overlapped or not has_triton()
@@ -214,20 +215,20 @@ class PeerCopies:
 
 
 @lru_cache(maxsize=256)
-def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype) -> int:
+def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool) -> int:
     """Return the bytes of a group's dK/dV sums on the rank that fetches most keys."""
-    longest = longest_gather(plan).length
+    longest = longest_gather(plan, splits=splits).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
 
 
 @lru_cache(maxsize=256)
-def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int) -> bool:
+def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool) -> bool:
     """Return True if passes over gathered keys exchange in one kernel each way, on all ranks alike.
 
     The gathered K/V have to be few, of a single group of heads, without segment ids and in rows of
     16-byte words, and no work may be over own keys in place.
     """
-    longest = longest_gather(plan)
+    longest = longest_gather(plan, splits=splits)
     fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
     plain = keys.dtype != torch.float64 and not keys.segments and groups == 1
     aligned = keys.width * keys.dtype.itemsize % 16 == 0

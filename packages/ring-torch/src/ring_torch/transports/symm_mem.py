@@ -11,8 +11,10 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from ring_core import Plan
 from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.ranks import Ranks
+from ring_torch.payload import KVPayload
 from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
 
 
@@ -32,15 +34,22 @@ def _open(spec: SessionSpec) -> GatherSession:
     ranks, keys, signature = spec.ranks, spec.keys, spec.signature
     if not has_agreed(ranks, signature):
         agree(ranks, spec.number, spec.seed, signature, spec.device)
-    room = room_of(spec.plan, keys, spec.acc_dtype) if spec.needs_grad else 0
+    room = room_of(spec.plan, keys, spec.acc_dtype, spec.splits) if spec.needs_grad else 0
     digest = signature.as_int64(spec.number, spec.seed)
-    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups):
+    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups, spec.splits):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, room, digest)
     window = symm_buffer_of(ranks)
     window.reserve(spec.groups * (keys.message.size + room))
     return PeerCopies(spec, window, room, digest)
+
+
+def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
+    """Return True if passes exchange in one kernel, with own keys in the buffer, too."""
+    from ring_torch.transports import peer_copies
+
+    return peer_copies.fits_one_kernel(plan, keys, groups, False)
 
 
 def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
@@ -75,5 +84,5 @@ def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
 SYMM_MEM = Transport(
     "symm_mem", _open, _refusals, sends_messages=False,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
-    missing=_missing,
+    missing=_missing, is_short=_is_short,
 )  # fmt: skip

@@ -159,7 +159,9 @@ def _missing() -> str | None:
 class HopperSplitBackward:
     """Split backward on Hopper: a :class:`ring_torch.kernels.api.SplitBackward`."""
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         """Return True if every launch of a call can use the split backward, the same on all ranks.
 
         Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
@@ -168,7 +170,7 @@ class HopperSplitBackward:
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
         known = private.is_known() and _is_hopper(q.device)
-        return known and fits and plain and _in_whole_tiles(plan)
+        return known and fits and plain and _in_whole_tiles(plan, splits)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -235,9 +237,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _in_whole_tiles(plan: Plan) -> bool:
+def _in_whole_tiles(plan: Plan, splits: bool) -> bool:
     """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
-    programs = [gather_program(plan, rank) for rank in range(plan.cp_size)]
+    programs = [gather_program(plan, rank, splits=splits) for rank in range(plan.cp_size)]
     items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
     fetches = [one for gather in programs for one in gather.fetches]
     spans = [item.k_slice for item in items]
