@@ -89,31 +89,36 @@ def written(results: Iterable[Result]) -> str:
 
 def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
     """Return results of a version's release by name; of the newest where there are none of it."""
-    by: defaultdict[str, dict[str, Result]] = defaultdict(dict)
-    for each in results:
-        by[each.release][each.name] = each
-    return by.get(version.rpartition(".")[0]) or by[max(by, key=_number)]
+    by_name: defaultdict[str, dict[str, Result]] = defaultdict(dict)
+    for result in results:
+        by_name[result.release][result.name] = result
+    return by_name.get(version.rpartition(".")[0]) or by_name[max(by_name, key=_number)]
 
 
 def rendered(results: list[Result]) -> str:
     """The page."""
     releases = sorted({x.release for x in results}, key=_number)
-    found: dict[tuple[str, str], dict[str, Result]] = {}
-    for each in sorted(results, key=lambda x: (x.model_type, x.name)):
-        found.setdefault((each.model_type, each.name), {})[each.release] = each
+    by_model: dict[tuple[str, str], dict[str, Result]] = {}
+    for result in sorted(results, key=lambda x: (x.model_type, x.name)):
+        by_model.setdefault((result.model_type, result.name), {})[result.release] = result
     exact: list[dict[str, Result]] = []
     refused: list[dict[str, Result]] = []
     without: list[dict[str, Result]] = []
-    apart: list[dict[str, Result]] = []
-    for by in found.values():
-        newest = by[max(by, key=_number)]
-        if any(x.result == "exact" for x in by.values()):
-            exact.append(by)
+    unlike: list[dict[str, Result]] = []
+    for by_release in by_model.values():
+        newest = by_release[max(by_release, key=_number)]
+        if any(x.result == "exact" for x in by_release.values()):
+            exact.append(by_release)
         elif newest.result != "refused":
-            apart.append(by)
+            unlike.append(by_release)
         else:
-            (without if "has no sequence of tokens" in newest.reason else refused).append(by)
-    sums = " ".join(_sum([by[r] for by in found.values() if r in by], r) for r in releases)
+            (without if "has no sequence of tokens" in newest.reason else refused).append(
+                by_release
+            )
+    sums = " ".join(
+        _sum([by_release[r] for by_release in by_model.values() if r in by_release], r)
+        for r in releases
+    )
     newest_exact = [x for x in results if x.release == releases[-1] and x.result == "exact"]
     return "\n".join(
         [
@@ -138,7 +143,7 @@ def rendered(results: list[Result]) -> str:
             "",
             "The small config does not build these, or the whole model does not run on tokens alone.",
             "",
-            *_table(("class", "releases", "why"), (_reason(x, releases) for x in apart)),
+            *_table(("class", "releases", "why"), (_reason(x, releases) for x in unlike)),
             "",
         ]
     )
@@ -148,23 +153,23 @@ def _number(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def _newest(by: dict[str, Result]) -> Result:
-    return by[max(by, key=_number)]
+def _newest(by_release: dict[str, Result]) -> Result:
+    return by_release[max(by_release, key=_number)]
 
 
 def _sum(results: list[Result], release: str) -> str:
     counts = Counter(x.result for x in results)
-    others = len(results) - counts["exact"] - counts["refused"]
+    other_count = len(results) - counts["exact"] - counts["refused"]
     return (
         f"Of {len(results)} classes of models of transformers {release} {counts['exact']} are exact on a "
-        f"ring, {counts['refused']} are refused by name, and {others} are not run."
+        f"ring, {counts['refused']} are refused by name, and {other_count} are not run."
     )
 
 
-def _row(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
+def _row(by_release: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
     """A class that is exact: what is so on the newest release where it is, and on each."""
-    best = _newest({release: x for release, x in by.items() if x.result == "exact"})
-    cells = (_cell(by.get(release), best) for release in releases)
+    best = _newest({release: x for release, x in by_release.items() if x.result == "exact"})
+    cells = (_cell(by_release.get(release), best) for release in releases)
     return (best.name, best.by, _loss(best), _images(best), *cells)
 
 
@@ -178,14 +183,16 @@ def _cell(result: Result | None, best: Result) -> str:
         "loss": (_loss(result), _loss(best)), "images": (_images(result), _images(best)),
         "by": (result.by, best.by), "padding": (_padding(result), _padding(best)),
     }  # fmt: skip
-    others = [f"{name}: {one}" for name, (one, two) in pairs.items() if one != two]
-    return "; ".join(["exact", *others])
+    unlike = [f"{name}: {value}" for name, (value, two) in pairs.items() if value != two]
+    return "; ".join(["exact", *unlike])
 
 
-def _reason(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
-    newest = _newest(by)
+def _reason(by_release: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
+    newest = _newest(by_release)
     why = _why(newest)
-    present = "all" if len(by) == len(releases) else ", ".join(sorted(by, key=_number))
+    present = (
+        "all" if len(by_release) == len(releases) else ", ".join(sorted(by_release, key=_number))
+    )
     return (newest.name, present, why if newest.result == "refused" else f"{newest.result}: {why}")
 
 
