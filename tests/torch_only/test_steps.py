@@ -69,10 +69,10 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
 def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
     """What a rank has others compute is what they do, piece by piece and row by row."""
     for rank, step in enumerate(steps):
-        for piece, help_of in enumerate(step.pieces):
-            theirs = steps[help_of.helper].pieces[piece].launches
+        for piece, offload in enumerate(step.pieces):
+            theirs = steps[offload.helper].pieces[piece].launches
             rows = [x.rows for x in theirs if x.item.q_rank == rank]
-            assert list(help_of.helped) == rows
+            assert list(offload.sent_rows) == rows
         done = sum(len(x.launches) for x in step.pieces)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
