@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
-from ring_torch.autograd import RingAttention
+from ring_torch.autograd import AttentionFunction
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.options import AttentionOptions, CallOptions, Window
@@ -171,7 +171,7 @@ def _attend(
         )
     ranks = ranks_of(group)
     call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)
-    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs[:GIVEN])
+    results: tuple[Tensor, Tensor] = AttentionFunction.apply(call, *inputs[:GIVEN])
     return results
 
 

@@ -22,10 +22,10 @@ class HeadGroups(NamedTuple):
     forward: int
     backward: int  # a multiple of ``forward``: saved K/V of a group are cut once more
     #: True if gradients of the last group that are final before its last launch travel beside it.
-    early: bool
+    before_last_item: bool
 
 
-ONE_GROUP = HeadGroups(1, 1, early=False)
+ONE_GROUP = HeadGroups(1, 1, before_last_item=False)
 
 
 @dataclass(frozen=True)

@@ -200,17 +200,17 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
 
 
 def unseen_state(
-    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, covered: bool = False
+    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, fully_written: bool = False
 ) -> AttentionState:
     """Allocate results for the rows of ``q [B, n, H, D]``, with ``out`` in its dtype or ``dtype``.
 
-    They are those of rows that see nothing; with ``covered``, as all will be written, they are
-    uninitialised.
+    They are those of rows that see nothing; with ``fully_written``, as all will be written, they
+    are uninitialised.
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
     lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(out.dtype, torch.float32))
-    if not covered:
+    if not fully_written:
         out.zero_()
         lse.fill_(-torch.inf)
     return AttentionState(out, lse)

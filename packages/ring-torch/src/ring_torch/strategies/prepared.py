@@ -40,13 +40,13 @@ class PreparedItem(NamedTuple):
     waits_for: int
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: AttentionState, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, sinks: Tensor | None
     ) -> None:
-        """Write the item's rows of ``whole``; ``q``, ``k`` and ``v`` are all rows and columns."""
+        """Write the item's rows of ``state``; ``q``, ``k`` and ``v`` are all rows and columns."""
         rows, columns = (self.q_start, self.q_len), (self.k_start, self.k_len)
         self.launch(
             q.narrow(1, *rows), k.narrow(1, *columns), v.narrow(1, *columns),
-            whole.out.narrow(1, *rows), whole.lse.narrow(2, *rows), sinks,
+            state.out.narrow(1, *rows), state.lse.narrow(2, *rows), sinks,
         )  # fmt: skip
 
 
@@ -68,10 +68,10 @@ class PreparedLaunches:
             _keep(self.backward, key, launch)
 
 
-def _keep[T](kept: dict[object, T], key: object, value: T) -> None:
-    if len(kept) >= _MOST:
-        kept.clear()
-    kept[key] = value
+def _keep[T](launches: dict[object, T], key: object, value: T) -> None:
+    if len(launches) >= _MOST:
+        launches.clear()
+    launches[key] = value
 
 
 def tensors_key(*tensors: Tensor | None) -> object:
@@ -80,20 +80,20 @@ def tensors_key(*tensors: Tensor | None) -> object:
 
 
 def prepare_forward(
-    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, whole: AttentionState,
+    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, state: AttentionState,
     items: Sequence[tuple[WorkItem, int]], params: KernelParams,
 ) -> tuple[PreparedItem, ...] | None:  # fmt: skip
     """Return the launches of ``(item, waits_for)``, or ``None`` if one of them cannot be prepared.
 
     All of them have run on such tensors, and together they cover all rows.
     """
-    found = []
+    prepared = []
     for item, waits_for in items:
         launch = kernel.prepare_forward(
-            rows.take(item.q_slice), columns.take(item.k_slice), whole.take(item.q_slice), item, params
+            rows.take(item.q_slice), columns.take(item.k_slice), state.take(item.q_slice), item, params
         )  # fmt: skip
         if launch is None:
             return None
         spans = item.q_start, item.q_stop - item.q_start, item.k_start, item.k_stop - item.k_start
-        found.append(PreparedItem(launch, *spans, waits_for))
-    return tuple(found)
+        prepared.append(PreparedItem(launch, *spans, waits_for))
+    return tuple(prepared)

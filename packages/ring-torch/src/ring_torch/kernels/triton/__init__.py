@@ -71,7 +71,7 @@ class TritonKernel(Kernel):
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """Return attention over the item's keys, in ``out`` if it is given."""
-        into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
+        into = out or unseen_state(rows.q, columns.v.shape[3], fully_written=True)
         Launch(rows, columns, item, params).run("fwd", into._asdict(), fresh=True)
         return into
 
