@@ -198,7 +198,7 @@ class StepWork:
             numbers["block_index_batch"] = outer * inner if num_lists > 1 else 0
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
-            "FRESH": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,
+            "OVERWRITE": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,
             "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "Q_IS_MULTIPLE": self.rows.q.shape[2] % blocks.q == 0,
             "K_IS_MULTIPLE": self.columns.kv.shape[2] % blocks.k == 0,

@@ -159,12 +159,12 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
     saves = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
     passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
     bytes_of_passes = [
-        f"{name} {_in_words(call.strategy.traffic(call, inputs, forward=forward, saved=saves))}"
+        f"{name} {_traffic_text(call.strategy.traffic(call, inputs, forward=forward, saved=saves))}"
         for name, forward in passes.items()
     ]
     lines.append(f"  this rank moves {', '.join(bytes_of_passes)}")
     return "\n".join(lines)
 
 
-def _in_words(traffic: Traffic) -> str:
+def _traffic_text(traffic: Traffic) -> str:
     return f"{traffic.sent:,} bytes out and {traffic.received:,} in"
