@@ -24,6 +24,7 @@ from ring_torch.kernels.library import (
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
+    ItemBackward,
     Mods,
     Options,
     Pass,
@@ -150,6 +151,31 @@ class FlashKernel(Kernel):
         return self.flash.prepare_forward(
             q, k, v, place, options._replace(needs_lse=params.needs_lse)
         )
+
+    def prepare_backward(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dq: Tensor,
+        item: WorkItem, params: KernelParams,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return the library's backward of a band, if nothing has to be padded, copied or cut."""
+        q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
+        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
+        fits = self._dims("backward", q, v) == (q.shape[-1], v.shape[-1]) and 0 not in q.stride()
+        tensors = q, k, v, dout, out
+        if not (is_band and fits and rows.slopes is None and all(map(is_aligned, tensors))):
+            return None
+        if self._pieces(item):
+            return None
+        options = _options(item, params)
+        launch = self.flash.prepare_backward(dout, q, k, v, out, lse.contiguous(), options, dq)
+        if launch is None:
+            return None
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return launch(q, k, v, dout, out, lse.contiguous(), dq)
+
+        return run
 
     def mark_nonfinite(self, lse: Tensor) -> None:
         """Write NaN into ``lse`` where it is infinite: a score was not finite there."""

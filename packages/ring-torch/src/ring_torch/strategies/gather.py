@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +48,15 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import (
+    PreparedBackward,
+    PreparedLaunches,
+    keep,
+    prepare_backward,
+    prepare_forward,
+    put_columns,
+    tensors_key,
+)
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
@@ -132,10 +140,7 @@ class Gather(Strategy):
         if (launches := self.launches.forward.get(key)) is not None:
             (arriving,) = session.fetch(gather, inputs)
             k, v = keys.split(arriving.tensors[0])
-            for launch in launches:
-                # A launch waits for its own fetches; those of later ones go on beside it.
-                arriving.wait(launch.waits_for)
-                launch.run(inputs.q, k, v, state, sinks)
+            launches.run(inputs.q, k, v, state, sinks, arriving.wait)
             arriving.wait(None)
             if call.params.needs_lse:
                 call.kernel.mark_nonfinite(state.lse)
@@ -161,9 +166,8 @@ class Gather(Strategy):
             arriving.wait(None)
         if self.is_plain and fully_written and results[0] is state:
             items = list(zip(gather.items, gather.waits_for, strict=True))
-            self.launches.keep_forward(
-                key, prepare_forward(call.kernel, rows, columns, state, items, call.params)
-            )
+            launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
+            keep(self.launches.forward, key, launches)
         if len(results) == 1:
             state = results[0]
         elif results[0].out.dtype != state.out.dtype:
@@ -184,18 +188,20 @@ class Gather(Strategy):
             inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
         )
         gather, keys = self.gather, session.spec.keys
-        rows, sums = call.rows(inputs), _sums(call, inputs, keys, self.gather.splits)
+        sums = _sums(call, inputs, keys, self.gather.splits)
+        key = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
+        if (prepared := self.launches.backward.get(key)) is not None:
+            return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
+        rows = call.rows(inputs)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
         grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
-        row_grads = QueryGrads(_dq(call, gather, rows), dbias)
+        row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
         dk, dv = (
             torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
-        key = tensors_key(inputs.q, upstream.dout, upstream.out)
-        launch = self.launches.backward.get(key) if sums.head_major else None
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
         own_sums: list[Tensor | None] = []
 
@@ -218,17 +224,10 @@ class Gather(Strategy):
             for part_items, before_last_item, overlapped in _launches(
                 items, self.groups, last=n + 1 == groups
             ):
-                if launch is not None:
-                    dout, out, lse, _ = upstream
-                    launch(
-                        inputs.q, columns.k, columns.v, dout, out, lse, row_grads.dq, grad_sums[n]
-                    )
-                else:
-                    work = [
-                        (columns, gather.items[m], gather.overwritten[m])
-                        for m in reversed(part_items)
-                    ]
-                    _differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
+                work = [
+                    (columns, gather.items[m], gather.overwritten[m]) for m in reversed(part_items)
+                ]
+                _differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
@@ -249,15 +248,36 @@ class Gather(Strategy):
                 finish(n - 1)
         # Nothing is left to hide the last group behind.
         finish(groups - 1)
-        can_prepare = (
-            self.is_plain and sums.head_major and not self.groups.before_last_item and items
-        )
-        if launch is None and can_prepare and call.kernel.parts is not None:
-            self.launches.keep_backward(
-                key,
-                call.kernel.parts.prepare(rows, columns, upstream, gather.items, call.params),
-            )
+        if self.is_plain and not self.groups.before_last_item and upstream.delta is None and items:
+            prepared = prepare_backward(
+                call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
+                call.params,
+            )  # fmt: skip
+            keep(self.launches.backward, key, prepared)
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+
+    def _repeat(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved,
+        session: GatherSession, sums: KeyGradBuffer, prepared: PreparedBackward,
+    ) -> Grads:  # fmt: skip
+        """Run a backward by prepared launches: one group of heads, all work over the buffer."""
+        gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
+        dq, dk, dv = _dq(call, gather, q), torch.empty_like(k), torch.empty_like(v)
+        if saved:
+            kv = saved[0]
+        else:
+            (arriving,) = session.fetch(gather, inputs)
+            arriving.wait(None)
+            kv = arriving.tensors[0]
+        dout, out, lse, _ = upstream
+        prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        # The sums are final on this rank: the owners of their keys take them, and this rank takes
+        # the peers' sums for its own keys. Peers read other columns than those that these go to.
+        pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
+        pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
+        prepared.round(grad_sums, dk, dv)
+        return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
@@ -365,16 +385,17 @@ def _differentiate(
     """
     for columns, item, overwrite in work:
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        dst = row_grads.take(item.q_slice), sums.of(grads, length, item.k_slice)
+        query_grads = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.accumulate(*operands, item, call.params, dst[0].dq, dst[1])
+            totals = sums.of(grads, length, item.k_slice)
+            call.kernel.parts.accumulate(*operands, item, call.params, query_grads.dq, totals)
         else:
-            result = call.kernel.grads(*operands, item, call.params, dst[0].dq)
-            if result.dq.data_ptr() != dst[0].dq.data_ptr():
-                dst[0].dq.copy_(result.dq)
-            if dst[0].dbias is not None and result.dbias is not None:
-                dst[0].dbias.add_(result.dbias)
-            _put_columns(result, dst[1], item, overwrite)
+            result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
+            if result.dq.data_ptr() != query_grads.dq.data_ptr():
+                query_grads.dq.copy_(result.dq)
+            if query_grads.dbias is not None and result.dbias is not None:
+                query_grads.dbias.add_(result.dbias)
+            put_columns((result.dk, result.dv), sums.views(grads, length), item, overwrite)
 
 
 def _keys_by_group(
@@ -398,9 +419,9 @@ def _keys_by_group(
 
 def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, computed: tuple[Tensor, Tensor | None],
-    in_flight: Sequence[PendingGrads], dst: KeyGrads,
+    in_flight: Sequence[PendingGrads], key_grads: KeyGrads,
 ) -> None:  # fmt: skip
-    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``dst``.
+    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``key_grads``.
 
     ``computed`` are the flat sums over the gathered buffer, and those over own K/V in place, if
     any. All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it
@@ -417,15 +438,13 @@ def _finish_own_grads(
     # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
     if own_sums is not None:
         for fetch in own_fetches:
-            places_at_home = sums.parts(own_sums, keys.length, fetch.source)
-            add_staged(places_at_home, [sums.parts(grads, length, fetch.target)])
+            destinations = sums.parts(own_sums, keys.length, fetch.source)
+            add_staged(destinations, [sums.parts(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
 
     def index_map(source: slice) -> slice:
-        fetch = next(x for x in own_fetches if x.source.start <= source.start < x.source.stop)
-        shift = fetch.target.start - fetch.source.start
-        return slice(source.start + shift, source.stop + shift)
+        return _shifted(source, own_fetches)
 
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
@@ -434,12 +453,24 @@ def _finish_own_grads(
     # The sums are complete: round each once.
     for fetch in own_fetches:
         fetched_sums = sums.of(grads, length, fetch.target)
-        into = dst.take(fetch.source)
+        dst = key_grads.take(fetch.source)
         if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.round(fetched_sums, into, call.params)
+            call.kernel.parts.round(fetched_sums, dst, call.params)
         else:
-            for place, x in zip(into, fetched_sums, strict=True):
-                place.copy_(x)
+            for grad, x in zip(dst, fetched_sums, strict=True):
+                grad.copy_(x)
+
+
+def _shifted(source: slice, fetches: Sequence[Fetch]) -> slice:
+    """Return the columns at which ``fetches`` put a span of local keys."""
+    fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
+    shift = fetch.target.start - fetch.source.start
+    return slice(source.start + shift, source.stop + shift)
+
+
+def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
+    """Return the columns of a span of a rank's own keys in its buffer."""
+    return _shifted(source, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
 def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
@@ -454,33 +485,14 @@ def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradB
     return KeyGradBuffer(keys, head_major)
 
 
-def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
+def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
     """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
 
     Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
     """
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
-    dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
-    return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
-
-
-def _put_columns(
-    result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, overwrite: Sequence[slice]
-) -> None:
-    """Store an item's dK/dV in the sums: overwrite columns in ``overwrite``, add to the others."""
-    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
-    edges = [
-        item.k_start,
-        *(edge for span in overwrite for edge in (span.start, span.stop)),
-        item.k_stop,
-    ]
-    for n, (start, stop) in enumerate(pairwise(edges)):
-        columns = slice(start - item.k_start, stop - item.k_start)
-        for total, x in zip(sums, (result.dk, result.dv), strict=True):
-            if start < stop and n % 2 == 0:
-                total[:, columns].add_(x[:, columns])
-            elif start < stop:
-                total[:, columns].copy_(x[:, columns])
+    dq = torch.empty(q.shape, dtype=dtype, device=call.device)
+    return dq if gather.num_rows == q.shape[1] else dq.zero_()
 
 
 def _in_place(

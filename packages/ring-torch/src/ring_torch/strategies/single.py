@@ -10,7 +10,7 @@ from ring_core import Plan, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import PreparedLaunches, keep, prepare_forward, tensors_key
 from ring_torch.transports.api import Traffic
 
 
@@ -38,8 +38,7 @@ class Single(Strategy):
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(q, k, v, sinks)
         if (launches := self.launches.forward.get(key)) is not None:
-            for launch in launches:
-                launch.run(q, k, v, state, sinks)
+            launches.run(q, k, v, state, sinks, lambda _: None)
             if params.needs_lse:
                 call.kernel.mark_nonfinite(state.lse)
             return state, ()
@@ -50,9 +49,8 @@ class Single(Strategy):
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
         if fully_written:
             if self.is_plain and result.out.data_ptr() == state.out.data_ptr():
-                self.launches.keep_forward(
-                    key, prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
-                )
+                launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
+                keep(self.launches.forward, key, launches)
             return result, ()
         state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
         for target, source in zip(state.take(item.q_slice), result, strict=True):
