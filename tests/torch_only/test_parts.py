@@ -166,8 +166,8 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     [
         ("contiguous", ONE_GROUP),
         ("zigzag", ONE_GROUP),
-        ("contiguous", HeadGroups(1, 2, early=True)),
-        ("zigzag", HeadGroups(2, 2, early=True)),
+        ("contiguous", HeadGroups(1, 2, before_last_item=True)),
+        ("zigzag", HeadGroups(2, 2, before_last_item=True)),
     ],
 )
 def test_tiles_of_all_launches_are_the_same(

@@ -246,13 +246,13 @@ class Selection:
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
-            words = f"about {seconds} s to compile, forward and backward"
+            compile_time = f"about {seconds} s to compile, forward and backward"
             lines.append(
-                f"  a predicate that is new to it: {words if seconds else 'nothing to compile'}"
+                f"  a predicate that is new to it: {compile_time if seconds else 'nothing to compile'}"
             )
         lines += [
-            f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
-            for can, why in self.rejected
+            f"  not {capabilities.name} ({', '.join(capabilities.devices) or 'any device'}): {'; '.join(reasons)}"
+            for capabilities, reasons in self.rejected
         ]
         return "\n".join(lines)
 

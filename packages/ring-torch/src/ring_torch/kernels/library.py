@@ -124,9 +124,9 @@ def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
 
-def padded_to(dim: int, by: int) -> int:
-    """Return ``dim`` rounded up to a multiple of ``by``."""
-    return -(-dim // by) * by
+def padded_to(dim: int, multiple: int) -> int:
+    """Return ``dim`` rounded up to a multiple of ``multiple``."""
+    return -(-dim // multiple) * multiple
 
 
 class FlashLibrary(Protocol):

@@ -58,21 +58,21 @@ class PreparedForward(NamedTuple):
     rows: tuple[int, ...]
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: AttentionState, sinks: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, sinks: Tensor | None,
         wait: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Write ``whole``; ``wait`` is called with the fetches that a launch needs."""
+        """Write ``state``; ``wait`` is called with the fetches that a launch needs."""
         rows = [*self.rows]
         # One call of torch cuts all slices of a tensor; `split` would go through Python.
-        parts = zip(
-            self.items, q.split_with_sizes(rows, 1), whole.out.split_with_sizes(rows, 1),
-            whole.lse.split_with_sizes(rows, 2), strict=True,
+        slices = zip(
+            self.items, q.split_with_sizes(rows, 1), state.out.split_with_sizes(rows, 1),
+            state.lse.split_with_sizes(rows, 2), strict=True,
         )  # fmt: skip
-        for (launch, k_start, k_len, waits_for), q_part, out, lse in parts:
+        for (launch, k_start, k_len, waits_for), q_rows, out, lse in slices:
             # A launch waits for its own fetches; those of later ones go on beside it.
             wait(waits_for)
             launch(
-                q_part, k.narrow(1, k_start, k_len), v.narrow(1, k_start, k_len), out, lse, sinks
+                q_rows, k.narrow(1, k_start, k_len), v.narrow(1, k_start, k_len), out, lse, sinks
             )
 
 
@@ -96,13 +96,13 @@ class PreparedLaunches:
     backward: dict[object, PreparedBackward] = field(default_factory=dict)
 
 
-def keep[T](kept: dict[object, T], key: object, launches: T | None) -> None:
+def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -> None:
     """Keep launches, if there are any; those of other tensors may be dropped for them."""
     if launches is None:
         return
-    if len(kept) >= _MOST:
-        kept.clear()
-    kept[key] = launches
+    if len(launches_by_key) >= _MOST:
+        launches_by_key.clear()
+    launches_by_key[key] = launches
 
 
 def tensors_key(*tensors: Tensor | None) -> object:
@@ -111,7 +111,7 @@ def tensors_key(*tensors: Tensor | None) -> object:
 
 
 def prepare_forward(
-    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, whole: AttentionState,
+    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, state: AttentionState,
     items: Sequence[tuple[WorkItem, int]], params: KernelParams,
 ) -> PreparedForward | None:  # fmt: skip
     """Return the launches of ``(item, waits_for)``, or ``None`` if they cannot be prepared.
@@ -123,7 +123,7 @@ def prepare_forward(
     prepared = []
     for item, waits_for in items:
         launch = kernel.prepare_forward(
-            rows.take(item.q_slice), columns.take(item.k_slice), whole.take(item.q_slice), item, params
+            rows.take(item.q_slice), columns.take(item.k_slice), state.take(item.q_slice), item, params
         )  # fmt: skip
         if launch is None:
             return None
@@ -140,23 +140,23 @@ def prepare_backward(
     All of them have run on such tensors.
     """
     spans = own_spans(gather, rank, sums.keys.length)
-    items, parts = gather.items, kernel.parts
+    items, split_backward = gather.items, kernel.parts
     if spans is None or not _in_turn(items, rows.q.shape[1]):
         return None
     if sums.head_major:
-        assert parts is not None
-        launch = parts.prepare(rows, columns, upstream, items, params)
-        rounding = parts.prepare_round(spans, params)
+        assert split_backward is not None
+        launch = split_backward.prepare(rows, columns, upstream, items, params)
+        rounding = split_backward.prepare_round(spans, params)
         return None if launch is None or rounding is None else PreparedBackward(launch, rounding)
     launches = []
     for item in items:
-        each = kernel.prepare_backward(
+        launch_of_item = kernel.prepare_backward(
             rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice),
             dq[:, item.q_slice], item, params,
         )  # fmt: skip
-        if each is None:
+        if launch_of_item is None:
             return None
-        launches.append(each)
+        launches.append(launch_of_item)
     return PreparedBackward(_ItemByItem(tuple(launches), gather, sums), _Rounding(spans, sums))
 
 
@@ -174,19 +174,19 @@ class _ItemByItem(BackwardLaunch):
     ) -> None:  # fmt: skip
         """Write ``dq``, and put dK/dV into the sums."""
         rows = [item.q_stop - item.q_start for item in self.gather.items]
-        parts = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
+        slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
         totals = self.sums.views(sums, self.gather.length)
         work = zip(
-            self.launches, self.gather.items, self.gather.fresh, *parts,
+            self.launches, self.gather.items, self.gather.overwritten, *slices,
             lse.split_with_sizes(rows, 2),
             strict=True,
         )  # fmt: skip
-        for launch, item, fresh, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):
+        for launch, item, overwrite, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):
             columns = item.k_start, item.k_stop - item.k_start
             grads = launch(
                 q_n, k.narrow(1, *columns), v.narrow(1, *columns), dout_n, out_n, lse_n, dq_n
             )
-            put_columns(grads, totals, item, fresh)
+            put_columns(grads, totals, item, overwrite)
 
 
 @dataclass(frozen=True)
@@ -216,18 +216,22 @@ def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
 
 def put_columns(
     grads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], item: WorkItem,
-    fresh: Sequence[slice],
+    overwrite: Sequence[slice],
 ) -> None:  # fmt: skip
-    """Store an item's dK/dV in the sums of all columns: overwrite ``fresh`` ones, add to others."""
-    # Edges alternate: from the item's start to a fresh span, over it, to the next, ..., to its end.
-    edges = [item.k_start, *(at for one in fresh for at in (one.start, one.stop)), item.k_stop]
+    """Store an item's dK/dV in the sums of all columns: replace ``overwrite``, add to others."""
+    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
+    edges = [
+        item.k_start,
+        *(edge for span in overwrite for edge in (span.start, span.stop)),
+        item.k_stop,
+    ]
     for n, (start, stop) in enumerate(pairwise(edges)):
         if start == stop:
             continue
         for total, x in zip(sums, grads, strict=True):
-            place = total.narrow(1, start, stop - start)
-            part = x.narrow(1, start - item.k_start, stop - start)
-            place.add_(part) if n % 2 == 0 else place.copy_(part)
+            total_span = total.narrow(1, start, stop - start)
+            grad_span = x.narrow(1, start - item.k_start, stop - start)
+            total_span.add_(grad_span) if n % 2 == 0 else total_span.copy_(grad_span)
 
 
 def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:
@@ -235,18 +239,20 @@ def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:
 
     It is ``None`` if they are not all there, or not in spans of one size and equal distances.
     """
-    own = sorted(
-        (one.source.start, one.source.stop, one.target.start)
-        for one in gather.fetches
-        if one.rank == rank
+    own_fetches = sorted(
+        (fetch.source.start, fetch.source.stop, fetch.target.start)
+        for fetch in gather.fetches
+        if fetch.rank == rank
     )
-    sizes = {stop - start for start, stop, _ in own}
-    steps = {(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(own)}
-    if len(sizes) != 1 or len(steps) > 1 or len(own) * max(sizes) != keys:
+    sizes = {stop - start for start, stop, _ in own_fetches}
+    steps = {(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(own_fetches)}
+    if len(sizes) != 1 or len(steps) > 1 or len(own_fetches) * max(sizes) != keys:
         return None
     source_step, target_step = next(iter(steps), (0, 0))
-    start, _, target = own[0]
-    return OwnSpans(len(own), max(sizes), start, source_step, target, target_step, gather.length)
+    start, _, target = own_fetches[0]
+    return OwnSpans(
+        len(own_fetches), max(sizes), start, source_step, target, target_step, gather.length
+    )
 
 
 def _in_turn(items: Sequence[WorkItem], rows: int) -> bool:
