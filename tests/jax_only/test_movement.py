@@ -307,7 +307,7 @@ class Model:
         places = jnp.stack([ids[:, n : ids.shape[1] - 3 + n] for n in range(4)], -1)
         same = (places == places[..., -1:])[:, :, None]
         hidden = self.join((windows * same * weights["taps"][None, None]).sum(-1))
-        labels, loss = tokens, 0.0
+        labels, loss = tokens, jnp.zeros(())
         for depth in (1, 2):
             labels = self.shift(labels, -1, -1)
             logits = jax.nn.log_softmax(hidden @ weights["out"])
