@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.library import FlashLibrary, Options as FlashOptions, rounded_to_8
+from ring_torch.kernels.library import FlashLibrary, LaunchOptions as FlashOptions, rounded_to_8
 from ring_torch.records import AttentionState
 
 

@@ -14,7 +14,7 @@ from tolerances import assert_close
 from ring_core import Mask
 from ring_torch import ring_attention
 from ring_torch.kernels import KERNELS
-from ring_torch.kernels.library import Options
+from ring_torch.kernels.library import LaunchOptions
 from ring_torch.local import LocalRankError
 
 DIMS = [
@@ -70,7 +70,7 @@ def test_the_library_is_still_wrong_there(dim: int) -> None:
     scores = q @ k.transpose(2, 3) * dim**-0.5
     out = (scores.softmax(-1) @ v).transpose(1, 2)
     expected = torch.autograd.grad(out, leaves, dout.float())
-    options = Options(dim**-0.5, None, (None, None), None, False)
+    options = LaunchOptions(dim**-0.5, None, (None, None), None, False)
     inputs = [x.detach() for x in leaves]
     with torch.no_grad():
         try:

@@ -24,8 +24,8 @@ from ring_core import Mask, Request, RingProgram, make_plan, ring_program
 from ring_torch.kernels import fa4
 from ring_torch.kernels.library import (
     Documents as FlashDocuments,
+    LaunchOptions as FlashOptions,
     Mods as FlashMods,
-    Options as FlashOptions,
 )
 from ring_torch.records import AttentionState
 
@@ -350,7 +350,7 @@ class Launch:
             documents = FlashDocuments(cu, cu.clone(), 8, 8)
         if self.sinks:
             sinks = torch.linspace(-1.0, 1.0, self.heads[0])
-            mods = FlashMods(None, None, None, None, None, None, behind=False, sinks=sinks)
+            mods = FlashMods(None, None, None, None, None, None, is_causal=False, sinks=sinks)
         return FlashOptions(
             0.3, None, self.window, documents, self.deterministic, mods, self.needs_lse
         )

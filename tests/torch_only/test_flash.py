@@ -34,12 +34,12 @@ from ring_torch import prepare
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel, aligned
 from ring_torch.kernels.library import (
+    Direction,
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
     ItemBackward,
-    Options,
-    Pass,
+    LaunchOptions,
 )
 from ring_torch.records import (
     AttentionState,
@@ -65,7 +65,7 @@ class PlainFlash(FlashLibrary):
     clips_right_window: bool = False
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
         lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.inf, dtype=q.dtype)
@@ -77,15 +77,15 @@ class PlainFlash(FlashLibrary):
             weights = (scores - part.unsqueeze(-1)).exp()
             out[..., rows, :, :] = (weights @ values).transpose(-3, -2)
             lse[..., rows] = part.masked_fill(~visible.any(dim=-1), torch.inf)
-        if place is None:
+        if dst is None:
             return out, lse
-        place.out.copy_(out)
-        place.lse.copy_(lse)
-        return place.out, place.lse
+        dst.out.copy_(out)
+        dst.lse.copy_(lse)
+        return dst.out, dst.lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: LaunchOptions, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert lse.is_contiguous()
         options = self._taken(options, k)
@@ -106,14 +106,14 @@ class PlainFlash(FlashLibrary):
             )
             head_major = (weights.transpose(-2, -1) @ up).transpose(-3, -2)
             dv[..., columns, :, :] = head_major.unflatten(-2, (v.shape[-2], -1)).sum(dim=-2)
-        if place is not None:
-            dq = place.copy_(dq)
+        if dst is not None:
+            dq = dst.copy_(dq)
         return dq, dk, dv
 
     def prepare_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, place: AttentionState, options: Options
+        self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
     ) -> ForwardLaunch | None:
-        del q, k, v, place
+        del q, k, v, dst
 
         def launch(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
@@ -126,9 +126,9 @@ class PlainFlash(FlashLibrary):
 
     def prepare_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor,
+        options: LaunchOptions, dst: Tensor,
     ) -> ItemBackward | None:  # fmt: skip
-        del dout, q, k, v, out, lse, place
+        del dout, q, k, v, out, lse, dst
 
         def launch(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
@@ -139,7 +139,7 @@ class PlainFlash(FlashLibrary):
 
         return launch
 
-    def _taken(self, options: Options, k: Tensor) -> Options:
+    def _taken(self, options: LaunchOptions, k: Tensor) -> LaunchOptions:
         """The options as the library understands them."""
         if not self.clips_right_window:
             return options
@@ -150,7 +150,7 @@ class PlainFlash(FlashLibrary):
         return options._replace(window=(left, right))
 
 
-def _sequences(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, slice]]:
+def _sequences(q: Tensor, k: Tensor, options: LaunchOptions) -> Iterator[tuple[slice, slice]]:
     """Rows and columns that belong together."""
     if options.documents is None:
         yield slice(0, q.shape[-3]), slice(0, k.shape[-3])
@@ -165,7 +165,7 @@ def _sequences(q: Tensor, k: Tensor, options: Options) -> Iterator[tuple[slice, 
         yield slice(*document[0]), slice(*document[1])
 
 
-def _scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, options: LaunchOptions) -> tuple[Tensor, Tensor]:
     """Masked scores ``[..., H, n, m]`` and what is visible ``[n, m]``; aligned bottom right."""
     scores = q.transpose(-3, -2) @ _for_heads(k, q.shape[-2]).transpose(-2, -1) * options.scale
     if options.softcap is not None:
@@ -202,21 +202,21 @@ class Narrow(PlainFlash):
     """A library that has two pairs of head dims, and is wrong at others."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         assert (q.shape[-1], k.shape[-1], v.shape[-1]) in {(8, 8, 8), (12, 12, 8)}
-        return super().forward(q, k, v, options, place)
+        return super().forward(q, k, v, options, dst)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: LaunchOptions, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         assert (q.shape[-1], v.shape[-1]) in {(8, 8), (12, 8)}
         assert dout.shape[-1] == out.shape[-1] == v.shape[-1]
-        return super().backward(dout, q, k, v, out, lse, options, place)
+        return super().backward(dout, q, k, v, out, lse, options, dst)
 
 
-def _padded_back(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
+def _padded_back(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims | None:
     if direction == "forward":
         return HeadDims(head_dim, v_head_dim)
     return HeadDims(12, 8) if max(head_dim, v_head_dim) <= 8 else None
@@ -282,9 +282,9 @@ class Silent(PlainFlash):
     """Where a score is no number its ``lse`` is minus infinity, as FlashAttention-3 writes it."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = super().forward(q, k, v, options, place)
+        out, lse = super().forward(q, k, v, options, dst)
         return out, lse.masked_fill_(lse.isnan(), -torch.inf)
 
 
@@ -302,7 +302,7 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
     q, k, v = (torch.randn(batch, n, 2, 4) for n in (6, cu_k[-1], cu_k[-1]))
     q[-1, 4, 1] = torch.nan
     first, stop = item.seen
-    unseen, place = (
+    unseen, dst = (
         torch.tensor(stop <= first),
         AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6)),
     )
@@ -312,7 +312,7 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         item,
         KernelParams(Mask(), 1.0),
     )
-    for result in (SILENT.attend(*given), SILENT.attend(*given, place)):
+    for result in (SILENT.attend(*given), SILENT.attend(*given, dst)):
         expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
         expected[-1, 1, 4] = not unseen[4]
         assert torch.equal(result.lse.isnan(), expected)
@@ -332,10 +332,10 @@ def test_results_are_written_in_place_where_they_fit(
     given = (
         QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None), item, KernelParams(Mask(), 1.0),
     )  # fmt: skip
-    place = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
-    result = kernel.attend(*given, place)
+    dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
+    result = kernel.attend(*given, dst)
     _same(result.out, kernel.attend(*given).out)
-    assert result.out.data_ptr() == place.out.data_ptr()  # V's head dim is as it was
+    assert result.out.data_ptr() == dst.out.data_ptr()  # V's head dim is as it was
     upstream, dq = (
         BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
         torch.empty_like(q),
@@ -390,7 +390,7 @@ def test_a_batch_of_documents_is_one_launch() -> None:
     params = KernelParams(Mask(), 1.0)
     x = torch.zeros(3, 6, 1, 4)
     rows, columns = QueryBlock(x, None, None, None, None, None), KeyBlock(x, x, None, None)
-    calls: list[Options] = []
+    calls: list[LaunchOptions] = []
     forward = PlainFlash.forward
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,14 @@ from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.api import Kernel, SplitBackward
 from ring_torch.kernels.library import (
+    Direction,
     Documents,
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
     ItemBackward,
+    LaunchOptions,
     Mods,
-    Options,
-    Pass,
     as_given,
     capability,
 )
@@ -79,7 +79,7 @@ class FlashKernel(Kernel):
     capabilities: Capabilities
     needs_delta: bool = False
     parts: SplitBackward | None = None
-    head_dims: Callable[[Pass, int, int], HeadDims | None] = as_given
+    head_dims: Callable[[Direction, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
     unavailable: Callable[[], str | None] = old_gpu_reason
     clips_right_window: bool = False
@@ -135,7 +135,7 @@ class FlashKernel(Kernel):
         return AttentionState(result, lse)
 
     def prepare_forward(
-        self, rows: QueryBlock, columns: KeyBlock, place: AttentionState, item: WorkItem,
+        self, rows: QueryBlock, columns: KeyBlock, dst: AttentionState, item: WorkItem,
         params: KernelParams,
     ) -> ForwardLaunch | None:  # fmt: skip
         """Return the library's launch of a band, if nothing has to be padded, copied or cut."""
@@ -149,7 +149,7 @@ class FlashKernel(Kernel):
             return None
         options = _with_mods(_options(item, params), rows, columns, item, params)
         return self.flash.prepare_forward(
-            q, k, v, place, options._replace(needs_lse=params.needs_lse)
+            q, k, v, dst, options._replace(needs_lse=params.needs_lse)
         )
 
     def prepare_backward(
@@ -207,7 +207,7 @@ class FlashKernel(Kernel):
         return Grads(dq, dk, dv, None)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, dst: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Call the library's forward at head dims that it has, and cut the padding off again.
 
@@ -223,7 +223,7 @@ class FlashKernel(Kernel):
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, dst: Tensor | None,
+        options: LaunchOptions, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Call the library's backward at head dims that it has, and cut the padding off again."""
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
@@ -234,7 +234,7 @@ class FlashKernel(Kernel):
         dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, dst)
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
-    def _dims(self, direction: Pass, q: Tensor, v: Tensor) -> HeadDims:
+    def _dims(self, direction: Direction, q: Tensor, v: Tensor) -> HeadDims:
         dims = self.head_dims(direction, q.shape[-1], v.shape[-1])
         assert dims is not None, "the kernel was not chosen for these"
         return dims
@@ -374,34 +374,40 @@ def _options(
     params: KernelParams,
     window: Window | None = None,
     documents: Documents | None = None,
-) -> Options:
+) -> LaunchOptions:
     """Return a launch's options, with the item's own window if none is given."""
-    return Options(
+    return LaunchOptions(
         params.scale, params.softcap, window or item.window, documents, params.deterministic
     )
 
 
 def _with_mods(
-    options: Options, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
-) -> Options:
+    options: LaunchOptions,
+    rows: QueryBlock,
+    columns: KeyBlock,
+    item: WorkItem,
+    params: KernelParams,
+) -> LaunchOptions:
     """Return a launch's options with the modifications of scores and masks that it needs.
 
     If the item is masked by block lists and a mask function, these include the band, and no window
     is given beside them.
     """
-    segments, positions, apart = None, None, None
+    segments, positions, q_k_offset = None, None, None
     if rows.segments is not None and columns.segments is not None:
         segments = rows.segments, columns.segments
     if rows.slopes is not None and rows.position is not None and columns.position is not None:
         positions = rows.position, columns.position
         if len(rows.runs) == len(columns.runs) == 1:
-            apart = rows.runs[0].position - columns.runs[0].position
-    behind = apart is not None and item.lo is not None and item.lo + apart >= 0
+            q_k_offset = rows.runs[0].position - columns.runs[0].position
+    is_causal = q_k_offset is not None and item.lo is not None and item.lo + q_k_offset >= 0
     masked = item if segments is not None or item.tiles is not None else None
     if masked is None and rows.slopes is None and params.sinks is None:
         return options
     geometry = None if item.tiles is None else params.blocks
-    mods = Mods(masked, segments, geometry, rows.slopes, positions, apart, behind, params.sinks)
+    mods = Mods(
+        masked, segments, geometry, rows.slopes, positions, q_k_offset, is_causal, params.sinks
+    )
     return options._replace(window=options.window if masked is None else (None, None), mods=mods)
 
 

@@ -23,9 +23,9 @@ from ring_core import Capabilities
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
+    Direction,
     FlashLibrary,
-    Options,
-    Pass,
+    LaunchOptions,
     capability,
     rounded_to_8,
 )
@@ -45,7 +45,7 @@ class FlashAttention(FlashLibrary):
     packed: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by the library."""
         out, lse, *_ = self._call("forward", options, q=q, k=k, v=v)
@@ -53,7 +53,7 @@ class FlashAttention(FlashLibrary):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, _place: Tensor | None,
+        options: LaunchOptions, _dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``, in new tensors."""
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -63,7 +63,7 @@ class FlashAttention(FlashLibrary):
         )  # fmt: skip
         return dq, dk, dv
 
-    def _call(self, direction: Pass, options: Options, **tensors: Any) -> Any:
+    def _call(self, direction: Direction, options: LaunchOptions, **tensors: Any) -> Any:
         """Call a function of the library with those arguments that the installed version has.
 
         Versions differ: 2.6 takes a window as one pair, later ones as two numbers. Required

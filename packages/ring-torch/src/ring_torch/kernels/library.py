@@ -13,7 +13,7 @@ from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.options import Window
 from ring_torch.records import AttentionState
 
-Pass = Literal["forward", "backward"]
+Direction = Literal["forward", "backward"]
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
@@ -61,9 +61,9 @@ class Mods(NamedTuple):
         geometry: Tiles of a predicate.
         slopes: Slopes of ALiBi, ``[B or 1, H]``.
         positions: Positions of rows ``[n]`` and columns ``[m]``, if there are slopes.
-        apart: The first row's position minus the first column's, if the positions of both are
+        q_k_offset: The first row's position minus the first column's, if the positions of both are
             consecutive; otherwise ``None``.
-        behind: True if no row sees keys at later positions than its own.
+        is_causal: True if no row sees keys at later positions than its own.
         sinks: Float32 ``[H]``, if the launch is a whole call and has to add them.
     """
 
@@ -72,12 +72,12 @@ class Mods(NamedTuple):
     geometry: BlockGeometry | None
     slopes: Tensor | None
     positions: tuple[Tensor, Tensor] | None
-    apart: int | None
-    behind: bool
+    q_k_offset: int | None
+    is_causal: bool
     sinks: Tensor | None
 
 
-class Options(NamedTuple):
+class LaunchOptions(NamedTuple):
     """Options of one launch of a library's kernel."""
 
     scale: float
@@ -114,12 +114,12 @@ class HeadDims(NamedTuple):
     v: int
 
 
-def as_given(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def as_given(_direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims:
     """Return the head dims of a call unchanged, for libraries that are right at all of them."""
     return HeadDims(head_dim, v_head_dim)
 
 
-def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
+def rounded_to_8(_direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims:
     """Return the head dims of a call rounded up to multiples of 8, for libraries that need it."""
     return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
@@ -138,28 +138,28 @@ class FlashLibrary(Protocol):
     """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None, /
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None, /
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)``, which are in ``place`` if the library can write there.
+        """Return ``(out, lse)``, which are in ``dst`` if the library can write there.
 
         With ``options.needs_lse`` false, ``lse`` may be left uninitialised.
         """
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None, /,
+        options: LaunchOptions, dst: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``place``."""
+        """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``dst``."""
 
     def prepare_forward(
-        self, _q: Tensor, _k: Tensor, _v: Tensor, _place: AttentionState, _options: Options, /
+        self, _q: Tensor, _k: Tensor, _v: Tensor, _dst: AttentionState, _options: LaunchOptions, /
     ) -> ForwardLaunch | None:
         """Return a forward for later calls with tensors like these, if there is a shorter way."""
         return None
 
     def prepare_backward(
         self, _dout: Tensor, _q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor,
-        _options: Options, _place: Tensor, /,
+        _options: LaunchOptions, _dst: Tensor, /,
     ) -> ItemBackward | None:  # fmt: skip
         """Return a backward for later calls with tensors like these, if there is a shorter way."""
         return None

@@ -20,7 +20,7 @@ from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.library import FlashLibrary, Options, capability, rounded_to_8
+from ring_torch.kernels.library import FlashLibrary, LaunchOptions, capability, rounded_to_8
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -98,11 +98,11 @@ class CpuFlashKernel(AccumulatingKernel):
             column_grads.dv.add_(dv.transpose(1, 2))
 
 
-class Flash(FlashLibrary):
+class TorchFlash(FlashLibrary):
     """Calls of torch's build of FlashAttention-2 on CUDA, for any window and for documents."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
@@ -115,7 +115,7 @@ class Flash(FlashLibrary):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, _place: Tensor | None,
+        options: LaunchOptions, _dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``, allocated by torch."""
         cu_q, cu_k, max_q, max_k = _lengths(q, k, options)
@@ -130,7 +130,7 @@ class Flash(FlashLibrary):
 
 
 CUDA_FLASH = FlashKernel(
-    Flash(),
+    TorchFlash(),
     Capabilities(
         name="sdpa", devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256,
         bands="any", documents=True, exact_nan=False,
@@ -144,7 +144,7 @@ class Cudnn(FlashLibrary):
     """Calls of cuDNN by torch's operators, which take no window: for full and causal items."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, _place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, _dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``, allocated by torch."""
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -155,7 +155,7 @@ class Cudnn(FlashLibrary):
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, _place: Tensor | None,
+        options: LaunchOptions, _dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``.
 
@@ -179,7 +179,7 @@ class Cudnn(FlashLibrary):
         return dq, dk, dv
 
 
-def _is_causal(q: Tensor, options: Options) -> bool:
+def _is_causal(q: Tensor, options: LaunchOptions) -> bool:
     """Return True if cuDNN has to mask causally; a single query sees its key without a mask."""
     assert options.documents is None and options.window in ((None, None), (None, 0))
     return options.window == (None, 0) and q.shape[1] > 1
@@ -213,7 +213,7 @@ CUDNN = FlashKernel(
 
 
 def _lengths(
-    q: Tensor, k: Tensor, options: Options
+    q: Tensor, k: Tensor, options: LaunchOptions
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     return options.documents or (None, None, q.shape[1], k.shape[1])
 

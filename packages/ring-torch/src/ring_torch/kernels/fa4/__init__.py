@@ -21,12 +21,12 @@ from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel, aligned, is_aligned
 from ring_torch.kernels.library import (
+    Direction,
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
     ItemBackward,
-    Options,
-    Pass,
+    LaunchOptions,
     capability,
     padded_to,
 )
@@ -45,23 +45,23 @@ class Flash4(FlashLibrary):
         self._compiled = private.CompiledFlash4()
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)``, in ``place`` if private functions are called."""
+        """Return ``(out, lse)``, in ``dst`` if private functions are called."""
         if not private.is_known():
             return public.forward(q, k, v, options)
-        if place is None:
+        if dst is None:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
             lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
-            place = AttentionState(out, lse)
+            dst = AttentionState(out, lse)
         # Without lse a launch is faster if the head dims of QK and V differ, and slower if not.
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
         modded = modded_of("forward", q, v, options)
-        self._compiled.forward(q, k, v, place.out, place.lse if has_lse else None, options, modded)
-        return place.out, place.lse
+        self._compiled.forward(q, k, v, dst.out, dst.lse if has_lse else None, options, modded)
+        return dst.out, dst.lse
 
     def prepare_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, place: AttentionState, options: Options
+        self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
     ) -> ForwardLaunch | None:
         """Return the compiled function of a forward like this one, if private ones are known."""
         if not private.is_known() or options.softcap is not None:
@@ -69,22 +69,22 @@ class Flash4(FlashLibrary):
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
         modded = modded_of("forward", q, v, options)
         return self._compiled.prepared_forward(
-            q, k, v, place.out, place.lse if has_lse else None, options, modded
+            q, k, v, dst.out, dst.lse if has_lse else None, options, modded
         )
 
     def prepare_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor,
+        options: LaunchOptions, dst: Tensor,
     ) -> ItemBackward | None:  # fmt: skip
         """Return the compiled functions of a backward like this one, if private ones are known."""
         is_plain = options.softcap is None and q.shape[-1] == v.shape[-1]
         if not (private.is_known() and is_plain):
             return None
-        return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, place)
+        return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, dst)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: LaunchOptions, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``.
 
@@ -96,7 +96,7 @@ class Flash4(FlashLibrary):
             k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
         if private.is_known():
             modded = modded_of("backward", q, v, options)
-            grads = self._compiled.backward(dout, q, k, v, out, lse, options, modded, place)
+            grads = self._compiled.backward(dout, q, k, v, out, lse, options, modded, dst)
         else:
             grads = public.backward(dout, q, k, v, out, lse, options)
         if group == 1:
@@ -110,7 +110,7 @@ def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
     """Return reasons against a call: options that need Hopper or a version, or do not combine."""
     with_lists = request.segment_ids or program.plan.mask.predicate is not None
     documents = program.item_counts.several_documents
-    found = {
+    reasons = {
         "has segment_ids, predicates and alibi_slopes on Hopper only": (
             (with_lists or request.alibi) and capability()[0] != 9
         ),
@@ -125,10 +125,10 @@ def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
             program.plan.blocks is not None and program.plan.blocks.tiles is None
         ),
     }
-    return tuple(reason for reason, applies in found.items() if applies)
+    return tuple(reason for reason, applies in reasons.items() if applies)
 
 
-def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | None:
+def _head_dims(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims | None:
     """Return the head dims to pad to, at which version 4.0.0b36 was found right on Hopper.
 
     The forward is right at all multiples of 16. In the backward dQ is wrong at 48, 80 and 112, and
@@ -150,16 +150,16 @@ def _head_dims(direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims | No
 def _missing() -> str | None:
     """Return why flash-attn-4 cannot be called on this machine, or ``None``."""
     try:
-        found = version("flash-attn-4")
+        installed = version("flash-attn-4")
     except PackageNotFoundError:
         return "flash-attn-4 is not installed; pip install flash-attn-4"
     try:
         is_overwritten = public.is_overwritten()
     except ImportError as error:
-        return f"flash-attn-4 {found} does not load: {error}"
+        return f"flash-attn-4 {installed} does not load: {error}"
     if is_overwritten:
         return (
-            f"flash-attn-4 {found} is installed, but flash-attn 2.8 has put an older "
+            f"flash-attn-4 {installed} is installed, but flash-attn 2.8 has put an older "
             f"flash_attn/cute over it; pip install --force-reinstall --no-deps flash-attn-4"
         )
     if capability()[0] not in (9, 10, 11):
@@ -179,9 +179,9 @@ class HopperSplitBackward:
         some that it does not pad; and items and fetches have to consist of whole tiles of keys.
         """
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
-        plain = params.softcap is None and not params.deterministic
-        known = private.is_known() and _is_hopper(q.device)
-        return known and fits and plain and _in_whole_tiles(plan, splits)
+        is_plain = params.softcap is None and not params.deterministic
+        is_supported = private.is_known() and _is_hopper(q.device)
+        return is_supported and fits and is_plain and _in_whole_tiles(plan, splits)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -214,9 +214,9 @@ class HopperSplitBackward:
             return None
         launches = [
             private.SplitLaunch(
-                item.k_start, item.k_stop - item.k_start, params.scale, sides, found
+                item.k_start, item.k_stop - item.k_start, params.scale, sides, compiled
             )
-            for item, (found, sides) in zip(items, functions, strict=True)
+            for item, (compiled, sides) in zip(items, functions, strict=True)
         ]  # fmt: skip
         return partial(private.accumulate_all, launches)
 
@@ -227,16 +227,16 @@ class HopperSplitBackward:
         return partial(private.round_all, spans, params.scale)
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
+        self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
-        """Round sums into ``places`` by the library's own function.
+        """Round sums into ``dsts`` by the library's own function.
 
         It is the same for any number of query heads, and taken from a compilation for two.
         """
-        dtype, dim = places[0].dtype, sums[0].shape[3]
+        dtype, dim = dsts[0].dtype, sums[0].shape[3]
         functions = private.rounding_functions(dtype, dim)
-        for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
-            functions.round(x, place, scale)
+        for x, dst, scale in zip(sums, dsts, (params.scale, 1.0), strict=True):
+            functions.round(x, dst, scale)
 
 
 def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[private.SplitFunctions, Window]:
@@ -258,9 +258,9 @@ def _in_whole_tiles(plan: Plan, splits: bool) -> bool:
     """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
     programs = [gather_program(plan, rank, splits=splits) for rank in range(plan.cp_size)]
     items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
-    fetches = [one for gather in programs for one in gather.fetches]
+    fetches = [fetch for gather in programs for fetch in gather.fetches]
     spans = [item.k_slice for item in items]
-    spans += [span for one in fetches for span in (one.source, one.target)]
+    spans += [span for fetch in fetches for span in (fetch.source, fetch.target)]
     return all(span.start % KEYS == span.stop % KEYS == 0 for span in spans) and all(
         item.cu_q is None and min(item.k_stop - item.k_start, item.q_stop - item.q_start) > KEYS
         for item in items

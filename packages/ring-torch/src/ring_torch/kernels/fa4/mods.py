@@ -32,10 +32,10 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 from ring_core.masks.expression import OPERATORS, Expression, evaluated
 
-#: Way in which ALiBi gets the distance of a key: ``behind`` from numbers of rows and columns, as
+#: Way in which ALiBi gets the distance of a key: ``causal`` from numbers of rows and columns, as
 #: no key is ahead of its query; ``counted`` likewise, for keys on both sides; ``read`` from
 #: positions in memory.
-Alibi = Literal["behind", "counted", "read"]
+Alibi = Literal["causal", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
 _MOST = 1 << 30  # elements of a tensor: a layout needs a number, which is not used
 
@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
         slopes: Address of ALiBi's slopes, float32 ``[B or 1, H]``.
         slopes_batch: Stride of the slopes from sequence to sequence.
         q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, padded to whole tiles.
-        apart: The first row's position minus the first column's.
+        q_k_offset: The first row's position minus the first column's.
         q_ids, k_ids: Addresses of segment ids, int32 ``[B, n]`` and ``[B, m]``.
         bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
             together; the last two show nothing and all.
@@ -62,7 +62,7 @@ class Numbers(NamedTuple):
     slopes_batch: int = 0
     q_at: int = 0
     k_at: int = 0
-    apart: int = 0
+    q_k_offset: int = 0
     q_ids: int = 0
     k_ids: int = 0
     bits: int = 0
@@ -113,8 +113,8 @@ def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
                         _at(numbers.q_at, Float32)[row] - _at(numbers.k_at, Float32)[kv_idx[n]]
                     )
                 else:
-                    distance = Float32(row + numbers.apart) - Float32(kv_idx[n])
-                if const_expr(alibi != "behind"):
+                    distance = Float32(row + numbers.q_k_offset) - Float32(kv_idx[n])
+                if const_expr(alibi != "causal"):
                     distance = cute.arch.fmax(distance, -distance)
                 score = score - slope * distance
             modified_scores[n] = score

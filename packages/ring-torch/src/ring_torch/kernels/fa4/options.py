@@ -17,7 +17,7 @@ from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import FAR, Grid, kinds_on, tile_numbers
 from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile
-from ring_torch.kernels.library import Mods, Options, Pass
+from ring_torch.kernels.library import Direction, LaunchOptions, Mods
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
@@ -27,7 +27,7 @@ _FEW_KEYS_COST = 1.15  # in blocks of few keys
 _PARTIAL_COST = 1.3  # in blocks that need their mask
 
 
-def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded:
+def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions) -> Modded:
     """Return the library's options for a pass over ``q [B, n, H, D]`` and ``v [B, m, K, Dv]``."""
     mods, cap = options.mods, options.softcap
     if mods is None and cap is None:
@@ -47,22 +47,22 @@ def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded
         return modded
     rule = _rule(masked, mods.geometry)
     by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-    kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
+    tensors = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
     numbers = functions.Numbers(
-        **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
+        **{name: x.data_ptr() for name, x in tensors.items()}, **_other_numbers(mods, tensors, rule)
     )
-    modded = modded._replace(numbers=numbers, kept=tuple(kept.values()))
+    modded = modded._replace(numbers=numbers, keep_alive=tuple(tensors.values()))
     if masked is None:
         return modded
     mask_mod = functions.mask_mod(
-        mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
+        mods.segments is not None, "tiles" in tensors, by_columns and "tiles" in tensors,
         None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
     )  # fmt: skip
     lists, block_size = _lists(direction, q, v, masked, mods)
     return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
 
 
-def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
+def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
     """Return how many heads share a row in the indices that the library gives to ``score_mod``.
 
     On Hopper its backward gives indices as if it had packed grouped heads into rows, as its forward
@@ -75,9 +75,9 @@ def _alibi(mods: Mods | None) -> str | None:
     """Return how ALiBi gets distances (``mods.Alibi``), or ``None`` without slopes."""
     if mods is None or mods.slopes is None:
         return None
-    if mods.apart is None:
+    if mods.q_k_offset is None:
         return "read"
-    return "behind" if mods.behind else "counted"
+    return "causal" if mods.is_causal else "counted"
 
 
 class Rule(NamedTuple):
@@ -112,7 +112,7 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     if mods.slopes is not None:
         tensors["slopes"] = mods.slopes.float().contiguous()
-    if mods.positions is not None and mods.apart is None:
+    if mods.positions is not None and mods.q_k_offset is None:
         rows, columns = mods.positions
         # Relative to the first row: float32 is exact only for integers up to 2^24.
         tensors |= {
@@ -133,24 +133,24 @@ def _from_16_bytes(ids: Tensor) -> Tensor:
     return ids if ids.data_ptr() % 16 == 0 else ids.clone()
 
 
-def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
+def _other_numbers(mods: Mods, tensors: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     """Return the fields of ``Numbers`` that are no addresses."""
     numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
-        batch, heads = kept["slopes"].shape
-        numbers |= {"slopes_batch": heads if batch > 1 else 0, "apart": mods.apart or 0}
+        batch, heads = tensors["slopes"].shape
+        numbers |= {"slopes_batch": heads if batch > 1 else 0, "q_k_offset": mods.q_k_offset or 0}
     if (item := mods.masked) is not None:
         numbers |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
             "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
         }  # fmt: skip
-    if "tiles" in kept:
-        numbers["tiles_per_row"] = kept["tiles"].shape[1]
+    if "tiles" in tensors:
+        numbers["tiles_per_row"] = tensors["tiles"].shape[1]
     return numbers
 
 
 def _lists(
-    direction: Pass, q: Tensor, v: Tensor, item: WorkItem, mods: Mods
+    direction: Direction, q: Tensor, v: Tensor, item: WorkItem, mods: Mods
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """Return block lists, shared by all heads, and the size of a block."""
     from ring_torch.kernels.fa4.block_lists import block_lists
@@ -179,7 +179,7 @@ def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
 
 
 @cache
-def _by_columns(direction: Pass, head_dim: int, v_head_dim: int) -> bool:
+def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
     """Return True if a thread of the kernel holds few columns of scores, and many rows of each."""
     return direction == "backward" and bool(tile(direction, head_dim, v_head_dim).SdP_swapAB)
 

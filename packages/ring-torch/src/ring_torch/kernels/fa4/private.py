@@ -29,11 +29,11 @@ from torch import Tensor
 from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
+    Direction,
     Documents,
     ForwardLaunch,
     ItemBackward,
-    Options,
-    Pass,
+    LaunchOptions,
     capability,
 )
 from ring_torch.options import Window
@@ -47,7 +47,7 @@ BLOCK_Q = 128
 _MOST_LAUNCHES = 256
 _SINKS = 8  # index of the sinks among a compiled forward's arguments after ``lse``
 # One thread at a time records calls: the library's caches of functions are replaced meanwhile.
-_NOTING = RLock()
+_RECORDING = RLock()
 
 
 @cache
@@ -64,7 +64,7 @@ def _interface() -> Any:
     return import_module("flash_attn.cute.interface")
 
 
-def tile(direction: Pass, head_dim: int, v_head_dim: int) -> Any:
+def tile(direction: Direction, head_dim: int, v_head_dim: int) -> Any:
     """Return the tile of the library's kernels on Hopper for blocks of 128 queries."""
     module = _interface()
     tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
@@ -81,7 +81,7 @@ class Modded(NamedTuple):
         block_size: Queries and keys of a block.
         numbers: Integers that the functions read (``mods.Numbers``).
         sinks: Float32 ``[H]``.
-        kept: Tensors whose addresses are in ``numbers``; they have to live until the launch.
+        keep_alive: Tensors whose addresses are in ``numbers``; they have to live until the launch.
     """
 
     score_mod: Any = None
@@ -91,7 +91,7 @@ class Modded(NamedTuple):
     block_size: tuple[int, int] | None = None
     numbers: Any = None
     sinks: Tensor | None = None
-    kept: tuple[Tensor, ...] = ()
+    keep_alive: tuple[Tensor, ...] = ()
 
     @property
     def key(self) -> object:
@@ -109,20 +109,20 @@ class Modded(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the library's functions, by name."""
-        found: dict[str, Any] = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        arguments: dict[str, Any] = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         if self.lists is not None:
             lists = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-            found["block_sparse_tensors"] = lists(*self.lists, block_size=self.block_size)
+            arguments["block_sparse_tensors"] = lists(*self.lists, block_size=self.block_size)
         if self.numbers is not None:
-            found["aux_scalars"] = self.numbers.as_args()
-        return found
+            arguments["aux_scalars"] = self.numbers.as_args()
+        return arguments
 
     def expanded_lists(self, q: Tensor) -> tuple[Tensor | None, ...] | None:
         """Return the lists as compiled functions take them: for each sequence and query head."""
         if self.lists is None:
             return None
-        each = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists)
-        return *each, None, None, None, None
+        expanded = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists)
+        return *expanded, None, None, None, None
 
 
 PLAIN = Modded()
@@ -135,7 +135,7 @@ class _Forward(NamedTuple):
     window: Window  # in the form that ``launch`` takes
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
         modded: Modded,
     ) -> None:  # fmt: skip
         """Launch the forward: write ``out``, and ``lse`` if it is given."""
@@ -143,7 +143,7 @@ class _Forward(NamedTuple):
         self.launch(*self.arguments(q, k, v, out, lse, options, modded, aux))
 
     def arguments(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
         modded: Modded, aux: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return the arguments of ``launch``; ``aux`` are the values that the mods read."""
@@ -170,10 +170,10 @@ class _Backward(NamedTuple):
 
     def __call__(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, modded: Modded, place: Tensor | None,
+        options: LaunchOptions, modded: Modded, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``."""
-        dq = torch.empty_like(q) if place is None else place
+        dq = torch.empty_like(q) if dst is None else dst
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         delta, lse_log2 = _empty(q, (2, *self.rows)).unbind()
         dq_sums = _empty(q, self.dq_sums)
@@ -197,7 +197,7 @@ class _Backward(NamedTuple):
 
     def arguments(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, buffers: Sequence[Tensor],
-        options: Options, modded: Modded, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
+        options: LaunchOptions, modded: Modded, semaphores: Sequence[Tensor | None], aux: tuple[Any, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return the arguments of ``main``; ``aux`` are the values that the mods read."""
         cu_q, cu_k = _offsets(options.documents)
@@ -206,7 +206,9 @@ class _Backward(NamedTuple):
             cu_q, cu_k, None, None, *self.window, *semaphores, aux, modded.expanded_lists(q), None,
         )  # fmt: skip
 
-    def _round(self, options: Options, sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def _round(
+        self, options: LaunchOptions, sums: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> None:
         """Round the sums of dQ, and those of dK/dV if there are any, into gradients."""
         cu_q, cu_k = _offsets(options.documents)
         self.round_dq(sums[0], grads[0], options.scale, cu_q, None, None, None)
@@ -224,11 +226,11 @@ class CompiledFlash4:
         self._backwards: dict[object, _Backward | None] = {}
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
         modded: Modded,
     ) -> None:  # fmt: skip
         """Write ``out``, and ``lse`` if it is given."""
-        if not _can_note(q, k, v, out, modded.sinks):
+        if not _can_record(q, k, v, out, modded.sinks):
             _library_forward(q, k, v, out, lse, options, modded)
             return
         key = _forward_key(q, k, v, out, lse, options, modded)
@@ -240,11 +242,11 @@ class CompiledFlash4:
         else:
             with calls_of(_interface()._flash_attn_fwd) as (calls,):
                 _library_forward(q, k, v, out, lse, options, modded)
-            found = _forward_of(calls, q, k, v, out, lse, options, modded)
-            _remember(self._forwards, key, found)
+            compiled = _forward_of(calls, q, k, v, out, lse, options, modded)
+            _remember(self._forwards, key, compiled)
 
     def prepared_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions,
         modded: Modded,
     ) -> ForwardLaunch | None:  # fmt: skip
         """Return a launch for calls with tensors like these, of which one was made before.
@@ -253,73 +255,73 @@ class CompiledFlash4:
         """
         if options.documents is not None or modded._replace(sinks=None) != PLAIN:
             return None
-        if not _can_note(q, k, v, out, modded.sinks):
+        if not _can_record(q, k, v, out, modded.sinks):
             return None
-        known = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
-        if known is None:
+        compiled = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
+        if compiled is None:
             return None
-        launch, has_lse = known.launch, lse is not None
-        rest = known.arguments(q, k, v, out, lse, options, PLAIN, (None, None))[5:]
-        before, after = rest[:_SINKS], rest[_SINKS + 1 :]
+        launch, has_lse = compiled.launch, lse is not None
+        arguments = compiled.arguments(q, k, v, out, lse, options, PLAIN, (None, None))[5:]
+        before_sinks, after_sinks = arguments[:_SINKS], arguments[_SINKS + 1 :]
 
         def run(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
         ) -> None:
             launch(
-                q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before,
-                sinks, *after,
+                q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before_sinks,
+                sinks, *after_sinks,
             )  # fmt: skip
 
         return run
 
     def prepared_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor,
+        options: LaunchOptions, dst: Tensor,
     ) -> ItemBackward | None:  # fmt: skip
         """Return a launch for calls with tensors like these, of which one was made before.
 
         It is ``None`` if there was none, and for calls with documents.
         """
-        if options.documents is not None or not _can_note(dout, q, k, v, out, lse, place):
+        if options.documents is not None or not _can_record(dout, q, k, v, out, lse, dst):
             return None
-        key = _backward_key(dout, q, k, v, out, lse, options, PLAIN, place)
-        known = self._backwards.get(key)
-        if known is None:
+        key = _backward_key(dout, q, k, v, out, lse, options, PLAIN, dst)
+        compiled = self._backwards.get(key)
+        if compiled is None:
             return None
 
         def run(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
         ) -> tuple[Tensor, Tensor]:
-            _, dk, dv = known(dout, q, k, v, out, lse, options, PLAIN, dq)
+            _, dk, dv = compiled(dout, q, k, v, out, lse, options, PLAIN, dq)
             return dk, dv
 
         return run
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, modded: Modded, place: Tensor | None,
+        options: LaunchOptions, modded: Modded, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return ``(dq, dk, dv)``; ``dq`` is ``place`` if it is given."""
-        given = dout, q, k, v, out, lse, options, modded, place
-        if not _can_note(dout, q, k, v, out, lse, place):
-            return _library_backward(*given)
-        key = _backward_key(*given)
+        """Return ``(dq, dk, dv)``; ``dq`` is ``dst`` if it is given."""
+        arguments = dout, q, k, v, out, lse, options, modded, dst
+        if not _can_record(dout, q, k, v, out, lse, dst):
+            return _library_backward(*arguments)
+        key = _backward_key(*arguments)
         launch = self._backwards.get(key)
         if launch is not None:
-            return launch(*given)
+            return launch(*arguments)
         if key in self._backwards:
-            return _library_backward(*given)
+            return _library_backward(*arguments)
         module = _interface()
         with calls_of(
             module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
         ) as calls:
-            grads = _library_backward(*given)
-        _remember(self._backwards, key, _backward_of(calls, grads, *given[:-1]))
+            grads = _library_backward(*arguments)
+        _remember(self._backwards, key, _backward_of(calls, grads, *arguments[:-1]))
         return grads
 
 
 def _forward_key(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
 ) -> object:  # fmt: skip
     """Return a key of a forward: calls with equal keys have the same compiled function."""
     return (
@@ -330,20 +332,20 @@ def _forward_key(
 
 
 def _backward_key(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    modded: Modded, place: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
+    modded: Modded, dst: Tensor | None,
 ) -> object:  # fmt: skip
     """Return a key of a backward: calls with equal keys have the same compiled functions."""
     return (
         q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
+        dout.stride(), out.stride(), lse.stride(), None if dst is None else dst.stride(),
         options.scale, options.window, options.deterministic,
         _documents_key(options.documents), modded.key,
     )  # fmt: skip
 
 
 def _library_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
 ) -> None:  # fmt: skip
     """Call the library's forward, which looks up, or compiles, its function."""
     _interface()._flash_attn_fwd(
@@ -353,18 +355,18 @@ def _library_forward(
 
 
 def _library_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
-    modded: Modded, place: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
+    modded: Modded, dst: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Call the library's backward, which looks up, or compiles, its functions."""
     dq, dk, dv = _interface()._flash_attn_bwd(
-        q, k, v, out, dout, lse, dq=place, score_mod_bwd=modded.score_mod_bwd,
+        q, k, v, out, dout, lse, dq=dst, score_mod_bwd=modded.score_mod_bwd,
         deterministic=options.deterministic, **modded.arguments, **_arguments(options),
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _arguments(options: Options) -> dict[str, Any]:
+def _arguments(options: LaunchOptions) -> dict[str, Any]:
     left, right = options.window
     return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
@@ -372,7 +374,7 @@ def _arguments(options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _can_note(*tensors: Tensor | None) -> bool:
+def _can_record(*tensors: Tensor | None) -> bool:
     """Return True on Hopper, if all tensors begin at multiples of 16 bytes."""
     pointers = 0
     for x in tensors:
@@ -390,7 +392,7 @@ def _documents_key(documents: Documents | None) -> object:
 
 def _forward_of(
     calls: Calls, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
-    options: Options, modded: Modded,
+    options: LaunchOptions, modded: Modded,
 ) -> _Forward | None:  # fmt: skip
     """Return the compiled function that a forward called, to be called directly from now on.
 
@@ -398,50 +400,63 @@ def _forward_of(
     """
     if len(calls) != 1:
         return None
-    launch, given = calls[0]
-    found = _Forward(launch, given[11:13])
-    aux = given[15] if len(given) > 15 else ()
-    expected = found.arguments(q, k, v, out, lse, options, modded, aux)
-    return found if _alike(given, expected) else None
+    launch, arguments = calls[0]
+    compiled = _Forward(launch, arguments[11:13])
+    aux = arguments[15] if len(arguments) > 15 else ()
+    expected = compiled.arguments(q, k, v, out, lse, options, modded, aux)
+    return compiled if _alike(arguments, expected) else None
 
 
 def _backward_of(
     calls: Sequence[Calls], grads: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor,
-    k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options, modded: Modded,
+    k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions, modded: Modded,
 ) -> _Backward | None:  # fmt: skip
     """Return the compiled functions that a backward called, to be called directly from now on.
 
     It is ``None`` if the library called them with other arguments than those expected here.
     """
-    first, second, last = calls
-    if len(first) != 1 or len(second) != 1 or len(last) not in (1, 3) or len(second[0][1]) != 22:
+    prepare_calls, main_calls, round_calls = calls
+    if (
+        len(prepare_calls) != 1
+        or len(main_calls) != 1
+        or len(round_calls) not in (1, 3)
+        or len(main_calls[0][1]) != 22
+    ):
         return None
-    (prepare, before), (main, given) = first[0], second[0]
-    (round_dq, _), *others = last
-    lse_log2, delta, dq_sums, *sums = given[4:9]
-    semaphores = given[16:19]
-    round_dkv = (others[0][0], others[1][0]) if others else None
-    found = _Backward(
-        prepare, main, round_dq, round_dkv, given[14:16], tuple(delta.shape), tuple(dq_sums.shape),
-        (tuple(sums[0].shape), tuple(sums[1].shape)) if others else None,
+    (prepare, prepare_arguments), (main, main_arguments) = prepare_calls[0], main_calls[0]
+    (round_dq, _), *round_others = round_calls
+    lse_log2, delta, dq_sums, *sums = main_arguments[4:9]
+    semaphores = main_arguments[16:19]
+    round_dkv = (round_others[0][0], round_others[1][0]) if round_others else None
+    compiled = _Backward(
+        prepare, main, round_dq, round_dkv, main_arguments[14:16], tuple(delta.shape), tuple(dq_sums.shape),
+        (tuple(sums[0].shape), tuple(sums[1].shape)) if round_others else None,
         tuple(None if x is None else tuple(x.shape) for x in semaphores),
     )  # fmt: skip
     documents = options.documents
     cu_q, cu_k = _offsets(documents)
-    after = [(dq_sums, grads[0], options.scale, cu_q, None, None, None)]
-    if others:
-        after += [
+    expected_rounds = [(dq_sums, grads[0], options.scale, cu_q, None, None, None)]
+    if round_others:
+        expected_rounds += [
             (x, grad, scale, cu_k, None, None, None)
             for x, grad, scale in zip(sums, grads[1:], (options.scale, 1.0), strict=True)
         ]
-    buffers = lse_log2, delta, dq_sums, *(sums if others else grads[1:])
-    expected = found.arguments(q, k, v, dout, buffers, options, modded, semaphores, given[19])
-    as_expected = (
-        _alike(before, _prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents))
-        and _alike(given, expected)
-        and all(_alike(taken, one) for (_, taken), one in zip(last, after, strict=True))
+    buffers = lse_log2, delta, dq_sums, *(sums if round_others else grads[1:])
+    expected = compiled.arguments(
+        q, k, v, dout, buffers, options, modded, semaphores, main_arguments[19]
     )
-    return found if as_expected else None
+    as_expected = (
+        _alike(
+            prepare_arguments,
+            _prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents),
+        )
+        and _alike(main_arguments, expected)
+        and all(
+            _alike(actual, wanted)
+            for (_, actual), wanted in zip(round_calls, expected_rounds, strict=True)
+        )
+    )
+    return compiled if as_expected else None
 
 
 def _prepare_arguments(
@@ -452,27 +467,27 @@ def _prepare_arguments(
     return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
 
 
-def _alike(taken: Any, expected: Any) -> bool:
+def _alike(actual: Any, expected: Any) -> bool:
     """Return True if two arguments are the same memory, or the same numbers."""
-    if taken is expected:
+    if actual is expected:
         return True
-    if isinstance(taken, Tensor) and isinstance(expected, Tensor):
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         return (
-            taken.data_ptr() == expected.data_ptr()
-            and taken.dtype == expected.dtype
-            and taken.shape == expected.shape
-            and taken.stride() == expected.stride()
+            actual.data_ptr() == expected.data_ptr()
+            and actual.dtype == expected.dtype
+            and actual.shape == expected.shape
+            and actual.stride() == expected.stride()
         )
-    if isinstance(taken, tuple) and isinstance(expected, tuple):
-        return len(taken) == len(expected) and all(map(_alike, taken, expected))
-    return type(taken) is type(expected) and bool(taken == expected)
+    if isinstance(actual, tuple) and isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(_alike, actual, expected))
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
-def _remember[T](notes: dict[object, T], key: object, found: T) -> None:
-    with _NOTING:
-        while len(notes) >= _MOST_LAUNCHES:
-            del notes[next(iter(notes))]
-        notes[key] = found
+def _remember[T](functions: dict[object, T], key: object, function: T) -> None:
+    with _RECORDING:
+        while len(functions) >= _MOST_LAUNCHES:
+            del functions[next(iter(functions))]
+        functions[key] = function
 
 
 def _offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
@@ -540,9 +555,9 @@ class SplitFunctions(NamedTuple):
         )  # fmt: skip
         self.round_dq(dq_sums, dq, scale, None, None, None, None)
 
-    def round(self, x: Tensor, to: Tensor, scale: float) -> None:
+    def round(self, x: Tensor, grad: Tensor, scale: float) -> None:
         """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
-        self.round_dkv(x.flatten(2), to, scale, None, None, None, None)
+        self.round_dkv(x.flatten(2), grad, scale, None, None, None, None)
 
 
 def accumulate_all(
@@ -558,10 +573,10 @@ def accumulate_all(
     batch, length, heads, dim = q.shape
     runs, functions = len(launches), launches[0].functions
     rows = length // runs
-    many, shape = batch * runs, (batch * runs, rows, heads, dim)
+    run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
     padded = -(-rows // functions.tile) * functions.tile
-    dq_sums = _empty(q, (many, heads, padded * functions.dim))
-    delta, lse_log2 = _empty(q, (2, many, heads, padded)).unbind()
+    dq_sums = _empty(q, (run_batch, heads, padded * functions.dim))
+    delta, lse_log2 = _empty(q, (2, run_batch, heads, padded)).unbind()
     # Libraries misread lse if it is not contiguous.
     if runs > 1:
         lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
@@ -570,21 +585,21 @@ def accumulate_all(
         *_prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
     )
     kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
-    head, sequence = columns * dim, kv_heads * columns * dim
-    strides = sequence, head, 1
-    parts = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
-    parts += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
+    head_stride, sequence_stride = columns * dim, kv_heads * columns * dim
+    strides = sequence_stride, head_stride, 1
+    tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+    tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
     # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
     # launch goes first, as in the forward in reverse.
-    for one, q_n, dout_n, *numbers in reversed([*zip(launches, *parts, strict=True)]):
-        size = batch, kv_heads, one.keys * dim
-        first = start + one.k_start * dim
-        one.functions.main(
-            q_n, k.narrow(1, one.k_start, one.keys), v.narrow(1, one.k_start, one.keys), dout_n,
-            *numbers,
+    for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
+        size = batch, kv_heads, launch.keys * dim
+        first = start + launch.k_start * dim
+        launch.functions.main(
+            q_n, k.narrow(1, launch.k_start, launch.keys), v.narrow(1, launch.k_start, launch.keys), dout_n,
+            *rows_and_sums,
             sums.as_strided(size, strides, first),
-            sums.as_strided(size, strides, first + batch * sequence),
-            one.scale, None, None, None, None, *one.window, *one.functions.rest,
+            sums.as_strided(size, strides, first + batch * sequence_stride),
+            launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
         )  # fmt: skip
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
 
@@ -598,20 +613,20 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
     functions = rounding_functions(dk.dtype, dim)
     head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
     row, whole = heads * dim, batch * heads * spans.length * dim
-    size, place = (heads, spans.keys * dim), (spans.keys, heads, dim)
-    at_once = batch == 1
-    for n in range(1 if at_once else spans.number):
-        count = spans.number if at_once else batch
+    sum_shape, grad_shape = (heads, spans.keys * dim), (spans.keys, heads, dim)
+    in_one_launch = batch == 1
+    for n in range(1 if in_one_launch else spans.number):
+        count = spans.number if in_one_launch else batch
         steps = (spans.target_step * dim, spans.source_step * row)
-        if not at_once:
+        if not in_one_launch:
             steps = heads * head, length * row
-        start = first + n * spans.target_step * dim
-        to = (spans.source + n * spans.source_step) * row
-        for x, grad, factor in ((start, dk, scale), (start + whole, dv, 1.0)):
+        sum_start = first + n * spans.target_step * dim
+        grad_start = (spans.source + n * spans.source_step) * row
+        for first_sum, grad, scale_n in ((sum_start, dk, scale), (sum_start + whole, dv, 1.0)):
             functions.round_dkv(
-                sums.as_strided((count, *size), (steps[0], head, 1), x),
-                grad.as_strided((count, *place), (steps[1], row, dim, 1), grad.storage_offset() + to),
-                factor, None, None, None, None,
+                sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum),
+                grad.as_strided((count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start),
+                scale_n, None, None, None, None,
             )  # fmt: skip
 
 
@@ -625,7 +640,7 @@ def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
 
 @lru_cache(maxsize=32)
 def split_functions(
-    dtype: torch.dtype, dim: int, group: int, is_causal: bool, given: tuple[bool, ...]
+    dtype: torch.dtype, dim: int, group: int, is_causal: bool, bounded: tuple[bool, ...]
 ) -> SplitFunctions:
     """Run the library's backward once on small tensors, and return the functions that it compiled.
 
@@ -634,10 +649,10 @@ def split_functions(
         dim: The head dim.
         group: Query heads of a K/V head.
         is_causal: True if the band is causal, which compiled functions are told besides a window.
-        given: True for each side of the window, left and right, that is bounded.
+        bounded: True for each side of the window, left and right, that is bounded.
     """
     module = _interface()
-    left, right = (64 if side else None for side in given)
+    left, right = (64 if side else None for side in bounded)
     q, out, dout = (
         torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
     )
@@ -645,15 +660,15 @@ def split_functions(
     lse = torch.zeros(2, 2 * group, 512, device="cuda")
     with calls_of(
         module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
-    ) as (before, main, after):
+    ) as (prepare_calls, main_calls, round_calls):
         module._flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=1.0, causal=is_causal, window_size_left=left,
             window_size_right=right,
         )  # fmt: skip
-    ((prepare, _),), ((launch, arguments),) = before, main
-    (round_dq, _), (round_dkv, _), _ = after
+    ((prepare, _),), ((launch, arguments),) = prepare_calls, main_calls
+    (round_dq, _), (round_dkv, _), _ = round_calls
     rows = module._tile_size_bwd_sm90(
-        dim, dim, is_causal, not is_causal and any(given)
+        dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
     padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
     return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
@@ -666,19 +681,19 @@ def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
     It yields a list for each function. Calls of other threads are not recorded.
     """
     calls: tuple[Calls, ...] = tuple([] for _ in functions)
-    with _NOTING:
-        kept = [function.compile_cache for function in functions]
-        for function, compiled, into in zip(functions, kept, calls, strict=True):
-            function.compile_cache = _NotingCache(compiled, into, get_ident())
+    with _RECORDING:
+        caches = [function.compile_cache for function in functions]
+        for function, compiled, recorded in zip(functions, caches, calls, strict=True):
+            function.compile_cache = _RecordingCache(compiled, recorded, get_ident())
         try:
             yield calls
         finally:
-            for function, compiled in zip(functions, kept, strict=True):
+            for function, compiled in zip(functions, caches, strict=True):
                 function.compile_cache = compiled
 
 
 @dataclass(frozen=True)
-class _NotingCache:
+class _RecordingCache:
     """A cache of compiled functions that records which of them a thread calls."""
 
     cache: Any
@@ -694,9 +709,9 @@ class _NotingCache:
     def __getitem__(self, key: Any) -> Function:
         function: Function = self.cache[key]
 
-        def call(*given: Any) -> None:
-            function(*given)
+        def call(*arguments: Any) -> None:
+            function(*arguments)
             if get_ident() == self.thread:
-                self.calls.append((function, given))
+                self.calls.append((function, arguments))
 
         return call

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, Options
+from ring_torch.kernels.library import DOCUMENT_ARGUMENTS, LaunchOptions
 
 
 def is_overwritten() -> bool:
@@ -25,7 +25,7 @@ def is_overwritten() -> bool:
     return "return_lse" not in signature(_module().flash_attn_func).parameters
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` in new tensors."""
     sinks = None if options.mods is None else options.mods.sinks
     with torch.no_grad():
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -52,7 +52,7 @@ def backward(
     return dq, dk, dv
 
 
-def _function(options: Options) -> Callable[..., Any]:
+def _function(options: LaunchOptions) -> Callable[..., Any]:
     """Return the library's function with the options of a launch."""
     module, documents = _module(), options.documents
     function = module.flash_attn_func if documents is None else module.flash_attn_varlen_func
