@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -52,6 +54,27 @@ def to_json(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | No
         if isinstance(x, record):
             return {key: [to_json(getattr(x, name)) for name in record.__match_args__]}
     return x
+
+
+def as_documents(offsets: Any) -> Any:
+    """Return ``cu_seqlens`` as an operation takes them: a sequence of integers, or a tensor.
+
+    It is traced, so it must not look at the value of a number.
+
+    Raises:
+        ValueError: They are in an array that the host does not know.
+    """
+    is_sequence = isinstance(offsets, (tuple, list))
+    if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
+        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
+    if is_sequence:
+        return offsets
+    array = torch.as_tensor(offsets)
+    if array.device.type != "cpu":
+        raise ValueError(
+            "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
+        )
+    return array.clone()  # the caller may write to the given one before the graph runs
 
 
 def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:
