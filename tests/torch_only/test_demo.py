@@ -17,7 +17,15 @@ import pytest
 from pages import Page
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_bytes.py"
-SMALL = ["--device=cpu", "--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none"]
+SMALL = [
+    "--device=cpu",
+    "--cp=2",
+    "--seq-len=256",
+    "--steps=4",
+    "--layers=1",
+    "--dim=64",
+    "--out=none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,12 @@ def test_wrong_arguments_get_one_line(
 
 @pytest.mark.usefixtures("demo")
 def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert importlib.import_module("long_context").main(["--device=cpu", "--cp=2", "--first=64", "--most=256"]) == 0
+    assert (
+        importlib.import_module("long_context").main(
+            ["--device=cpu", "--cp=2", "--first=64", "--most=256"]
+        )
+        == 0
+    )
     last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own
     assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
 

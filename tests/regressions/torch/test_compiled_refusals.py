@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from functorch.compile import make_boxed_func
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from ring_torch import ring_attention
@@ -45,9 +45,7 @@ def _attend(*qkv: Tensor, **options: Any) -> Tensor:
 def test_wrong_kinds_of_values(name: str, compiled: bool) -> None:
     options, words = WRONG[name]
     torch.compiler.reset()
-    call: Any = (
-        torch.compile(_attend, backend="aot_eager", fullgraph=True) if compiled else _attend
-    )
+    call: Any = torch.compile(_attend, backend="aot_eager", fullgraph=True) if compiled else _attend
     qkv = torch.randn(3, 1, T, HEADS, 8)
     with pytest.raises(Exception, match=words) as caught:
         call(*qkv, **options)

@@ -117,7 +117,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=int, metavar="H", help="query heads")
     add("--kv-heads", type=int, metavar="K", help="key/value heads, a divisor of --heads")
     add("--head-dim", type=int, metavar="D", help="head dim of Q, K and V")
-    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="dtype of Q, K and V")
+    add(
+        "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="dtype of Q, K and V"
+    )
     add(
         "--window", type=window, metavar="LEFT,RIGHT",
         help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
@@ -125,7 +127,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layout", choices=LAYOUTS, default="zigzag", help="default: zigzag")
     add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="default: auto")
     add("--kernel", default="auto", metavar="NAME", help="default: auto")
-    add("--seconds", type=float, default=20.0, metavar="S", help="seconds for all rounds; default: 20")
+    add(
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds for all rounds; default: 20",
+    )
     add("--json", action="store_true", help="print JSON, with times in seconds")
 
 

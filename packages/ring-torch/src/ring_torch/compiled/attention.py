@@ -121,9 +121,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def static_text(
-    group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool
-) -> str:
+def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool) -> str:
     """Return the constant part of a call as JSON; the compiler takes the result for a constant.
 
     Args:

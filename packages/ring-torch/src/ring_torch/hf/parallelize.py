@@ -318,13 +318,18 @@ def _split_module(model: nn.Module) -> nn.Module:
 def _attend(model: Any) -> Callable[[], object]:
     """Set ring attention on the model, unless it has it; return a function that sets its own back.
 
-    Towers for images or sound get whole inputs on every rank, and keep their attention.
+    Towers for images or sound get whole inputs on every rank. They keep their attention, or get
+    that of :func:`_whole_attention` if it is a ring's.
 
     Raises:
         UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
     """
     if is_ring(_attention_of(model)):
-        return lambda: None
+        # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
+        with_ring = [x for x in towers(model) if is_ring(_attention_of(x))]
+        own = [(x.config, _attention_of(x)) for x in with_ring if x.config is not model.config]
+        _set((x.config, _whole_attention(x)) for x in with_ring if x.config is not model.config)
+        return partial(_set, own)
     before = [
         (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
         for config in _configs(model)
@@ -343,6 +348,11 @@ def _attend(model: Any) -> Callable[[], object]:
         raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
     _set([(config, name) for config, name in kept if config is not model.config])
     return partial(_set, before)
+
+
+def _whole_attention(tower: Any) -> str:
+    """Return the attention that transformers gives such a model by default: sdpa where it can."""
+    return "sdpa" if tower._supports_sdpa else "eager"  # noqa: SLF001 - it has no other name
 
 
 def _configs(model: Any) -> Iterator[Any]:
