@@ -9,22 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cases import Case
-from internals.torch import (
+from torch import Tensor
+
+from ring_core import WorkItem, gather_program
+from ring_torch.autograd import _sink_grads
+from ring_torch.call import add_sinks
+from ring_torch.kernels.api import Kernel
+from ring_torch.records import (
     BackwardInputs,
-    Kernel,
     KernelParams,
     KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
-    _sink_grads,
-    add_sinks,
     empty_state,
     runs_of,
 )
-from torch import Tensor
-
-from ring_core import WorkItem, gather_program
 
 Arrays = dict[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int64]

@@ -10,17 +10,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from internals.core import (
-    band as _band,
-    gather as _gather,
-    geometry as _geometry,
-    item_kernel,
-    plan as _plan,
-    ring as _ring,
-    simulator,
-)
 
 from ring_core import finalize
+from ring_core.masks import band as _band
+from ring_core.plan import geometry as _geometry, plan as _plan
+from ring_core.programs import gather as _gather, ring as _ring
+from ring_core.reference import item_kernel, simulator
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -44,18 +39,18 @@ def applied(name: str | None) -> Iterator[None]:
 
 
 def _torch(name: str) -> Any:
-    """A module or name inside ring_torch, or nothing where torch is not installed."""
-    return _installed("torch", name, ("torch", "ring_torch"))
+    """Import a module of ring_torch; None where torch is not installed."""
+    return _installed(f"ring_torch.{name}", ("torch", "ring_torch"))
 
 
 def _jax(name: str) -> Any:
-    """A module or name inside ring_jax, or nothing where jax is not installed."""
-    return _installed("jax", name, ("jax", "ring_jax"))
+    """Import a module of ring_jax; None where jax is not installed."""
+    return _installed(f"ring_jax.{name}", ("jax", "ring_jax"))
 
 
-def _installed(package: str, name: str, needs: tuple[str, ...]) -> Any:
+def _installed(module: str, needs: tuple[str, ...]) -> Any:
     try:
-        return getattr(importlib.import_module(f"internals.{package}"), name)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name not in needs:
             raise
@@ -88,7 +83,7 @@ def _last_step_dropped() -> Patches:
                 return found
             return found._replace(own=found.own[:, :0], peer=found.peer[:, :0], helpers=())
 
-        users = (_jax("ring_strategy"), _jax("steps"))
+        users = (_jax("strategies.ring"), _jax("strategies.steps"))
         patches += [(user, "step_table", tables) for user in users]
     return patches
 
@@ -98,7 +93,7 @@ def _ring_reversed() -> Patches:
         return held if hop is None else [held[(r + hop) % len(held)] for r in range(len(held))]
 
     patches: Patches = [(simulator, "_hop", rotate)]
-    if comm := _torch("ranks"):
+    if comm := _torch("comm.ranks"):
 
         def start(ring: Any, sends: Any, receives: Any) -> Any:
             def turned(pairs: Any) -> Any:
@@ -124,14 +119,14 @@ def _merge_without_rescale() -> Patches:
         return out_a + np.where(seen, out_b, 0), np.logaddexp(lse_a, lse_b)
 
     patches: Patches = [(simulator, "merge", merge)]
-    if sdpa := _torch("sdpa"):
+    if sdpa := _torch("kernels.sdpa"):
 
         def merge_into(into: Any, out: Any, lse: Any) -> None:
             into.out.add_(out)
             into.lse.copy_(into.lse.logaddexp(lse))
 
         patches.append((sdpa, "merge_into", merge_into))
-    if ring := _jax("ring_strategy"):
+    if ring := _jax("strategies.ring"):
         import jax.numpy as jnp
 
         def added(a: Any, b: Any) -> Any:
@@ -177,7 +172,7 @@ def _grads_not_sent_home() -> Patches:
         return home
 
     patches: Patches = [(simulator, "_backward", wrong)]
-    if loop := _torch("ring_strategy"):
+    if loop := _torch("strategies.ring"):
         hop = loop.RotatingKeyGrads.hop
 
         def kept(grads: Any, step: Any) -> None:
@@ -187,7 +182,7 @@ def _grads_not_sent_home() -> Patches:
             hop(grads, step)
 
         patches.append((loop.RotatingKeyGrads, "hop", kept))
-    if steps := _jax("steps"):
+    if steps := _jax("strategies.steps"):
         import jax.numpy as jnp
 
         travel = steps.StepRunner.hop
@@ -217,12 +212,12 @@ def _lse_in_base_2() -> Patches:
         return out, lse / math.log(2)
 
     patches: Patches = [(item_kernel, "forward", wrong)]
-    if sdpa := _torch("sdpa"):
+    if sdpa := _torch("kernels.sdpa"):
         merge = sdpa.merge_into
         patches.append(
             (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
         )
-    if xla := _jax("xla"):
+    if xla := _jax("kernels.xla"):
         attend = xla.XlaKernel.attend_into
 
         def other_base(*args: Any) -> Any:
@@ -238,7 +233,7 @@ def _wrong_kv_head() -> Patches:
         return np.tile(x.swapaxes(1, 2), (1, count // x.shape[2], 1, 1))
 
     patches: Patches = [(item_kernel, "_heads", heads)]
-    if sdpa := _torch("sdpa"):
+    if sdpa := _torch("kernels.sdpa"):
 
         def groups(q: Any, columns: Any) -> Any:
             kv_heads = columns.k.shape[2]
@@ -247,7 +242,7 @@ def _wrong_kv_head() -> Patches:
             return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
 
         patches.append((sdpa, "_head_groups", groups))
-    if ring := _jax("ring_strategy"):
+    if ring := _jax("strategies.ring"):
         message = ring.own_message
 
         def turned(x: Any, after: Any = None) -> Any:
@@ -267,12 +262,12 @@ def _lse_gradient_dropped() -> Patches:
 
     patches: Patches = [(simulator, "_start_backward", wrong)]
     if autograd := _torch("autograd"):
-        backward = autograd.RingAttention.backward
+        backward = autograd.AttentionFunction.backward
 
         def without(ctx: Any, dout: Any, _: Any) -> Any:
             return backward(ctx, dout, None)
 
-        patches.append((autograd.RingAttention, "backward", staticmethod(without)))
+        patches.append((autograd.AttentionFunction, "backward", staticmethod(without)))
     if attention := _jax("attention"):
         from jax.lax import stop_gradient
 
@@ -312,7 +307,7 @@ def _help_not_returned() -> Patches:
             found = right(program, step)
             return found._replace(peer=np.zeros_like(found.peer))
 
-        users = (_jax("ring_strategy"), _jax("steps"))
+        users = (_jax("strategies.ring"), _jax("strategies.steps"))
         patches += [(user, "step_table", tables) for user in users]
     return patches
 
@@ -330,7 +325,7 @@ def _fetched_from_the_wrong_rank() -> Patches:
 
 def _gathered_grads_dropped(*, overlapped: bool | None = None) -> Patches:
     """Gradients that are sent home beside kernels, or after them, or any of them, get lost."""
-    gather = _torch("p2p")
+    gather = _torch("transports.p2p")
     if gather is None:
         return []
     right = gather.Messages.return_grads
@@ -367,7 +362,7 @@ def _scattered_grads_dropped() -> Patches:
 
 def _groups_swapped() -> Patches:
     """The backward takes the gathered keys of the wrong heads."""
-    gathered = _torch("gather_strategy")
+    gathered = _torch("strategies.gather")
     if gathered is None:
         return []
     right = gathered._keys_by_group
@@ -380,13 +375,15 @@ def _groups_swapped() -> Patches:
 
 def _in_groups() -> Patches:
     """Heads go in groups, however little work they are: nothing may change."""
-    gathered = _torch("gather_strategy")
+    gathered = _torch("strategies.gather")
     if gathered is None:
         return []
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return _torch("HeadGroups")(*(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True)
+        return _torch("payload").HeadGroups(
+            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), before_last_item=True
+        )
 
     return [(gathered, "head_groups_of", groups_of)]
 
@@ -430,6 +427,6 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HARMLESS: dict[str, Callable[[], Patches]] = {
     "in-groups": _in_groups,
     "by-copies": lambda: [
-        (_torch("peer_copies"), "fits_one_kernel", lambda *_: False)
+        (_torch("transports.peer_copies"), "fits_one_kernel", lambda *_: False)
     ],  # short calls, too
 }

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from internals.torch import AttentionState, FlashKernel, FlashOptions, rounded_to_8
 from torch import Tensor
 
 from ring_core import Capabilities
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.library import FlashLibrary, Options as FlashOptions, rounded_to_8
+from ring_torch.records import AttentionState
 
 
 @dataclass(frozen=True)
-class PlainFlash:
+class PlainFlash(FlashLibrary):
     """Whole tensors and bands.
 
     Rows are read by their strides, from multiples of 16 bytes on, and numbers within a row one

@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 from cases import RINGS, diagonals, prefix
 from hypothesis import strategies as st
-from internals.core import RingStrategy
 
 from ring_core import (
     ChunkLayout,
@@ -18,6 +17,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.config import RingStrategy
 
 
 @st.composite

@@ -160,7 +160,7 @@ def _layout(name: str, mask: Mask, seq_len: int) -> Any:
     """A layout by its name; ``chunks`` are balanced for the mask."""
     if name != "chunks":
         return name
-    return ring_core.balance_chunks(mask, seq_len=seq_len, cp_size=dist.get_world_size())
+    return ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=dist.get_world_size())
 
 
 def _plainly_causal(mask: Mask, name: str) -> None:

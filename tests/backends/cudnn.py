@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from cases import Case
-from internals.jax_gpu import Pattern, fmha
 from jax import lax
 
 from backends.jax_devices import Arrays, JaxBackend
-from ring_jax_gpu import ring_attention
+from ring_jax_gpu import fmha, ring_attention
+from ring_jax_gpu.fmha import Pattern
 
 
 def run(case: Case, strategy: str = "auto") -> Arrays:

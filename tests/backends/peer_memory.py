@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from internals.torch import BufferSpec, Ranks
 from torch import Tensor
+
+from ring_torch.buffers import BufferSpec
+from ring_torch.comm.ranks import Ranks
 
 
 class OnFiles:

@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import numpy.typing as npt
 from cases import Case
-from internals.core import Precision
 from mutants import applied
 
 from ring_core import reference
+from ring_core.reference.item_kernel import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -14,11 +14,12 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import torch
-from internals.torch import Selection, TritonKernel, prepare, triton_launch as _launch
 
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
-from ring_torch import ring_attention
+from ring_torch import prepare, ring_attention
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.triton import TritonKernel, launch as _launch
 
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
@@ -44,7 +45,7 @@ CALLS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def block_lists() -> dict[str, Any]:
     """What the lists of blocks of FlashAttention-4 are made from."""
-    from internals.torch_triton import fa4_block_lists as _fa4_block_lists
+    from ring_torch.kernels.fa4 import block_lists as _fa4_block_lists
 
     ids, kinds = torch.zeros(1, 1024, dtype=torch.int32), torch.zeros(1, 8, 11, dtype=torch.int8)
     counts, blocks = (torch.zeros(size, dtype=torch.int32) for size in ((2, 1, 8), (2, 1, 8, 11)))
@@ -59,7 +60,7 @@ def block_lists() -> dict[str, Any]:
 
 def row_dots() -> dict[str, Any]:
     """What the backward of this package's kernels starts from."""
-    from internals.torch_triton import memory_ops
+    from ring_torch import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
     kernel: Any = memory_ops._row_dots.kernel
@@ -70,7 +71,7 @@ def row_dots() -> dict[str, Any]:
 
 def sink_sums() -> dict[str, Any]:
     """The gradient of sinks."""
-    from internals.torch_triton import memory_ops
+    from ring_torch import memory_ops
 
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 16)
     lse, kernel = torch.zeros(1, 4, 1024), cast("Any", memory_ops._row_dots.kernel)

@@ -11,7 +11,11 @@ from unittest import mock
 
 import jax
 import numpy as np
-from internals.jax import (
+from jax._src import callback as jax_callback
+from jax.experimental.pallas import tpu as pltpu
+
+from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     Grads,
@@ -19,12 +23,7 @@ from internals.jax import (
     KeyBlock,
     LaunchSpec,
     QueryBlock,
-    match_varying,
-    varying_axes,
 )
-from jax._src import callback as jax_callback
-from jax.experimental.pallas import tpu as pltpu
-
 from ring_jax_tpu import PallasKernel
 
 #: Kept at a time: a process may map no more than some ten thousand pieces of memory.

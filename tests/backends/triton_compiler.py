@@ -14,20 +14,13 @@ from typing import Any
 
 import jax
 import pytest
-from internals.jax_gpu import (
-    Launch,
-    arguments_of,
-    arrays_of,
-    kernel_of,
-    launches_of,
-    stages_of,
-    triton_launch_p,
-)
 
 from backends.cubins import taken_by
 from backends.kept_process import asked, serve
 from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
+from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of, stages_of
+from ring_jax_gpu.primitive import triton_launch_p
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
 _HERE = Path(__file__).resolve()
@@ -39,8 +32,9 @@ STEPS = {"first": (True, False), "later": (False, False), "last": (False, True)}
 
 def pretend(patched: pytest.MonkeyPatch, step: str) -> None:
     """Have calls on one device compute as a step of a ring does."""
-    from internals.jax import LaunchSpec, steps
-    from internals.jax_gpu import kernel as _triton
+    from ring_jax.records import LaunchSpec
+    from ring_jax.strategies import steps
+    from ring_jax_gpu import kernel as _triton
 
     overwrite, is_final = STEPS[step]
     patched.setattr(_triton, "_is_single_step", lambda _: False)
@@ -165,7 +159,7 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
 def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
     """What the kernels take that are for Hopper alone, and those that do what they leave."""
-    from internals.jax_gpu import hopper_ffi as ffi, hopper_run as run
+    from ring_jax_gpu.hopper import ffi, run
 
     modules: list[Any] = []
 

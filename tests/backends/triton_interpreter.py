@@ -20,19 +20,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from cases import Case
-from internals.jax_gpu import (
-    Launch,
-    arguments_of,
-    arrays_of,
-    kernel_of,
-    launches_of,
-    triton_launch_p,
-)
 from jax.interpreters import mlir
 
 from backends.jax_devices import GRADS, Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
+from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of
+from ring_jax_gpu.primitive import triton_launch_p
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -124,7 +118,7 @@ def interpret(
     changed = names[len(names) - num_changed :]
     for name in changed:  # kernels for Hopper get new memory there
         is_new = "before" in copies and name == "out"
-        if is_new or (dict(launch.consts)["FRESH"] and name != "dq"):
+        if is_new or (dict(launch.consts)["OVERWRITE"] and name != "dq"):
             copies[name][...] = np.nan
     for part in launches_of(launch):
         known = arrays_of(part, copies, changed)

@@ -29,7 +29,7 @@ from ring_core import (
     Layout,
     Mask,
     StrategyConfig,
-    balance_chunks,
+    balanced_layout,
     divisor_of,
     finalize,
     gather_program,
@@ -195,8 +195,8 @@ SUBJECTS: dict[str, Subject] = {
         {"layout": LAYOUT, "cp_size": {**SIZE, "none": None}},
     ),
     "ring_core.ChunkLayout": Subject(ChunkLayout, {}, {"chunks": CHUNKS}),
-    "ring_core.balance_chunks": Subject(
-        balance_chunks, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
+    "ring_core.balanced_layout": Subject(
+        balanced_layout, {"mask": CAUSAL, "seq_len": 8, "cp_size": 2},
         {
             "mask": {
                 **MASKS, "predicate": Mask(predicate=diagonals), "cu_seqlens": Mask(cu_seqlens=(0, 7)),
@@ -305,7 +305,7 @@ SUBJECTS: dict[str, Subject] = {
 FOR_BACKENDS = {
     f"ring_core.{name}"
     for name in (
-        "BlockGeometry", "Capabilities", "Fetch", "GatherProgram", "Plan", "Request", "RingProgram", "Run", "Stage", "Step", "WorkItem",
+        "Capabilities", "GatherProgram", "Plan", "Request", "RingProgram", "Run", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
         "cost.Cost", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",

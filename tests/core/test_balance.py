@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from cases import diagonals
 from hypothesis import given, strategies as st
-from internals.core import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 from ring_core import (
     ChunkLayout,
     Mask,
     UnsupportedError,
-    balance_chunks,
+    balanced_layout,
     make_plan,
     ring_program,
     viz,
 )
+from ring_core.choose.balance import EVEN, _assign, _balance, _swap_until_even, layout_for
 
 
 def documents(seed: int, seq_len: int, mean: int = 4096) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def test_never_worse_than_the_others(
     seq_len = 2048 * cp_size * units
     window = None if left is None else (left, 0)
     mask = Mask(causal=causal, window=window, cu_seqlens=documents(seed, seq_len))
-    found = balance_chunks(mask, seq_len=seq_len, cp_size=cp_size)
+    found = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
     assert seq_len // (cp_size * found.chunks_per_rank) % 128 == 0
     ours = balance(mask, found, seq_len, cp_size)
     others = min(balance(mask, name, seq_len, cp_size) for name in ("contiguous", "zigzag"))
@@ -58,7 +58,7 @@ def test_never_worse_than_the_others(
 def test_documents_of_the_benchmark(cp_size: int, chunks: int) -> None:
     seq_len = 128 * 1024
     mask = Mask(causal=True, cu_seqlens=documents(0, seq_len))
-    found = balance_chunks(mask, seq_len=seq_len, cp_size=cp_size)
+    found = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
     assert found.chunks_per_rank == chunks
     assert balance(mask, found, seq_len, cp_size) < EVEN < 1.07 < min(
         balance(mask, name, seq_len, cp_size) for name in ("contiguous", "zigzag")
@@ -68,28 +68,28 @@ def test_documents_of_the_benchmark(cp_size: int, chunks: int) -> None:
 def test_as_few_chunks_as_are_even() -> None:
     """Where a layout by name is even, its chunks are those."""
     sizes = {"seq_len": 4096, "cp_size": 4}
-    assert balance_chunks(Mask(causal=True), **sizes) == ChunkLayout(
+    assert balanced_layout(Mask(causal=True), **sizes) == ChunkLayout(
         ((0, 7), (1, 6), (2, 5), (3, 4))
     )
     for mask in (Mask(), Mask(causal=True, window=(2, 0)), Mask(causal=True, chunk_size=1024)):
-        assert balance_chunks(mask, **sizes) == ChunkLayout(((0,), (1,), (2,), (3,)))
+        assert balanced_layout(mask, **sizes) == ChunkLayout(((0,), (1,), (2,), (3,)))
 
 
 def test_the_most_even_where_none_is_even() -> None:
     """Also of the numbers of chunks that divide both lengths."""
     mask = Mask(causal=True)
-    assert balance_chunks(mask, seq_len=4 * 7, cp_size=4).chunks_per_rank == 1
-    assert balance_chunks(mask, seq_len=4, cp_size=2, kv_seq_len=2) == ChunkLayout(((0,), (1,)))
+    assert balanced_layout(mask, seq_len=4 * 7, cp_size=4).chunks_per_rank == 1
+    assert balanced_layout(mask, seq_len=4, cp_size=2, kv_seq_len=2) == ChunkLayout(((0,), (1,)))
     # Four tokens see 4 keys each, the others one: halves see 18 and 6, quarters 12, 6, 3 and 3.
     lumpy = Mask(cu_seqlens=(0, 4, *range(5, 13)))
-    found = balance_chunks(lumpy, seq_len=12, cp_size=2)
+    found = balanced_layout(lumpy, seq_len=12, cp_size=2)
     assert found == ChunkLayout(((0, 3), (1, 2)))
     assert balance(lumpy, found, 12, 2) == 15 / 12
 
 
 def test_keys_beyond_the_queries() -> None:
     mask = Mask(causal=True)
-    found = balance_chunks(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
+    found = balanced_layout(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
     program = ring_program(make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=found))
     assert (
         program.imbalance
@@ -101,9 +101,9 @@ def test_keys_beyond_the_queries() -> None:
 def test_the_same_everywhere() -> None:
     """Made anew it is equal, hashes alike and gives the same plan; other chunks give another."""
     mask = Mask(causal=True, cu_seqlens=documents(1, 16384, 700))
-    first = balance_chunks(mask, seq_len=16384, cp_size=4)
+    first = balanced_layout(mask, seq_len=16384, cp_size=4)
     _balance.cache_clear()
-    again = balance_chunks(mask, seq_len=np.int64(16384), cp_size=4)  # type: ignore[arg-type]
+    again = balanced_layout(mask, seq_len=np.int64(16384), cp_size=4)  # type: ignore[arg-type]
     assert first == again
     assert hash(first) == hash(again)
     assert repr(first) == str(first) == f"chunks(4x{first.chunks_per_rank})"
@@ -134,7 +134,7 @@ def test_a_layout_by_its_name() -> None:
     sizes = {"seq_len": 64, "cp_size": 4, "kv_seq_len": 32}
     assert layout_for("zigzag", mask, **sizes) == "zigzag"
     found = layout_for("chunks", mask, **sizes)
-    assert found == balance_chunks(mask, **sizes) != balance_chunks(mask, seq_len=64, cp_size=4)
+    assert found == balanced_layout(mask, **sizes) != balanced_layout(mask, seq_len=64, cp_size=4)
     names = "contiguous, zigzag, striped, chunks"
     with pytest.raises(ValueError, match=f"^unknown layout 'zigzak'; known: {names}$"):
         layout_for("zigzak", mask, **sizes)
@@ -154,13 +154,13 @@ def test_refused() -> None:
         match=r"cannot count a predicate; balance for the mask without it, or give a "
         r"ring_core\.ChunkLayout your own chunks$",
     ):
-        balance_chunks(Mask(predicate=diagonals), seq_len=64, cp_size=4)
+        balanced_layout(Mask(predicate=diagonals), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match=r"66 is not a positive multiple of 4.*pad to 68"):
-        balance_chunks(Mask(), seq_len=66, cp_size=4)
+        balanced_layout(Mask(), seq_len=66, cp_size=4)
     with pytest.raises(ValueError, match="must end at the sequence length 64, got 60"):
-        balance_chunks(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4)
+        balanced_layout(Mask(cu_seqlens=(0, 60)), seq_len=64, cp_size=4)
     with pytest.raises(
-        ValueError, match=r"unknown layout 'chunks'; .*what ring_core\.balance_chunks returns"
+        ValueError, match=r"unknown layout 'chunks'; .*what ring_core\.balanced_layout returns"
     ):
         make_plan(Mask(), seq_len=64, cp_size=4, layout="chunks")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunks must ascend on every rank"):
@@ -173,4 +173,4 @@ def test_many_ranks_stay_cheap() -> None:
     """Plans look at every pair of chunks: there are no more of them than 1,024, or two a rank."""
     mask = Mask(causal=True, cu_seqlens=documents(2, 1 << 20))
     for cp_size, chunks in ((64, 16), (128, 8), (1024, 2)):
-        assert balance_chunks(mask, seq_len=1 << 20, cp_size=cp_size).chunks_per_rank == chunks
+        assert balanced_layout(mask, seq_len=1 << 20, cp_size=cp_size).chunks_per_rank == chunks

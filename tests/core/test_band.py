@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from internals.core import UNBOUNDED, Rectangles, clip, count, local_band, trim
+
+from ring_core.masks.band import UNBOUNDED, Rectangles, clip, count, local_band, trim
 
 SIZE = 5
 SIDES = st.integers(-SIZE, SIZE)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from internals.core import main
 
-from ring_core import Mask, __version__, balance_chunks, make_plan, reference, ring_program, viz
+from ring_core import Mask, __version__, balanced_layout, make_plan, reference, ring_program, viz
 from ring_core.tools import doctor
+from ring_core.tools.cli import main
 
 PAIRS = ["contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring"]
 SMALL = ("plan", "--seq-len", "64", "--cp", "4")
@@ -58,7 +58,7 @@ def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
 def test_chunks_for_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 7, 64))
     text = printed(capsys, *SMALL, "--cu-seqlens", "0,7,64", "--layout", "chunks")
-    chunks = balance_chunks(mask, seq_len=64, cp_size=4)
+    chunks = balanced_layout(mask, seq_len=64, cp_size=4)
     assert text == viz.describe(ring_program(make_plan(mask, seq_len=64, cp_size=4, layout=chunks)))
     assert f"layout={chunks} " in text
 

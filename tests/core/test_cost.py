@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import diagonals
 
-from ring_core import Mask, balance_chunks, make_plan, ring_program
+from ring_core import Mask, balanced_layout, make_plan, ring_program
 from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
@@ -163,7 +163,7 @@ def test_compare_balances_chunks_for_the_mask() -> None:
     mask = Mask(causal=True, cu_seqlens=(0, 100, 900, 4096))
     sizes: dict[str, Any] = {"seq_len": 4096, "cp_size": 4}
     costs = compare(mask, **sizes, model=MODEL, hardware=SLOW, layouts=("zigzag", "chunks"))
-    program = ring_program(make_plan(mask, layout=balance_chunks(mask, **sizes), **sizes))
+    program = ring_program(make_plan(mask, layout=balanced_layout(mask, **sizes), **sizes))
     assert costs["chunks/ring"] == estimate(program, MODEL, SLOW)
     assert list(costs) == ["zigzag/ring", "chunks/ring"]
     every = compare(Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW)

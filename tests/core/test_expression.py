@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import Lattice, crossed, diagonals, prefix
-from internals.core import evaluated, expression_of
 
 from ring_core import Mask
+from ring_core.masks.expression import evaluated, expression_of
 
 Q, K = (-7, 900), (0, 1000)
 TABLE = np.arange(4096) % 3 == 0

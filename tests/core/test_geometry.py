@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from cases import prefix
 from hypothesis import given, strategies as st
-from internals.core import UNBOUNDED, RectangleTable
 from plans import programs
 
-from ring_core import TILE, ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
+from ring_core import ChunkLayout, Mask, Plan, RingProgram, make_plan, ring_program
+from ring_core.base.arguments import TILE
+from ring_core.masks.band import UNBOUNDED
+from ring_core.plan.geometry import RectangleTable
 
 
 @given(programs(), st.data())

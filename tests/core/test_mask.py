@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import prefix
-from internals.core import tile_mask
 
-from ring_core import BlockGeometry, Layout, Mask
+from ring_core import Layout, Mask
+from ring_core.plan import tile_mask
+from ring_core.plan.tile_mask import BlockGeometry
 
 
 def test_every_part_by_hand() -> None:

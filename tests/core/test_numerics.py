@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from internals.core import Precision
 
 from benchmarks.common import numerics
 from ring_core import LayoutName
+from ring_core.reference.item_kernel import Precision
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from internals.core import UNKNOWN, Case, Expected, Option, Rates, Times, expected, rates
 
 from ring_core import Mask, Request, RingProgram, make_plan, ring_program
+from ring_core.choose import rates
+from ring_core.choose.rates import UNKNOWN, Case, Expected, Option, Rates, Times, expected
 
 LENGTH = 1024
 CAUSAL = Mask(causal=True)

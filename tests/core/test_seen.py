@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from internals.core import masked_matmul
+
+from ring_core.reference.item_kernel import masked_matmul
 
 
 def test_what_is_finite_in_a_row_that_is_not_counts_as_it_is() -> None:

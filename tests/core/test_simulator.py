@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES
-from internals.core import item_kernel
 
 from ring_core import Mask, RingProgram, make_plan, reference, ring_program
+from ring_core.reference import item_kernel
 
 SINGLE: Any = ("float32", "bfloat16", "float16")
 

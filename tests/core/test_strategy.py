@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from internals.core import pairs_of, strategy_config, takes_layout
 
 from ring_core import (
     LAYOUTS,
@@ -16,6 +15,7 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.config import pairs_of, strategy_config, takes_layout
 
 
 def test_a_name_stands_for_its_record() -> None:

@@ -49,7 +49,7 @@ def test_two_of_each_kind_run_per_change(run: str) -> None:
 
 def test_every_file_that_imports_transformers_is_found() -> None:
     """Compare with a plain search of the text, which knows the modules that import it by name."""
-    words = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|torch_hf|trl|peft|sweep)\b"
+    words = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
     files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
     named = {path for path in files if re.search(words, path.read_text(), re.MULTILINE)}
     found = {path for path in files if imports_transformers(path)}
@@ -64,11 +64,11 @@ def test_every_file_that_imports_transformers_is_found() -> None:
         ("import transformers", True),
         ("def test() -> None:\n    from transformers.cache_utils import DynamicCache", True),
         ("from ring_torch import (\n    ContextParallel,\n    hf,\n)", True),
-        ("from internals.torch_hf import scores", True),
+        ("from ring_torch.hf.models import classes", True),
         ("from sweep import compare", True),
         ("importlib.import_module('finetune_hf')", True),
         ("run('from transformers import LlamaConfig')", True),
-        ("import torch\nfrom ring_torch import compat\nfrom internals.torch import ranks", False),
+        ("import torch\nfrom ring_torch import compat\nfrom ring_torch.comm import ranks", False),
         ("import lost  # without transformers", False),
     ],
 )

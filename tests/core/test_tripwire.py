@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals.core import SampledRows, every_of, peak_tflops, sampled
+
+from ring_core.tripwire import SampledRows, every_of, peak_tflops, sampled
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from internals.core import parts_of_tiles, positions_aligned8
+
+from ring_core.triton.tile_configs import parts_of_tiles, positions_aligned8
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from internals.core import Blocks, Row, choose_blocks, tile_configs as table
 
 from ring_core import KernelConfig
+from ring_core.triton import tile_configs as table
+from ring_core.triton.tile_configs import Blocks, Row, choose_blocks
 
 OURS = table.default()
 

@@ -11,13 +11,9 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
-from internals.core import RingStrategy
 from matplotlib.image import imread
 
 from ring_core import (
-    EMPTY,
-    FULL,
-    TILE,
     ChunkLayout,
     Layout,
     LayoutSpec,
@@ -25,11 +21,13 @@ from ring_core import (
     Plan,
     RingProgram,
     WorkItem,
-    balance_chunks,
+    balanced_layout,
     make_plan,
     ring_program,
     viz,
 )
+from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core.base.config import RingStrategy
 
 
 def every_third(q_pos: Any, k_pos: Any) -> Any:
@@ -58,7 +56,7 @@ PROGRAMS = [
     ring(Mask(window=(5, 2), chunk_size=16), 32, 4, kv_seq_len=48),
     ring(PACKED, 48, 4, layout="zigzag"),
     ring(PACKED, 48, 4, strategy="balanced"),
-    ring(PACKED, 48, 4, layout=balance_chunks(PACKED, seq_len=48, cp_size=4)),
+    ring(PACKED, 48, 4, layout=balanced_layout(PACKED, seq_len=48, cp_size=4)),
     ring(Mask(chunk_size=10), 48, 4, layout="striped"),
     ring(Mask(True, predicate=every_third), 600, 2, strategy="balanced"),
 ]

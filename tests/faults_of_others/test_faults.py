@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from internals.core import Kind, SampledRows, sampled
 
 import ring_torch
 from faults_of_others.models import FAULTS, LENGTH, RANKS, Example, Fault, Results
 from ring_core import Layout
+from ring_core.tripwire import Kind, SampledRows, sampled
 from ring_torch import ContextParallel, UnsupportedError, hf
 from ring_torch.local import LocalRankError
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from backends import cudnn
 from cases import Case
-from internals.jax import AttentionState, compute_capability, merge
-from internals.jax_gpu import fmha
 from tolerances import assert_close
 
 from ring_core import Mask, reference
-from ring_jax_gpu import ring_attention
+from ring_jax.kernels import compute_capability
+from ring_jax.records import AttentionState
+from ring_jax.strategies.steps import merge
+from ring_jax_gpu import fmha, ring_attention
 
 CAUSAL = Mask(causal=True)
 HOPPER = 90

@@ -12,11 +12,11 @@ from backends import jax_devices
 from backends.jax_devices import JaxBackend
 from backends.triton_compiler import STEPS, pretend
 from cases import RINGS, Case
-from internals.jax_gpu import hopper_run as _roles
 from tolerances import assert_close
 
 from ring_core import Mask
 from ring_jax_gpu import ring_attention
+from ring_jax_gpu.hopper import run as _roles
 
 CAUSAL = Mask(causal=True)
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from backends import cudnn
 from cases import Case
-from internals.jax import kernels
-from internals.jax_gpu import cudnn as _cudnn, fmha
 from jax._src.cudnn import fused_attention_stablehlo
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask, UnsupportedError
-from ring_jax_gpu import ContextParallel, ring_attention
+from ring_jax import kernels
+from ring_jax_gpu import ContextParallel, cudnn as _cudnn, fmha, ring_attention
 
 CAUSAL = Mask(causal=True)
 HALF: dict[str, Any] = {"dtype": "bfloat16", "dims": (16, 16), "heads": (4, 2)}

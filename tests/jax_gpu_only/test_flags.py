@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from internals.jax_gpu import XLA_FLAGS
+from ring_jax_gpu.xla_flags import XLA_FLAGS
 
 MODE, LIMIT = XLA_FLAGS
 WRITTEN = " ".join(f"--{name}={value}" for name, value in XLA_FLAGS.items())

@@ -16,20 +16,16 @@ from backends.jax_devices import JaxBackend
 from backends.triton_compiler import STEPS, pretend
 from backends.triton_interpreter import alone
 from cases import CASES, Case, diagonals, prefix
-from internals.core import FLAGS_TOGETHER
-from internals.jax_gpu import (
-    InArray,
-    KernelName,
-    Launch,
-    arguments_of,
-    hopper_run as run,
-    stages_of,
-)
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import BlockGeometry, KernelConfig, Mask, UnsupportedError
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.plan.tile_mask import BlockGeometry
+from ring_core.triton.tile_configs import FLAGS_TOGETHER
 from ring_jax_gpu import ContextParallel, ring_attention
+from ring_jax_gpu.hopper import run
+from ring_jax_gpu.hopper.ffi import InArray
+from ring_jax_gpu.launch import KernelName, Launch, arguments_of, stages_of
 
 SMALL = KernelConfig("triton", block_q=32, block_k=32)
 CAUSAL = Mask(causal=True)
@@ -306,7 +302,8 @@ def test_blocks_that_have_no_room_are_refused() -> None:
 
 def test_what_a_kernel_does_not_know_is_an_error() -> None:
     """jax-triton would take it for a constant."""
-    from internals.core_triton import Constexprs, fwd
+    from ring_core.triton.forward import fwd
+    from ring_core.triton.scores import Constexprs
 
     consts = {name: 16 for name in Constexprs._fields if name != "TMA"}
     launch = Launch("fwd", (), tuple(consts.items()), (1, 1, 1), 4, 2)

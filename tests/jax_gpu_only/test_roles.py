@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from internals.jax import Rectangle
-from internals.jax_gpu import of_keys, of_queries, split_tiles, split_tiles_backward
-from internals.jax_gpu_triton import hopper_backward as backward, hopper_forward as forward
 from triton.experimental.gluon import language as gl
+
+from ring_jax.records import Rectangle
+from ring_jax_gpu.hopper import backward, forward
+from ring_jax_gpu.hopper.stream_k import of_keys, of_queries, split_tiles, split_tiles_backward
 
 PROGRAMS = 132
 BATCH, HEADS, GROUP = 2, 4, 2

@@ -10,8 +10,11 @@ from typing import Any
 
 import backends.triton_interpreter  # noqa: F401  # runs the kernels
 import pytest
-from internals.core import Row, tile_configs as table
-from internals.jax_gpu import main, tune
+
+from ring_core.triton import tile_configs as table
+from ring_core.triton.tile_configs import Row
+from ring_jax_gpu import tune
+from ring_jax_gpu.tune import main
 
 ROW = Row("fwd", 2, 64, per_score_inputs=False, q=128, k=128, warps=8, stages=3)
 

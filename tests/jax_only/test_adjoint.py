@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import Ranks
 from jax.sharding import AxisType, PartitionSpec as P
 
 from ring_jax import ContextParallel
+from ring_jax.collectives import Ranks
 
 SIZE, TOKENS = 4, 32
 RANKS = Ranks("cp", SIZE)

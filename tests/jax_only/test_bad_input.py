@@ -69,7 +69,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, xla"),
     "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring"),
-    "axis": ({"axis_name": "cp"}, "axis_name 'cp' is not a mesh axis here; call ring_attention inside"),
+    "axis": ({"axis_name": "cp"}, "axis_name 'cp' is not a mesh axis here; call this inside"),
 }  # fmt: skip
 
 

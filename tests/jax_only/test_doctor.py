@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import pytest
-from internals.jax import Grads, XlaKernel, cli, doctor, self_test
 
 import ring_core
 from ring_core import support_matrix
 from ring_jax import ring_attention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Grads
+from ring_jax.tools import cli, doctor
+from ring_jax.tools.doctor import self_test
 
 FOR_TPU = """
 from dataclasses import dataclass

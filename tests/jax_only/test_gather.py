@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, Case
-from internals.jax import choose_strategy
 from jax.sharding import AxisType, PartitionSpec
 from mutants import JAX_GATHERED_MUTANTS
 from tolerances import assert_close
 
 import ring_jax
 from ring_core import Mask, UnsupportedError
+from ring_jax.prepare import choose_strategy
 
 
 def _can_gather(case: Case) -> bool:

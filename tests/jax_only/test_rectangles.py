@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cases import RINGS
-from internals.jax import rectangles_of, step_table
 
-from ring_core import TABLE_COLUMNS, Mask, make_plan, ring_program
+from ring_core import Mask, make_plan, ring_program
+from ring_core.programs.ring import TABLE_COLUMNS
+from ring_jax.rank_view import step_table
+from ring_jax.records import rectangles_of
 
 MASKS = {
     "full": Mask(),

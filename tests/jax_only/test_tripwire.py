@@ -12,21 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import (
-    JAX_STRATEGIES,
-    StepRunner,
-    XlaKernel,
-    autodiff,
-    collectives,
-    own_message,
-    ring_strategy,
-    tripwire,
-    tripwire_traffic,
-)
 from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
-from ring_jax import UnsupportedError, WrongResultError, ring_attention
+from ring_jax import (
+    UnsupportedError,
+    WrongResultError,
+    autodiff,
+    collectives,
+    ring_attention,
+    tripwire,
+)
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy
+from ring_jax.strategies.steps import StepRunner, own_message
+from ring_jax.tripwire import traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -321,7 +321,7 @@ def test_under_transformations(name: str) -> None:
             jax.block_until_ready(TRANSFORMED[name](x))
 
 
-@pytest.mark.nightly(unless=["Auto"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> None:
     """Which calls are, depends on a ring's own numbers: one may be while the other is not."""

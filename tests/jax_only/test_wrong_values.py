@@ -131,7 +131,7 @@ SUBJECTS: dict[str, Subject] = {
         f"ring_jax.ContextParallel.{call.__name__}": Subject(
             call, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
         )
-        for call in (cp.layout, cp.positions)
+        for call in (cp.layout_of, cp.positions)
     },
     **{
         f"ring_jax.ContextParallel.{call.__name__}": Subject(

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import Direction
-from internals.jax_tpu import (
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ring_core import KernelConfig, UnsupportedError
+from ring_jax.records import Direction
+from ring_jax_tpu import ring_attention
+from ring_jax_tpu.block_sizes import (
     GENERATIONS,
     UNKNOWN,
     Generation,
@@ -20,11 +25,6 @@ from internals.jax_tpu import (
     generation_of,
     vmem_mib,
 )
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from ring_core import KernelConfig, UnsupportedError
-from ring_jax_tpu import ring_attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 ROWS = {row.name: row for row in (UNKNOWN, *GENERATIONS.values())}

@@ -14,25 +14,26 @@ import pytest
 from backends.jax_devices import GRADS, JaxBackend
 from backends.tpu_interpreter import interpreted
 from cases import Case, diagonals, prefix
-from internals.jax import ItemTable, KeyBlock, QueryBlock, RingAttention, XlaKernel
-from internals.jax_tpu import (
-    GENERATIONS,
-    NONFINITE,
-    Blocks,
-    block_kinds,
-    k_major,
-    operands,
-    q_major,
-    unpack,
-    with_nonfinite,
-)
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import EMPTY, FULL, PARTIAL, KernelConfig, Mask
-from ring_jax_tpu import PallasKernel
+from ring_core import KernelConfig, Mask
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import ItemTable, KeyBlock, QueryBlock
+from ring_jax_tpu import PallasKernel, operands
+from ring_jax_tpu.block_index import (
+    NONFINITE,
+    block_kinds,
+    k_major,
+    q_major,
+    unpack,
+    with_nonfinite,
+)
+from ring_jax_tpu.block_sizes import GENERATIONS, Blocks
 
 ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from internals.jax import main
 from pages import check_jax_matrix
+
+from ring_jax.tools.cli import main
 
 
 def test_support_matrix_is_current(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,12 @@ import pytest
 from backends.jax_devices import JaxBackend
 from backends.tpu_interpreter import InterpretedKernel, interpreted
 from cases import CASES, RINGS, Case
-from internals.jax import RingAttention
 from tolerances import assert_close
 
 import ring_jax
 import ring_jax_tpu
 from ring_core import Mask, UnsupportedError
+from ring_jax.attention import RingAttention
 
 SELECTED = (
     "causal-zigzag-cp2", "window-large-contiguous-cp2", "causal-balanced-cp3",

@@ -9,10 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases import RINGS, Case, masks
-from internals.jax import CallSpec, Inputs, KVPayload, QueryPayload, RankView, XlaKernel, step_table
-from internals.jax_tpu import Blocks, block_kinds
 
-from ring_core import EMPTY, FULL, TABLE_COLUMNS, TILE, RingProgram
+from ring_core import RingProgram
+from ring_core.base.arguments import EMPTY, FULL, TILE
+from ring_core.programs.ring import TABLE_COLUMNS
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.rank_view import RankView, step_table
+from ring_jax.records import CallSpec, Inputs, KVPayload, QueryPayload
+from ring_jax_tpu.block_index import block_kinds
+from ring_jax_tpu.block_sizes import Blocks
 
 CP, LENGTH = 4, 4 * 6 * TILE
 NOTHING = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]

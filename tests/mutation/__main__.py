@@ -3,8 +3,7 @@
 ``nox -s mutants`` runs the modules that decide what is computed, with ``-- masks/band`` that one.
 Works on a copy in ``out/mutants``: sources where mutmut looks for them, and the tests that kill
 fastest. A run that is cut off goes on where it ended, unless sources or tests changed. ``--json
-FILE`` keeps the counts. Where a change that no test notices makes no difference,
-``explained.toml`` says why.
+FILE`` keeps the counts. ``mutmut show NAME`` shows what a mutant changes.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "out" / "mutants"
-EXPLAINED = Path(__file__).with_name("explained.toml")
 SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
@@ -108,46 +103,22 @@ def _copy(modules: list[str]) -> None:
     (WORK / "pyproject.toml").write_text(text)
 
 
-def _counted(module: str) -> dict[str, Any]:
-    """How a module's mutants ended, and those that no test noticed: changes, and why, or ``""``."""
-    sys.path[:0] = [str(ROOT / "tests")]
-    from mutation.changes import changes
+def _counted(module: str) -> dict[str, int]:
+    """Return how many of a module's mutants ended in which way."""
+    outcomes = _outcomes(module).values()
+    words = ("killed", "stopped", "survived", "not reached", "not run")
+    counts = Counter(outcomes)
+    return {"mutants": counts.total(), **{word: counts[word] for word in words}}
 
-    path = WORK / "mutants" / "src" / "ring_core" / f"{module}.py"
-    meta = path.with_name(f"{path.name}.meta")
+
+def _outcomes(module: str) -> dict[str, str]:
+    """Return how each mutant of a module ended, by mutmut's name of it."""
+    meta = WORK / "mutants" / "src" / "ring_core" / f"{module}.py.meta"
     codes = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
-    counts = Counter(_outcome(code) for code in codes.values())
-    words = {name: f"{module}.{change}" for name, change in changes(path).items()} if codes else {}
-    missed = {
-        name.rpartition(".")[2]: _outcome(code)
-        for name, code in codes.items()
-        if _outcome(code) in ("survived", "not reached")
-    }
-    return {
-        "mutants": counts.total(),
-        **{
-            word: counts[word]
-            for word in ("killed", "stopped", "survived", "not reached", "not run")
-        },
-        "missed": [
-            {
-                "name": name,
-                "outcome": outcome,
-                "change": words[name],
-                "why": _why(words[name]),
-            }
-            for name, outcome in missed.items()
-        ],
-    }
+    return {name: _outcome(code) for name, code in codes.items()}
 
 
-def _why(change: str) -> str:
-    """Why a change makes no difference, if that is known."""
-    known = tomllib.loads(EXPLAINED.read_text())["explained"]
-    return next((one["why"] for one in known if re.search(one["change"], change)), "")
-
-
-def _keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
+def _keep(path: Path, found: dict[str, dict[str, int]]) -> None:
     """Write the counts of modules, beside what the file says of others."""
     kept = json.loads(path.read_text()) if path.exists() else {"modules": {}}
     modules = dict(sorted({**kept["modules"], **found}.items()))
@@ -155,16 +126,14 @@ def _keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _report(found: dict[str, dict[str, Any]]) -> int:
+def _report(found: dict[str, dict[str, int]]) -> int:
     total: Counter[str] = Counter()
     for module, counts in found.items():
-        total.update({word: n for word, n in counts.items() if isinstance(n, int)})
-        print(
-            f"{module:12} "
-            + ", ".join(f"{n} {word}" for word, n in counts.items() if word != "missed")
-        )
-        for one in counts["missed"]:
-            print(f"    {one['name']}: {one['outcome']}: {one['change']}\n        {one['why']}")
+        total.update(counts)
+        print(f"{module:12} " + ", ".join(f"{n} {word}" for word, n in counts.items()))
+        for name, outcome in _outcomes(module).items():
+            if outcome in ("survived", "not reached"):
+                print(f"    {name}: {outcome}")
     ran = total["mutants"] - total["not run"]
     caught = total["killed"] + total["stopped"]
     print(f"{caught} of {ran} noticed, {total['not run']} not run; `mutmut show NAME` in {WORK}")

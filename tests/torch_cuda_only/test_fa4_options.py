@@ -10,11 +10,11 @@ import pytest
 import torch
 from cases import Case, crossed, diagonals, prefix
 from emulated import Emulation
-from internals.torch import FA4
 from tolerances import assert_close
 
 import ring_torch
 from ring_core import LayoutSpec, Mask, UnsupportedError
+from ring_torch.kernels.fa4 import FA4
 from ring_torch.local import LocalRankError
 
 DIMS = [

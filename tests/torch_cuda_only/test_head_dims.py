@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
-from internals.torch import KERNELS, FlashOptions as Options
 from tolerances import assert_close
 
 from ring_core import Mask
 from ring_torch import ring_attention
+from ring_torch.kernels import KERNELS
+from ring_torch.kernels.library import Options
 from ring_torch.local import LocalRankError
 
 DIMS = [

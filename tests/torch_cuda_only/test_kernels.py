@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases import CASES, Case
-from internals.torch import KERNELS
 from tolerances import assert_close
 
+from ring_torch.kernels import KERNELS
 from ring_torch.local import LocalRankError
 
 NAMES = ("fa4", "fa3", "cudnn", "fa2", "sdpa", "triton", "eager")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from internals.torch import bench
+from ring_torch.tools import bench
 
 
 def test_every_case_has_times(tmp_path: Path) -> None:

@@ -12,20 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import (
-    CallOptions,
-    KeyGradBuffer,
-    check_call,
-    exchanges_of,
-    head_exchange,
-    ranks_of,
-    relayout_between,
-    ulysses_orders,
-)
 from torch import Tensor
 
 from ring_core import Layout, gather_program
 from ring_torch import ContextParallel
+from ring_torch.comm import head_exchange
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.comm.relayout import relayout_between
+from ring_torch.options import CallOptions
+from ring_torch.payload import KeyGradBuffer
+from ring_torch.prepare import check_call
+from ring_torch.strategies.ulysses import _orders as ulysses_orders, exchanges_of
 
 SIZE, TOKENS = 3, 36
 LAYOUTS: Any = ("contiguous", "zigzag", "striped")
@@ -91,7 +88,7 @@ def _relayout(rank: int, layout: Any) -> None:
     moved = there(x.requires_grad_(), nullcontext)
     (grad,) = torch.autograd.grad(moved, x, y)
     same([(moved.detach(), y)], [(x.detach(), grad)])
-    assert torch.equal(there.back()(moved.detach(), nullcontext), x)
+    assert torch.equal(there.inverse()(moved.detach(), nullcontext), x)
 
 
 def _ulysses(rank: int, layout: Any) -> None:

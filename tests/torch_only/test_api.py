@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RINGS
-from internals.torch import AttentionOptions, CallOptions, EagerKernel, Ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, LayoutSpec, Mask, UnsupportedError, reference
 from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch.comm.ranks import Ranks
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
+from ring_torch.options import AttentionOptions, CallOptions
 
 
 @pytest.fixture(scope="module")

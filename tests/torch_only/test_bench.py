@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from internals.core import rates
-from internals.torch import bench, main
 
+from ring_core.choose import rates
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
+from ring_torch.tools import bench
+from ring_torch.tools.cli import main
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
 

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from internals.torch import EagerKernel
 
 from benchmarks.common.cases import CAUSAL
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import method
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
 

@@ -13,19 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.core import Case, Rates, Times, written
-from internals.torch import (
-    FlashKernel,
-    Ranks,
-    TritonKernel,
-    _prepare,
-    choose_strategy,
-    fa4,
-    flash_attn,
-    kernels,
-    prepare,
-    symm_buffer,
-)
 
 from ring_core import (
     KernelConfig,
@@ -38,8 +25,16 @@ from ring_core import (
     refusals,
     ring_program,
 )
-from ring_torch import ContextParallel, ring_attention
+from ring_core.choose.rates import Case, Rates, Times, written
+from ring_torch import ContextParallel, kernels, prepare, ring_attention
+from ring_torch.comm.ranks import Ranks
+from ring_torch.kernels import fa4, flash_attn
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
+from ring_torch.prepare import _prepare
+from ring_torch.strategies import choose_strategy
+from ring_torch.transports import symm_buffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)

@@ -9,13 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import CallOptions, compiled as _compiled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, Mask, StrategyConfig
 from ring_torch import ContextParallel, KernelConfig, ring_attention
+from ring_torch.compiled import attention as _compiled
 from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
 
 LENGTH = 64
 DENSE = Mask(causal=True, window=(20, 0))
@@ -134,7 +135,7 @@ def _other_blocks_are_another_graph(_: int) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for block in (16, 32, 48):
         config = KernelConfig("eager", block_q=block)
-        with patch.object(_compiled, "_read", wraps=_compiled._read) as read:
+        with patch.object(_compiled, "_static_call", wraps=_compiled._static_call) as read:
             found = compiled(config, q, k, v)
         torch.testing.assert_close(found, function(config, q, k, v), rtol=0, atol=0)
         texts = [json.loads(call.args[0])["options"] for call in read.call_args_list]

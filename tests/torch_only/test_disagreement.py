@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import RANDOM
-from internals.core import rates
-from internals.torch import _prepare, store
 from torch import Tensor
 
 from ring_core import ChunkLayout, Mask
+from ring_core.choose import rates
 from ring_torch import ring_attention
+from ring_torch.comm import store
 from ring_torch.local import LocalRanks
+from ring_torch.prepare import _prepare
 
 TIMEOUT = 2.0
 ODD = 1  # the rank that differs

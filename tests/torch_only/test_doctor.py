@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import FA4, KERNELS, AttentionState, EagerKernel, FlashKernel, doctor, main
 
 from ring_core.tools.doctor import RESULTS
+from ring_torch.kernels import KERNELS
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.fa4 import FA4
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.records import AttentionState
+from ring_torch.tools import doctor
+from ring_torch.tools.cli import main
 
 EAGER = EagerKernel()
 

@@ -18,10 +18,16 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import AttentionState, FlashDocuments, FlashMods, FlashOptions, fa4
 from torch import Tensor
 
 from ring_core import Mask, Request, RingProgram, make_plan, ring_program
+from ring_torch.kernels import fa4
+from ring_torch.kernels.library import (
+    Documents as FlashDocuments,
+    Mods as FlashMods,
+    Options as FlashOptions,
+)
+from ring_torch.records import AttentionState
 
 KNOWN, UNKNOWN = fa4.private.VERSIONS[0], "4.0.0b37"
 TILE = 8  # queries that the stub rounds lengths up to
@@ -609,4 +615,5 @@ def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Libra
     params = SimpleNamespace(softcap=None, deterministic=False)
     for version in (KNOWN, UNKNOWN):
         install(version)
-        assert parts.applies(plan, q, k, k, params) == (version == KNOWN)  # type: ignore[arg-type]
+        applies = parts.applies(plan, q, k, k, params, splits=True)  # type: ignore[arg-type]
+        assert applies == (version == KNOWN)

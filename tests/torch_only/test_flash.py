@@ -14,27 +14,11 @@ import torch
 from backends.torch_ranks import Arrays, gather as put_together, run_rank
 from cases import CASES, Case
 from hypothesis import given, settings, strategies as st
-from internals.torch import (
-    AttentionState,
-    BackwardInputs,
-    FlashKernel,
-    FlashOptions as Options,
-    HeadDims,
-    KernelParams,
-    KeyBlock,
-    KeyGrads,
-    Pass,
-    QueryBlock,
-    QueryGrads,
-    Selection,
-    aligned,
-    empty_state,
-    prepare,
-)
 from plans import programs, shown
 from tolerances import assert_close
 from torch import Tensor
 
+import ring_torch
 from ring_core import (
     Capabilities,
     KernelConfig,
@@ -46,11 +30,34 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_torch import prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.library import (
+    FlashLibrary,
+    ForwardLaunch,
+    HeadDims,
+    ItemBackward,
+    Options,
+    Pass,
+)
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    KeyGrads,
+    QueryBlock,
+    QueryGrads,
+    empty_state,
+)
+
+PREPARED: list[torch.Size] = []  # queries of launches that were prepared
 
 
 @dataclass(frozen=True)
-class PlainFlash:
-    """A library as :class:`ring_torch.kernels.flash.Flash` says: one call, one dense formula.
+class PlainFlash(FlashLibrary):
+    """A library as that protocol says: one call, one dense formula.
 
     Where a row sees nothing it writes NaN and a ``lse`` of plus infinity, as libraries may.
     """
@@ -102,6 +109,35 @@ class PlainFlash:
         if place is not None:
             dq = place.copy_(dq)
         return dq, dk, dv
+
+    def prepare_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, place: AttentionState, options: Options
+    ) -> ForwardLaunch | None:
+        del q, k, v, place
+
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+        ) -> None:
+            assert sinks is None
+            PREPARED.append(q.shape)
+            self.forward(q, k, v, options, AttentionState(out, lse))
+
+        return launch
+
+    def prepare_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        del dout, q, k, v, out, lse, place
+
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            PREPARED.append(q.shape)
+            _, dk, dv = self.backward(dout, q, k, v, out, lse, options, dq)
+            return dk, dv
+
+        return launch
 
     def _taken(self, options: Options, k: Tensor) -> Options:
         """The options as the library understands them."""
@@ -400,6 +436,42 @@ def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
             return run_rank(rank, case, ("auto", case.moved(strategy), "auto"), None, cuda=False)
     finally:
         prepare._prepare.cache_clear()
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("gather", "zigzag"), ("ulysses", "contiguous")])
+def test_prepared_launches_give_the_same(strategy: str, layout: str, backend: Any) -> None:
+    backend.pool(2).run(_again_and_again, strategy, layout)
+
+
+def _again_and_again(rank: int, strategy: str, layout: Any) -> None:
+    """Repeat a call with other tensors, some of other strides, and compare bits with the first."""
+    prepare._prepare.cache_clear()
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(2, 8, heads, 4) for heads in (4, 2, 2)]
+    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
+    with patch.object(prepare, "choose", lambda *_: Selection(PLAIN, ())):
+        PREPARED.clear()
+        results = []
+        for turn in range(5):
+            q, k, v = (x.clone() for x in numbers)
+            if turn == 3:  # strides and an alignment that were not seen before
+                q = torch.cat([torch.zeros(2, 8, 4, 1), q], dim=3)[..., 1:]
+            q, k, v = (x.requires_grad_() for x in (q, k, v))
+            out, lse = ring_torch.ring_attention(
+                q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True
+            )
+            seen = len(PREPARED)
+            results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+            # The first call of a kind of tensors prepares its launches, later ones run them.
+            unlike = turn == 3 and strategy == "gather"  # ulysses has copied it in its exchange
+            assert (seen > 0) == (turn > 0 and not unlike), (turn, seen)
+            if strategy == "gather":
+                assert (len(PREPARED) > seen) == (seen > 0), (turn, seen)
+            PREPARED.clear()
+        for again in results[1:]:
+            for x, first in zip(again, results[0], strict=True):
+                assert torch.equal(x, first)
+    prepare._prepare.cache_clear()
 
 
 def test_documents_keep_their_right_side() -> None:

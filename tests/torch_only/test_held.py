@@ -8,11 +8,10 @@ from weakref import ref
 
 import pytest
 import torch
-from internals.torch import capture, prepare
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError
-from ring_torch import ring_attention
+from ring_torch import capture, prepare, ring_attention
 
 
 def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import transformers
 from cases import RANDOM, RINGS
 from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
-from internals.torch_hf import _layer_seed
 from torch import Tensor
 
 from ring_core import KernelConfig, LayoutSpec, RankMismatchError, UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
 
 ANY = torch.nn.Identity()  # where no model is called

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_models import build, whole
-from internals.torch_hf import hooks, releases, scores, wiring
 from sweep.compare import batch_of, build as build_any
 from sweep.images import image_batch
 from torch import Tensor, nn
@@ -23,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError, WrongResultError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf import scores, wiring
+from ring_torch.hf.models import hooks, releases
 from ring_torch.local import LocalRanks
 
 

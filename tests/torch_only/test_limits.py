@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import prefix
-from internals.torch import fa4, sdpa
 
 from ring_core import Mask, Request, make_plan, ring_program
+from ring_torch.kernels import fa4, sdpa
 
 CALL = Request(device="cuda", dtype="bfloat16", head_dim=128, v_head_dim=128, grad=True)
 CAUSAL, DOCUMENTS = Mask(causal=True), Mask(causal=True, cu_seqlens=(0, 100, 300, 512))

@@ -2,55 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from internals.core import gather
-from internals.torch import (
-    ONE_GROUP,
-    BackwardInputs,
-    EagerKernel,
-    HeadGroups,
-    Kernel,
-    KernelParams,
-    KeyBlock,
-    QueryBlock,
-    Selection,
-    SplitBackward,
-    fa4,
-    gather_strategy,
-    prepare,
-)
 from torch import Tensor
 
-from ring_core import Mask, Plan, WorkItem
-from ring_torch import ContextParallel
+from ring_core import Mask, Plan, WorkItem, make_plan
+from ring_core.programs import gather
+from ring_torch import ContextParallel, prepare
+from ring_torch.kernels import fa4
+from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans, Selection, SplitBackward
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.payload import ONE_GROUP, HeadGroups
+from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
+from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.prepared import own_spans
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
 
 @dataclass(frozen=True)
-class Tiled:
+class Tiled(SplitBackward):
     """See :class:`ring_torch.kernels.api.SplitBackward`: a tile's numbers stand in reverse."""
 
     used: list[bool]
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         del q, k, v, params
-        self.used.append(fa4._in_whole_tiles(plan))
+        self.used.append(fa4._in_whole_tiles(plan, splits))
         return self.used[-1]
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        grads = EagerKernel().grads(rows, columns, upstream, item, params)
+        grads = TiledKernel([]).grads(rows, columns, upstream, item, params)
         dq.copy_(grads.dq)
         for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
             total.add_(_reversed(x.transpose(1, 2)))
+
+    def prepare(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
+        items: Sequence[WorkItem], params: KernelParams,
+    ) -> BackwardLaunch:  # fmt: skip
+        del rows, upstream
+
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+            sums: Tensor,
+        ) -> None:  # fmt: skip
+            self.used.append(True)
+            block = QueryBlock(q, None, None, None, None, None)
+            batch, length, heads, dim = k.shape
+            totals = sums.view(2, batch, heads, length, dim)
+            for item in reversed(items):
+                self.accumulate(
+                    block.take(item.q_slice), columns._replace(k=k, v=v).take(item.k_slice),
+                    BackwardInputs(dout, out, lse, None).take(item.q_slice), item, params,
+                    dq[:, item.q_slice], (totals[0, :, :, item.k_slice], totals[1, :, :, item.k_slice]),
+                )  # fmt: skip
+
+        return launch
+
+    def prepare_round(
+        self, spans: OwnSpans, params: KernelParams
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+            batch, _, heads, dim = dk.shape
+            totals = sums.view(2, batch, heads, spans.length, dim)
+            for n in range(spans.number):
+                start = spans.target + n * spans.target_step
+                first = spans.source + n * spans.source_step
+                columns, rows = slice(start, start + spans.keys), slice(first, first + spans.keys)
+                parts = totals[0, :, :, columns], totals[1, :, :, columns]
+                self.round(parts, (dk[:, rows], dv[:, rows]), params)
+
+        return round_all
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
@@ -63,8 +96,17 @@ class Tiled:
 class TiledKernel(EagerKernel):
     """One that adds up in tiles."""
 
+    needs_delta = False
+
     def __init__(self, used: list[bool]) -> None:
         self.parts: SplitBackward = Tiled(used)
+
+    def grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        out: Tensor | None = None,
+    ) -> Grads:  # fmt: skip
+        delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
+        return super().grads(rows, columns, upstream._replace(delta=delta), item, params, out)
 
 
 def _reversed(x: Tensor) -> Tensor:
@@ -99,6 +141,10 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     ):
         out = cp.attention(*mine, mask=mask, strategy="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))
+        # The second call runs the launches that the first has prepared, to the same bits.
+        out = cp.attention(*mine, mask=mask, strategy="gather")
+        again = torch.autograd.grad(out, mine, cp.shard(dout))
+        assert all(map(torch.equal, grads, again))
     prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
     return used, float(torch.stack(errors).max())
@@ -120,13 +166,18 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     [
         ("contiguous", ONE_GROUP),
         ("zigzag", ONE_GROUP),
-        ("contiguous", HeadGroups(1, 2, early=True)),
-        ("zigzag", HeadGroups(2, 2, early=True)),
+        ("contiguous", HeadGroups(1, 2, before_last_item=True)),
+        ("zigzag", HeadGroups(2, 2, before_last_item=True)),
     ],
 )
 def test_tiles_of_all_launches_are_the_same(
     layout: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
-    for used, error in backend.pool(2).run(on_a_rank, layout, mask, groups):
-        assert used == [tiled]
+    plan = make_plan(mask, seq_len=LENGTH, cp_size=2, layout=layout)
+    for rank, (used, error) in enumerate(backend.pool(2).run(on_a_rank, layout, mask, groups)):
+        with patch.object(gather, "TILE", KEYS):
+            program = gather._gather_program.__wrapped__(plan, rank, True, True)
+        spans = own_spans(program, rank, LENGTH // 2)
+        prepared = tiled and groups == ONE_GROUP and not program.in_place and spans is not None
+        assert used == [tiled, tiled, *([True] if prepared else [])]
         assert error < 1e-5

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import add_staged
-from internals.torch_triton import memory_ops as passes
+
+from ring_torch import memory_ops as passes
+from ring_torch.transports.api import add_staged
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="runs on Linux only")
 

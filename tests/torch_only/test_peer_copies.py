@@ -13,28 +13,24 @@ import torch
 from backends.peer_memory import BufferOnFiles, Now, OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
-from internals.torch import (
-    GATHER,
-    ONE_GROUP,
-    SYMM_MEM,
-    HeadGroups,
-    Ranks,
-    gather_strategy,
-    peer_copies,
-    prepare,
-    symm_buffer,
-)
 from tolerances import assert_close
 
 import ring_torch
+from ring_torch import prepare
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError
+from ring_torch.payload import ONE_GROUP, HeadGroups
+from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.gather import GATHER
+from ring_torch.transports import peer_copies, symm_buffer
+from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
 GROUPS = {
     "one": ONE_GROUP,
-    "early": HeadGroups(1, 1, early=True),
-    "two": HeadGroups(2, 2, early=False),
-    "two early": HeadGroups(2, 2, early=True),
+    "early": HeadGroups(1, 1, before_last_item=True),
+    "two": HeadGroups(2, 2, before_last_item=False),
+    "two early": HeadGroups(2, 2, before_last_item=True),
 }
 NAMES = (
     "causal-zigzag-cp3",

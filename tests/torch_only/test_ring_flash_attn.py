@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import documents as _documents
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
 from ring_core import reference
+from ring_torch.compat import documents as _documents
 from ring_torch.local import LocalRankError, LocalRanks
 
 B, H, K, D = 2, 4, 2, 8

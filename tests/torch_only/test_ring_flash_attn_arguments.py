@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import Ranks
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
 
 H, D = 4, 8

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from internals.torch_hf import RingFlashAttention
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ring_core import UnsupportedError, reference
 from ring_torch.compat import substitute_hf_flash_attn, update_ring_flash_attn_params
+from ring_torch.compat.hf import RingFlashAttention
 from ring_torch.local import LocalRanks
 
 DOCUMENTS = (0, 5, 26, 32)
@@ -201,7 +201,7 @@ def test_what_a_model_asks_for(name: str) -> None:
 
 
 def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
-    from internals.torch_hf import compat_hf as hf
+    from ring_torch.compat import hf
 
     asked = []
 

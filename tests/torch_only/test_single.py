@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import EagerKernel, Ring, prepare
 from torch import Tensor
 
 from ring_core import Mask
-from ring_torch import ring_attention
+from ring_torch import prepare, ring_attention
 from ring_torch.compat import zigzag_ring_flash_attn_func
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.strategies.ring import Ring
 
 T = 48
 CALLS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from internals.torch import main
+
+from ring_torch.tools.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 

@@ -13,23 +13,19 @@ from unittest.mock import patch
 import mutants
 import pytest
 import torch
-from internals.core import ring as ring_module
-from internals.torch import (
-    Call,
-    EagerKernel,
-    HeadGroups,
-    Ranks,
-    Ring,
-    Transfer,
-    _prepare,
-    gather_strategy,
-    tripwire_settings,
-    tripwire_traffic,
-)
 
 import ring_torch
+from ring_core.programs import ring as ring_module
 from ring_torch import RankMismatchError, WrongResultError
+from ring_torch.call import Call
+from ring_torch.comm.ranks import Ranks, Transfer
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import HeadGroups
+from ring_torch.prepare import _prepare
+from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.ring import Ring
+from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -263,7 +259,9 @@ def test_right_calls_pass(strategy: str, backend: Any) -> None:
 
 
 @pytest.mark.nightly(unless=["groups0"])
-@pytest.mark.parametrize("groups", [HeadGroups(2, 2, early=True), HeadGroups(1, 2, early=False)])
+@pytest.mark.parametrize(
+    "groups", [HeadGroups(2, 2, before_last_item=True), HeadGroups(1, 2, before_last_item=False)]
+)
 def test_right_calls_whose_heads_are_cut_into_groups_pass(groups: HeadGroups, backend: Any) -> None:
     backend.pool(2).run(in_groups, groups)
 

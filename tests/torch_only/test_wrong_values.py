@@ -124,8 +124,8 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_torch.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_torch.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
-    "ring_torch.ContextParallel.layout": Subject(
-        even.layout, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
+    "ring_torch.ContextParallel.layout_of": Subject(
+        even.layout_of, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
     ),
     "ring_torch.ContextParallel.positions": Subject(
         even.positions, {"seq_len": 8},

@@ -18,29 +18,25 @@ import torch.distributed as dist
 from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
-from internals.torch import (
-    GATHER,
-    P2P,
-    SYMM_MEM,
-    BufferSpec,
-    GatherSession,
-    KVPayload,
-    SessionSpec,
-    _prepare,
-    agree,
-    peer_copies,
-    prepare,
-    ranks as _comm,
-    room_of,
-)
-from internals.torch_triton import exchange_kernel as kernels, one_kernel
 from tolerances import assert_close
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 import ring_torch
 from ring_core import gather_refusals
+from ring_torch import prepare
+from ring_torch.buffers import BufferSpec
+from ring_torch.comm import ranks as _comm
+from ring_torch.comm.handshake import agree
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.payload import KVPayload
+from ring_torch.prepare import _prepare
+from ring_torch.strategies.gather import GATHER
+from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies
+from ring_torch.transports.api import GatherSession, SessionSpec
+from ring_torch.transports.p2p import P2P
+from ring_torch.transports.peer_copies import grad_bytes_of
+from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -51,7 +47,7 @@ def _is_short(case: Case) -> bool:
     tokens = case.plan.k_layout.local_len
     segments = case.segments is not None
     keys = KVPayload(case.batch, tokens, case.heads[1], *case.dims, torch.float32, segments)
-    return peer_copies.fits_one_kernel(case.plan, keys, 1)
+    return peer_copies.fits_one_kernel(case.plan, keys, 1, False)
 
 
 SHORT = [case for case in CASES.values() if _is_short(case)]
@@ -72,10 +68,12 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups)
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, spec.splits)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
-        return one_kernel.OneKernel.of(spec, room_of(spec.plan, spec.keys, spec.acc_dtype), digest)
+        return one_kernel.OneKernel.of(
+            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+        )
 
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
@@ -167,7 +165,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     addresses = [x.data_ptr() for x in memory.headers()]
     memory.headers()[rank][2] = 1
     dist.barrier()
-    place = kernels.Place(
+    setup = kernels.ExchangeSetup(
         torch.tensor(addresses), addresses[rank], rank, 1, (1 if wrong else 10) * 10**9
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
@@ -191,7 +189,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
             target = torch.zeros(size, 2 * width)
             try:
-                kernels.exchange_keys(place, n, k, v, own[rank], table, target)
+                kernels.exchange_keys(setup, n, k, v, own[rank], table, target)
             except InterpreterError as error:  # it waited in vain
                 assert "did not come in time" in str(error)  # noqa: PT017
                 return [False]
@@ -219,18 +217,18 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
     header[2] = 1
-    place = kernels.Place(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
+    setup = kernels.ExchangeSetup(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
     room = torch.ones(40)
-    kernels.clear(place, room[:30], zero=False)
+    kernels.clear(setup, room[:30], zero=False)
     assert room.eq(1).all()
-    kernels.clear(place, room[:30], zero=True)
+    kernels.clear(setup, room[:30], zero=True)
     assert room[:30].eq(0).all()
     assert room[30:].eq(1).all()
     checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", checking)
     header[2] = 2  # who was to read the first has not
     with pytest.raises(InterpreterError, match="did not come in time"):
-        kernels.clear(place._replace(patience=10**6), room, zero=True)
+        kernels.clear(setup._replace(patience=10**6), room, zero=True)
 
 
 def test_other_calls_are_found_out(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import triton
-from internals.torch_triton import DirectKernel, triton_launch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+
+from ring_torch import triton_launch
+from ring_torch.triton_launch import DirectKernel
 
 
 class Kernel(JITFunction):  # type: ignore[misc]

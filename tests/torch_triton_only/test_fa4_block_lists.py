@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from internals.torch import Grid, kinds_on
-from internals.torch_triton import BlockLists, block_lists
 
-from ring_core import FULL, PARTIAL, Mask, WorkItem, make_plan, ring_program
+from ring_core import Mask, WorkItem, make_plan, ring_program
+from ring_core.base.arguments import FULL, PARTIAL
+from ring_torch.kernels.block_index import Grid, kinds_on
+from ring_torch.kernels.fa4.block_lists import BlockLists, block_lists
 
 Q_LEN, K_LEN = 420, 650
 SIZES = [(128, 128), (128, 96), (128, 80), (128, 112), (128, 64)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from internals.torch import HeadBuffer, HeadPart, head_exchange
+
+from ring_torch.buffers import HeadBuffer, HeadPart
+from ring_torch.comm import head_exchange
 
 RANKS, BATCH = 4, 2
 #: Tensors exchanged together: heads a rank, head dim, dtype, whether `[B, H, T]` lies in memory.
@@ -22,7 +24,7 @@ TOGETHER: dict[str, list[tuple[int, int, torch.dtype, bool]]] = {
 @pytest.mark.parametrize("names", TOGETHER)
 def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: bool) -> None:
     # Imported here: Triton reads when it is imported whether it interprets kernels.
-    from internals.torch_triton import head_exchange_kernel
+    from ring_torch.comm import head_exchange_kernel
 
     torch.manual_seed(0)
     parts = [
@@ -58,7 +60,7 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
 
 def test_heads_may_lie_far_apart() -> None:
     """Offsets beyond 2^31 numbers, in memory of which nearly nothing is touched."""
-    from internals.torch_triton import head_exchange_kernel
+    from ring_torch.comm import head_exchange_kernel
 
     heads, stride = 3, 3 << 29
     layout = HeadBuffer.of(1, HeadPart(1, 1, heads, 2, torch.int8))

@@ -11,10 +11,12 @@ import numpy.typing as npt
 import pytest
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case, diagonals, prefix
-from internals.torch import Selection, TritonKernel, prepare
 from tolerances import assert_close
 
 from ring_core import KernelConfig, Mask
+from ring_torch import prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
 Arrays = dict[str, npt.NDArray[Any]]

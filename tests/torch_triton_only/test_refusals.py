@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 import torch
 from cases import diagonals
-from internals.torch import choose, triton_kernel as adapter
 
-from ring_core import (
-    BlockGeometry,
-    KernelConfig,
-    Mask,
-    Request,
-    UnsupportedError,
-    make_plan,
-    ring_program,
-)
+from ring_core import KernelConfig, Mask, Request, UnsupportedError, make_plan, ring_program
+from ring_core.plan.tile_mask import BlockGeometry
+from ring_torch.kernels import choose, triton as adapter
 
 REQUEST = Request("cuda", "bfloat16", 128, 128, bias=True, grad=True)
 PROGRAM = ring_program(make_plan(Mask(causal=True), seq_len=256, cp_size=2, layout="zigzag"))

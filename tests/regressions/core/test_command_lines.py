@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from internals.core import main
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
+from ring_core.tools.cli import main
 
 
 def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -6,8 +6,8 @@ import inspect
 
 import numpy as np
 import pytest
-from internals.core import FOREIGN_OPTIONS, refuse_foreign_options
 
+from ring_core.base.arguments import FOREIGN_OPTIONS, refuse_foreign_options
 from ring_core.reference import attention, attention_grads
 
 

@@ -6,7 +6,14 @@ import tracemalloc
 
 import pytest
 
-from ring_core import Mask, balance_chunks, gather_memory, gather_program, longest_gather, make_plan
+from ring_core import (
+    Mask,
+    balanced_layout,
+    gather_memory,
+    gather_program,
+    longest_gather,
+    make_plan,
+)
 
 MASKS = {
     "full": Mask(), "causal": Mask(causal=True), "window": Mask(causal=True, window=(40, 0)),
@@ -20,7 +27,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_it_is_that_of_the_gathers(name: str, layout: str, cp_size: int) -> None:
     mask = MASKS[name]
-    how = balance_chunks(mask, seq_len=512, cp_size=cp_size) if layout == "chunks" else layout
+    how = balanced_layout(mask, seq_len=512, cp_size=cp_size) if layout == "chunks" else layout
     plan = make_plan(mask, seq_len=512, cp_size=cp_size, layout=how)  # type: ignore[arg-type]
     gathers = [gather_program(plan, rank) for rank in range(cp_size)]
     assert longest_gather(plan).length == max(gather.length for gather in gathers)

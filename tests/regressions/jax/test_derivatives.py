@@ -68,6 +68,9 @@ RUNS = [
 ]
 
 
+@pytest.mark.nightly(
+    only=["linearize-gather-False", "hessian-gather-False", "grad of grad-shard_map-False"]
+)
 @pytest.mark.parametrize(("asked", "call", "compiled"), RUNS)
 def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compiled: bool) -> None:
     words, ask = ASKED[asked]
@@ -107,7 +110,7 @@ LAYOUTS: dict[str, Any] = {
 def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
     """A function of tokens beside each other in layout order, and its derivatives by hand."""
     cp = ContextParallel(mesh, "cp", layout=layout)
-    rows = cp.layout(16)
+    rows = cp.layout_of(16)
     order = np.concatenate([rows.positions(rank) for rank in range(2)])
     weight = np.random.default_rng(0).standard_normal((1, 16, 2, 4)).astype(np.float32)
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from internals.core import FOREIGN_OPTIONS
 
+from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_jax import ContextParallel, flax, ring_attention
 
 CP = ContextParallel(jax.make_mesh((1,), ("cp",)), "cp")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from internals.jax import remote_table, step_table
 
-from ring_core import TABLE_COLUMNS, LayoutSpec, Mask, RingProgram, make_plan, ring_program
+from ring_core import LayoutSpec, Mask, RingProgram, make_plan, ring_program
+from ring_core.programs.ring import TABLE_COLUMNS
+from ring_jax.rank_view import remote_table, step_table
 
 LOCAL = 12
 MASKS = {

@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import bias_shift
 from jax.sharding import AxisType, PartitionSpec as P
 from negative_biases import NEGATIVE, NegativeCase
 from tolerances import assert_close
 
 import ring_jax
 from ring_core import KernelConfig, Mask
-from ring_jax import ContextParallel, ring_attention
+from ring_jax import ContextParallel, bias_shift, ring_attention
 
 
 @pytest.mark.nightly(only=["one device", "zigzag", "documents", "float64", "float16"])

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax import searchsorted
 from jax.sharding import AxisType, PartitionSpec
 
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, check, nn, ring_attention
+from ring_jax.search import searchsorted
 
 MESH = jax.make_mesh(
     (2, 2), ("cp", "tp"), (AxisType.Auto, AxisType.Auto), devices=jax.devices()[:4]
@@ -48,6 +48,15 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly(
+    only=[
+        "documents-shards-False",
+        "chunks-global_arrays-False",
+        "both-global_arrays-False",
+        "both-shards-False",
+        "gathered-shards-False",
+    ]
+)
 @pytest.mark.parametrize(("name", "call", "checked"), RUNS)
 def test_documents_and_chunks(name: str, call: Callable[..., Any], *, checked: bool) -> None:
     options = OPTIONS[name]

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from internals.jax_gpu import block_index, operands
 from jax.sharding import AxisType
 
 from ring_core import KernelConfig
-from ring_jax_gpu import ContextParallel, ring_attention
+from ring_jax_gpu import ContextParallel, operands, ring_attention
+from ring_jax_gpu.operands import block_index
 
 T, HEADS, BLOCK = 96, 2, 16
 KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)

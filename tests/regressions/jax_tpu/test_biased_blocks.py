@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from backends.tpu_interpreter import interpreted
-from internals.jax import RingAttention, XlaKernel
 
 from ring_core import KernelConfig
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
 from ring_jax_tpu import PallasKernel
 
 T, HIDDEN = 256, 5

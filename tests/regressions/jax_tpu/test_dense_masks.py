@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends.tpu_interpreter import interpreted
-from internals.jax import RingAttention, XlaKernel
-from internals.jax_tpu import backward, forward
 
 from ring_core import KernelConfig
-from ring_jax_tpu import PallasKernel
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax_tpu import PallasKernel, backward, forward
 
 ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 T, HEADS, BLOCK = 300, 2, 128

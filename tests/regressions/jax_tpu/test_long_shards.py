@@ -18,15 +18,16 @@ from backends.jax_devices import JaxBackend
 from backends.tpu_compiled import compiled, exposed, letters
 from backends.tpu_interpreter import interpreted
 from cases import Case, diagonals
-from internals.jax import _compiled
-from internals.jax_tpu import Walk, block_index, k_major, q_major, unpack
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tolerances import assert_close
 
 import ring_jax
-from ring_core import EMPTY, FULL, KernelConfig, Mask, UnsupportedError
-from ring_jax_tpu import ContextParallel, ring_attention
+from ring_core import KernelConfig, Mask, UnsupportedError
+from ring_core.base.arguments import EMPTY, FULL
+from ring_jax.autodiff import _compiled
+from ring_jax_tpu import ContextParallel, block_index, ring_attention
+from ring_jax_tpu.block_index import Walk, k_major, q_major, unpack
 
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)
 CAUSAL = Mask(causal=True)

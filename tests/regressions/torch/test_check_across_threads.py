@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import EagerKernel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_torch import WrongResultError, ring_attention
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.local import LocalRanks
 
 SIZES = (1, 2)
 
@@ -112,5 +113,5 @@ def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
 @pytest.mark.parametrize("attend", [_attend, _compiled])
 def test_both_passes_are_of_one_number(attend: Callable[..., Tensor]) -> None:
     """A compiled backward is no call of its own: each third call is checked, both ways."""
-    with ring_torch.local.LocalRanks(2) as ranks:
+    with LocalRanks(2) as ranks:
         assert ranks.run(_numbers, attend) == [[3, 6], [3, 6]]

@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide
-from internals.torch_hf import _REPORTS, batch_by_hand
 from sweep.compare import build
 from sweep.tiny import config_of
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf import batch as batch_by_hand
+from ring_torch.hf.batch import _REPORTS
 from ring_torch.local import LocalRanks
 
 TOKENS = torch.randint(4, 40, (2, 22), generator=torch.Generator().manual_seed(5))

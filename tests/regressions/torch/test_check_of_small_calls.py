@@ -10,12 +10,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from internals.torch import EagerKernel, Selection, prepare
 from plain_flash import FLASH, PlainFlash
 from torch import Tensor
 
 import ring_torch
-from ring_torch import WrongResultError, ring_attention
+from ring_torch import WrongResultError, prepare, ring_attention
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.eager import EagerKernel
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 KERNELS = ("eager", "flash")

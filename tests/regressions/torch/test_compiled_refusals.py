@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from ring_torch import ring_attention
 
@@ -36,8 +36,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _attend(*qkv: Tensor, **options: Any) -> Any:
-    return ring_attention(*qkv, **options)
+def _attend(*qkv: Tensor, **options: Any) -> Tensor:
+    out: Tensor = ring_attention(*qkv, **options)
+    return out
 
 
 @pytest.mark.parametrize("name", WRONG)

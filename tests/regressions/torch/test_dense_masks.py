@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import ScoreBlocks
 from torch import Tensor
 
 from ring_core import KernelConfig, checks
 from ring_torch import ContextParallel, ring_attention
+from ring_torch.kernels.eager import ScoreBlocks
 from ring_torch.local import LocalRanks
 
 T, HEADS = 24, 2

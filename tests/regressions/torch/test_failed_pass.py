@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import QueuedPass, eager, handshake, ranks_of, sdpa, watch
 from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
+from ring_torch.comm import handshake
+from ring_torch.comm.ranks import QueuedPass, ranks_of, watch
+from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
 
 TIMEOUT = timedelta(seconds=2)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from internals.core import FOREIGN_OPTIONS
 
+from ring_core.base.arguments import FOREIGN_OPTIONS
 from ring_torch import ContextParallel, ring_attention
 
 CP = ContextParallel()

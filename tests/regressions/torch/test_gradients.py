@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import gradients
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, ring_attention
+from ring_torch import ContextParallel, gradients, ring_attention
 from ring_torch.local import LocalRanks
 
 T = 16

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import _COMPARED, CallSignature, Header, _check_on_stream, ranks_of
 
 from ring_core import ChunkLayout, Mask
 from ring_torch import ring_attention
+from ring_torch.comm.handshake import _COMPARED, Header, _check_on_stream
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRanks
 
 FIELDS = {"mask": "causal", "q": [1, 8, 2, 8, "float32"], "softmax_scale": 0.25}

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import Ranks, SymmetricMemory, capture_safe_cache, flat
 from torch import Tensor
 
 from ring_core import Mask
 from ring_torch import ring_attention
+from ring_torch.buffers import flat
+from ring_torch.capture import capture_safe_cache
+from ring_torch.comm.ranks import Ranks
+from ring_torch.transports.symm_buffer import SymmetricMemory
 
 
 def _played(_: int, sizes: tuple[int, ...], dtype: torch.dtype, __: int) -> Tensor:

@@ -9,12 +9,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import attention, autograd, capture, context, prepare
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ring_core import UnsupportedError
-from ring_torch import ContextParallel, ring_attention
+from ring_torch import (
+    ContextParallel,
+    attention,
+    autograd,
+    capture,
+    context,
+    prepare,
+    ring_attention,
+)
 
 
 def _x(dtype: torch.dtype = torch.float32) -> Tensor:

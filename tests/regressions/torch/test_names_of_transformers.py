@@ -15,13 +15,15 @@ import pytest
 import torch
 import transformers
 from hf_models import Wide, build as build_known, whole
-from internals.torch_hf import TESTED_RELEASES, _undecorated, classes
 from sweep.compare import batch_of, build
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, Trainer, TrainingArguments, masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.models import classes
+from ring_torch.hf.models.code import _undecorated
+from ring_torch.hf.models.releases import TESTED_RELEASES
 from ring_torch.local import LocalRanks
 
 LLAMA4, BART = ("Llama4ForCausalLM", "llama4"), ("BartForCausalLM", "bart")
@@ -424,7 +426,7 @@ def test_names_that_refuse_are_in_transformers() -> None:
     sources = Path(transformers.__file__).parent.rglob("*.py")
     words = {word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))}
     names = {
-        *classes._POOLED, *classes.RECURRENT, *classes.WRITTEN, *classes.CACHES,
+        *classes._POOLED, *classes.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
         *classes.PAST_LENGTHS, *classes._RECURRENT_INPUTS, "expert_capacity", "get_seq_length",
         "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
     }  # fmt: skip

@@ -78,4 +78,4 @@ def test_what_the_error_says_is_exact(
 
 def test_a_length_of_nothing_is_no_advice() -> None:
     with pytest.raises(ValueError, match=r"pad to 1$"):
-        ContextParallel().layout(0)
+        ContextParallel().layout_of(0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Mask, balance_chunks
+from ring_core import Mask, balanced_layout
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
@@ -114,10 +114,10 @@ def _two_objects(_: int, __: str) -> list[bool]:
 def _chunks_first(rank: int, folder: str) -> list[bool]:
 
     _destroy()
-    layout = balance_chunks(Mask(causal=True), seq_len=T, cp_size=2)
+    layout = balanced_layout(Mask(causal=True), seq_len=T, cp_size=2)
     cp = ContextParallel(layout=layout)
     _init(folder, "chunks", rank, 2)
-    wrong = ContextParallel(layout=balance_chunks(Mask(causal=True), seq_len=T, cp_size=2))
+    wrong = ContextParallel(layout=balanced_layout(Mask(causal=True), seq_len=T, cp_size=2))
     _destroy()
     return [cp is not wrong, _refused(lambda: wrong.shard(_qkv()[0]))]
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from hf_models import Wide
-from internals.torch_hf import stated_documents
 from sweep import compare
 from torch import Tensor
 
 from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
+from ring_torch.hf.models.documents import stated_documents
 from ring_torch.local import LocalRanks
 
 LENGTH = 23

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_core import Mask, UnsupportedError, balance_chunks
+from ring_core import Mask, UnsupportedError, balanced_layout
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
 
 LAYOUTS: list[Any] = [
     "zigzag", "striped", "contiguous",
-    balance_chunks(Mask(causal=True), seq_len=16, cp_size=2),
+    balanced_layout(Mask(causal=True), seq_len=16, cp_size=2),
 ]  # fmt: skip
 
 
@@ -26,8 +26,8 @@ def _is_alike(one: ContextParallel, other: ContextParallel) -> bool:
     x = torch.arange(32.0).view(1, 16, 2)
     return (
         one is not other
-        and (one.group, one.layout_name, one.cp_size, one.cp_rank)
-        == (other.group, other.layout_name, other.cp_size, other.cp_rank)
+        and (one.group, one.layout, one.cp_size, one.cp_rank)
+        == (other.group, other.layout, other.cp_size, other.cp_rank)
         and torch.equal(one.shard(x), other.shard(x))
         and torch.equal(other.unshard(other.shard(x)), x)
     )

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from internals.torch import Header, handshake, ranks_of
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from ring_core import RankMismatchError
 from ring_torch import ContextParallel, ring_attention
+from ring_torch.comm import handshake
+from ring_torch.comm.handshake import Header
+from ring_torch.comm.ranks import ranks_of
 from ring_torch.local import LocalRanks
 
 T = 12

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 from cases import Case
-from internals.torch import autograd, bias_shift
 from negative_biases import NEGATIVE, NegativeCase
 from tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
-from ring_torch import ContextParallel, ring_attention
+from ring_torch import ContextParallel, autograd, ring_attention
 from ring_torch.local import LocalRanks
+from ring_torch.strategies import bias_shift
 
 B, T, H, D = 2, 48, 2, 8
 

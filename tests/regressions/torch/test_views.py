@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import EagerKernel, Selection, aligned, has_unit_stride, prepare
 from plain_flash import FLASH, PlainFlash
 from torch import Tensor
 from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
 
-from ring_torch import ring_attention
+from ring_torch import prepare, ring_attention
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.flash import aligned
+from ring_torch.records import has_unit_stride
 
 #: What travels how, over how many ranks.
 WAYS = {

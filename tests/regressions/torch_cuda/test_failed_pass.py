@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from internals.torch import TritonKernel
 
 from ring_torch import ring_attention
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
 BROKEN, TIMEOUT = 1, 8.0

@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from internals.torch_triton import memory_ops
 from torch import Tensor
+
+from ring_torch import memory_ops
 
 ROWS, KEYS = 13, 700  # of which the pass takes 8 and 512 at a time
 

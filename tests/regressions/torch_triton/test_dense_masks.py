@@ -8,18 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import (
-    Selection,
-    TritonKernel,
-    block_index,
-    in_blocks,
-    prepare,
-    triton_launch as launch,
-)
 from torch import Tensor
 
 from ring_core import KernelConfig
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.block_index import block_index, in_blocks
+from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
 
 T, HEADS, BLOCK = 96, 2, 16
@@ -103,7 +98,7 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
         cp.attention(*map(cp.shard, qkv), mask=cp.shard(mask, dim=-2), kernel=KERNEL)
     rows, live = cp.shard(mask, dim=-2)[:, 0], 0
     for rank in range(cp.cp_size):
-        keys = torch.as_tensor(cp.layout(T).positions(rank))
+        keys = torch.as_tensor(cp.layout_of(T).positions(rank))
         live += int(in_blocks(rows[..., keys], BLOCK, BLOCK).sum())
     return sum(found), live
 

@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from internals.torch import Selection, TritonKernel, autograd, prepare
-from internals.torch_triton import memory_ops
 from torch import Tensor
 from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
 
 from ring_core import KernelConfig
+from ring_torch import autograd, memory_ops, prepare
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 
 WAYS = {
@@ -42,7 +43,7 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(autograd, "_has_passes", lambda _, dtype: dtype == torch.float32),
+        patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
     ):
         for entry in some:
             batch = 2 if size == 1 else 1  # interpreted programs take their time

@@ -6,7 +6,6 @@ slice of K/V, and which of these queries see which of these keys. A strategy ord
 here in numpy, once for all frameworks.
 """
 
-from ring_core.base.arguments import EMPTY as EMPTY, FULL as FULL, PARTIAL as PARTIAL, TILE as TILE
 from ring_core.base.config import (
     STRATEGIES as STRATEGIES,
     Capabilities as Capabilities,
@@ -21,7 +20,7 @@ from ring_core.base.errors import (
     WrongResultError as WrongResultError,
 )
 from ring_core.base.merge import finalize as finalize, merge as merge
-from ring_core.choose.balance import balance_chunks as balance_chunks
+from ring_core.choose.balance import balanced_layout as balanced_layout
 from ring_core.choose.refusals import (
     refusals as refusals,
     require as require,
@@ -38,9 +37,7 @@ from ring_core.layouts.layout import (
 )
 from ring_core.masks.mask import Mask as Mask
 from ring_core.plan.plan import Plan as Plan, WorkItem as WorkItem, make_plan as make_plan
-from ring_core.plan.tile_mask import BlockGeometry as BlockGeometry
 from ring_core.programs.gather import (
-    Fetch as Fetch,
     GatherProgram as GatherProgram,
     gather_memory as gather_memory,
     gather_program as gather_program,
@@ -48,11 +45,7 @@ from ring_core.programs.gather import (
     longest_gather as longest_gather,
 )
 from ring_core.programs.ring import (
-    HELP_PIECES as HELP_PIECES,
-    TABLE_COLUMNS as TABLE_COLUMNS,
-    TABLE_UNBOUNDED as TABLE_UNBOUNDED,
     RingProgram as RingProgram,
-    Stage as Stage,
     Step as Step,
     ring_program as ring_program,
 )

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, RingProgram, Stage
+from ring_core import Capabilities, KernelConfig, RingProgram
 from ring_core.base.config import EVERYTHING
+from ring_core.programs.ring import Stage
 from ring_core.triton.tile_configs import Table
 from ring_jax.records import (
     AttentionState,
@@ -124,4 +125,4 @@ class TritonKernel(Kernel):
 
 def _is_single_step(stages: Sequence[Stage]) -> bool:
     """Return True if there is one step, in which no rank computes for another one."""
-    return len(stages) == 1 and not stages[0].helps
+    return len(stages) == 1 and not stages[0].offloads

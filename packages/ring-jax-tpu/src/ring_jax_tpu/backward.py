@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import EMPTY, FULL, PARTIAL
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL
 from ring_jax.records import Array, BackwardInputs, Grads
 from ring_jax_tpu.block_index import NONFINITE, for_every_batch, k_major, q_major
 from ring_jax_tpu.dq_pipeline import DqBlock, DqPipeline

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import EMPTY, FULL, PARTIAL, TILE, UnsupportedError
+from ring_core import UnsupportedError
+from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE
 from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_sizes import Blocks

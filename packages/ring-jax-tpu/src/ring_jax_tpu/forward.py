@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import FULL, PARTIAL
+from ring_core.base.arguments import FULL, PARTIAL
 from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import NONFINITE, q_major
 from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad, query_head_grid

@@ -13,7 +13,8 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import EMPTY, KernelConfig, Mask
+from ring_core import KernelConfig, Mask
+from ring_core.base.arguments import EMPTY
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
 from ring_jax.records import Array, CallSpec, Direction, ItemTable, KeyBlock, QueryBlock

@@ -17,6 +17,13 @@ from ring_jax.adapt import Segments as Segments
 from ring_jax.attention import ring_attention as ring_attention
 from ring_jax.autodiff import RESIDUALS as RESIDUALS
 from ring_jax.context import ContextParallel as ContextParallel
+from ring_jax.movement import (
+    Halo as Halo,
+    halo as halo,
+    join as join,
+    relayout as relayout,
+    shift as shift,
+)
 from ring_jax.tripwire import check as check
 
 __version__ = "0.1.0"

@@ -81,7 +81,7 @@ class RingAttention:
             v: ``[B, T_kv_local, K, Dv]``.
             axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
             layout: Which device holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in
-                which causal work is even; or what :func:`ring_core.balance_chunks` returns, in
+                which causal work is even; or what :func:`ring_core.balanced_layout` returns, in
                 which the work of a mask is even.
             causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
                 positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.

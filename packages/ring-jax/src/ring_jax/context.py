@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack, overload
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from ring_core import (
     viz,
 )
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
+from ring_core.layouts.layout import check_layout
+from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.autodiff import attend
 from ring_jax.collectives import (
@@ -36,6 +38,7 @@ from ring_jax.collectives import (
     spread,
 )
 from ring_jax.kernels import Selection, xla
+from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, prepared, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
 
@@ -60,7 +63,7 @@ class ContextParallel:
             kernels need its name, or auto axes make a copy for each device.
         head_axis: The axis, or axes, along which heads are split; it must divide the K/V heads.
         layout: ``zigzag`` (default), ``striped``, ``contiguous`` or the result of
-            :func:`ring_core.balance_chunks`.
+            :func:`ring_core.balanced_layout`.
 
     Raises:
         ValueError: No such axis or layout, chunks for another number of devices, or a
@@ -86,7 +89,7 @@ class ContextParallel:
         _check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh, self.axis_name = mesh, axis_name
         self.batch_axis, self.head_axis = batch_axis, head_axis
-        self.layout_name: LayoutSpec = layout
+        self.layout: LayoutSpec = layout
         divisor_of(layout, self.cp_size)  # refuses what these devices cannot run
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,14 +109,14 @@ class ContextParallel:
         """Number of devices that share a sequence."""
         return int(self.mesh.shape[self.axis_name])
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
         Raises:
             ValueError: The layout cannot divide this length; the message names the length to pad
                 to.
         """
-        return Layout(self.layout_name, seq_len, self.cp_size)
+        return Layout(self.layout, seq_len, self.cp_size)
 
     def shard(self, x: Array, *, dim: int = 1) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
@@ -131,9 +134,94 @@ class ContextParallel:
         """
         return self._moved(x, dim, whole=True)
 
+    def shift(
+        self, x: Array, n: int, *, dim: int = 1, fill: float = 0,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Array:  # fmt: skip
+        """Move tokens of a global array in layout order ``n`` positions on: ``out[t] = x[t - n]``.
+
+        Positions are those of the sequence. Arguments and errors are those of
+        :func:`ring_jax.shift`; ``x`` is ``[..., T, ...]``.
+
+        Example::
+
+            labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
+        """
+        dim = self._check_move(x, dim)
+        movement.check_shift(x, n, fill)
+        options = {"n": int(n), "fill": fill, "cu_seqlens": movement.offsets_of(cu_seqlens)}
+        spec = self._spec(x, dim)
+        return cast("Array", self._over_shards(movement.shift, x, dim, options, spec, spec))
+
+    def halo(
+        self, x: Array, left: int, right: int, *, dim: int = 1,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Halo:  # fmt: skip
+        """Return each run of consecutive tokens with its neighbours, as a row of a batch.
+
+        Arguments and errors are those of :func:`ring_jax.halo`; ``x`` is a global array in layout
+        order, ``[B, ..., T, ...]``. Devices' rows lie one behind the other along the first
+        dimension of the results, so it is ``P * B * R`` long, split along the axis.
+
+        Example::
+
+            rows, positions, documents = cp.halo(x, 3, 0)
+            y = cp.join(convolution(rows))
+        """
+        dim = self._check_move(x, dim)
+        movement.check_halo(left, right, self.layout, self.cp_size)
+        documents = movement.offsets_of(cu_seqlens)
+        options = {"left": int(left), "right": int(right), "cu_seqlens": documents}
+        spec = self._spec(x, dim)
+        rows = self._row_spec(spec, dim)
+        ids = PartitionSpec(rows[0], None)
+        out = Halo._make((rows, ids, ids))
+        return cast("Halo", self._over_shards(movement.halo, x, dim, options, spec, out))
+
+    def join(self, y: Array, *, dim: int = 1) -> Array:
+        """Bring what a layer made of each run of :meth:`halo` back to an array in layout order.
+
+        Arguments and errors are those of :func:`ring_jax.join`; ``y`` is a global array whose rows
+        lie as those that :meth:`halo` returns.
+        """
+        self._check_not_in_shard_map()
+        dim = movement.check_dim(y, dim)
+        movement.check_rows(y, dim, self.layout, self.cp_size, self.cp_size)
+        parts = list(self._spec(y, 0))
+        batch = axes_along(y, self.mesh, 0, self.axis_name) if self._is_explicit else None
+        if dim == 0:
+            y_spec, spec = PartitionSpec(*parts), PartitionSpec(parts[0], *parts[2:])
+        else:
+            y_spec = PartitionSpec((self.axis_name, *names_of(batch)), *parts[1:])
+            parts[0], parts[dim] = batch, self.axis_name
+            y_spec = PartitionSpec(*(None if n == dim else part for n, part in enumerate(y_spec)))
+            spec = PartitionSpec(*parts)
+        return cast("Array", self._over_shards(movement.join, y, dim, {}, y_spec, spec))
+
+    def relayout(self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Array:
+        """Return a global array in another layout, for layers that want other tokens on a device.
+
+        Args:
+            x: A global array in layout order, ``[..., T, ...]``.
+            to: The layout, or a ``ContextParallel`` that has it. Over the same axis of the same
+                mesh only rows that change device are sent; over another the array is gathered.
+            dim: Dimension of the sequence.
+
+        Raises:
+            ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
+        """
+        dim = self._check_move(x, dim)
+        if isinstance(to, ContextParallel):
+            if (to.mesh, to.axis_name) != (self.mesh, self.axis_name):
+                return to.shard(self.unshard(x, dim=dim), dim=dim)
+            to = to.layout
+        Layout(check_layout(to), x.shape[dim], self.cp_size)
+        spec = self._spec(x, dim)
+        return cast("Array", self._over_shards(movement.relayout, x, dim, {"to": to}, spec, spec))
+
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded."""
-        self.layout(seq_len)
+        self.layout_of(seq_len)
         return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
 
     @overload
@@ -201,7 +289,7 @@ class ContextParallel:
             self._mask_shards(options.mask, batch, heads),
         )  # fmt: skip
         return check_call(
-            self.kernels, self.axis_name, self.layout_name, self.cp_size, q, k, v, options, shards
+            self.kernels, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
         )
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
@@ -264,7 +352,7 @@ class ContextParallel:
                     f"{x.shape}"
                 )
             try:
-                self.layout(x.shape[1])
+                self.layout_of(x.shape[1])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
             for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
@@ -275,15 +363,66 @@ class ContextParallel:
                         f"devices along {axis!r}. Instead: {_advice(what, name)}"
                     )
 
+    @property
+    def _is_explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def _check_move(self, x: Array, dim: int) -> int:
+        """Check an array in layout order, and return the dimension of its tokens, not negative."""
+        self._check_not_in_shard_map()
+        dim = movement.check_dim(x, dim)
+        self.layout_of(x.shape[dim])
+        return dim
+
+    def _spec(self, x: Array, dim: int) -> PartitionSpec:
+        """Return the axes of an array whose dimension ``dim`` is split along this axis.
+
+        On explicit axes these are all; others are left to the compiler.
+        """
+        parts = [
+            axes_along(x, self.mesh, n, self.axis_name) if self._is_explicit else None
+            for n in range(x.ndim)
+        ]
+        parts[dim] = self.axis_name
+        return PartitionSpec(*parts)
+
+    def _row_spec(self, spec: PartitionSpec, dim: int) -> PartitionSpec:
+        """Return the axes of a halo's rows, which lie by device and then by sequence."""
+        if dim == 0:
+            return PartitionSpec(self.axis_name, None, *spec[1:])
+        parts = [(self.axis_name, *names_of(spec[0])), *spec[1:]]
+        parts[dim] = None
+        return PartitionSpec(*parts)
+
+    def _over_shards(
+        self, function: Callable[..., Any], x: Array, dim: int, options: dict[str, Any],
+        spec: PartitionSpec, out: Any,
+    ) -> Any:  # fmt: skip
+        """Run a function of shards over the devices along the axis.
+
+        Args:
+            function: The function, called with ``options`` and the axis, layout and dimension.
+            x: Its operand, a global array.
+            dim: Dimension of the sequence.
+            options: Hashable options.
+            spec: Axes of the operand.
+            out: Axes of the results.
+        """
+        named = {"axis_name": self.axis_name, "layout": self.layout, "dim": dim, **options}
+        if self._is_explicit:
+            manual = frozenset(self.mesh.axis_names)
+            x = spread(x, self.mesh, spec)
+        else:
+            manual = frozenset({self.axis_name})
+            others = (n for n, part in enumerate(spec) if part is None)
+            x = spread(x, self.mesh, free(spec, x, tuple(others)))
+        return _global_movement(function, tuple(named.items()), self.mesh, spec, out, manual)(x)
+
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
         """Shard a dimension in layout order, or with ``whole`` gather it in natural order."""
         self._check_not_in_shard_map()
-        described_as("x", x)
-        if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-            raise ValueError(
-                f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-            )
-        layout = self.layout(x.shape[dim])
+        movement.check_dim(x, dim)
+        layout = self.layout_of(x.shape[dim])
         if layout.name != "contiguous":
             # The permutation crosses shards, so it is of the gathered dimension.
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
@@ -385,21 +524,32 @@ def _global_attention(
     )
 
 
+@lru_cache(maxsize=128)
+def _global_movement(
+    function: Callable[..., Any], options: tuple[tuple[str, Any], ...], mesh: AnyMesh,
+    spec: PartitionSpec, out: Any, manual: frozenset[str],
+) -> Callable[[Array], Any]:  # fmt: skip
+    """Return a function of shards as one jitted function of a global array."""
+    run = partial(function, **dict(options))
+    shards = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=out, axis_names=manual)
+    return jax.jit(shards, inline=True)
+
+
 def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
     """Check that the axes are distinct axes of the mesh, all explicit or all auto."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)
-    named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    used: list[object] = [axis_name]
+    arguments = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    axes_of_all: list[object] = [axis_name]
     for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axes is not None:
             names = axes if isinstance(axes, tuple) and axes else (axes,)
             for axis in names:
                 checks.check_choice(name, axis, mesh.axis_names)
-            used += names
-    if len(set(used)) < len(used):
-        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+            axes_of_all += names
+    if len(set(axes_of_all)) < len(axes_of_all):
+        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {arguments}")
     types = {str(axis_type): axis_type for axis_type in mesh.axis_types}
     if AxisType.Explicit in types.values() and len(types) > 1:
         raise ValueError(

@@ -254,7 +254,7 @@ def axis_size(axis_name: Hashable | None) -> int:
         return int(lax.axis_size(axis_name))
     except (NameError, TypeError, ValueError) as error:
         raise ValueError(
-            f"axis_name {axis_name!r} is not a mesh axis here; call ring_attention inside "
+            f"axis_name {axis_name!r} is not a mesh axis here; call this inside "
             f"jax.shard_map over a mesh that has it, use ContextParallel on global arrays, or "
             f"axis_name=None for one device"
         ) from error

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import TABLE_COLUMNS, TABLE_UNBOUNDED, Layout, RingProgram
+from ring_core import Layout, RingProgram
+from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
 from ring_jax.records import (
     Array,
     CallSpec,

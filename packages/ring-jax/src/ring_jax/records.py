@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array as Array
 
 from ring_core import (
-    TABLE_UNBOUNDED,
     Capabilities,
     KernelConfig,
     Mask,
@@ -25,6 +24,7 @@ from ring_core import (
     StrategyConfig,
     StrategyName,
 )
+from ring_core.programs.ring import TABLE_UNBOUNDED
 
 Window = tuple[int | None, int | None]
 Direction = Literal["forward", "backward"]

@@ -170,7 +170,13 @@ class Call(NamedTuple):
         )
 
     def open_session(
-        self, inputs: Inputs, signature: CallSignature, *, groups: int, own: bool
+        self,
+        inputs: Inputs,
+        signature: CallSignature,
+        *,
+        groups: int,
+        own: bool,
+        splits: bool = True,
     ) -> GatherSession:
         """Open a session of the transport for one pass, over ``groups`` groups of heads.
 
@@ -180,7 +186,7 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ranks, self.plan, own, KVPayload.of(inputs, groups), groups, self.device,
+            self.ranks, self.plan, own, splits, KVPayload.of(inputs, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
 
@@ -191,11 +197,11 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        which = self.plan, self.ranks.rank, gather.own
+        plan_and_rank = self.plan, self.ranks.rank, gather.own, gather.splits
         return columns._replace(
-            position=gathered_positions(*which, self.device),
+            position=gathered_positions(*plan_and_rank, self.device),
             aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(*which),
+            runs=gathered_runs(*plan_and_rank),
         )
 
 
@@ -210,6 +216,7 @@ class Resolution(NamedTuple):
         itemsize: Bytes of a number of q, k and v.
         needs_index: True if an option needs global positions of tokens.
         segment_ids: True if segment ids travel with K/V.
+        is_short: True if K/V are so few that no work is done over own keys in place.
         inner: The call of one rank for this rank's heads, if the strategy splits heads.
     """
 
@@ -220,14 +227,15 @@ class Resolution(NamedTuple):
     itemsize: int
     needs_index: bool
     segment_ids: bool
+    is_short: bool
     inner: Call | None
 
 
-def _nothing(_plan: Plan, _request: Request) -> Refusals:
+def _no_refusals(_plan: Plan, _request: Request) -> Refusals:
     return ()
 
 
-def _never(_transport: Transport) -> bool:
+def _is_never_automatic(_transport: Transport) -> bool:
     return False
 
 
@@ -251,11 +259,11 @@ class StrategySpec:
 
     name: str
     resolve: Callable[[Resolution], Strategy]
-    refusals: Callable[[Plan, Request], Refusals] = _nothing
+    refusals: Callable[[Plan, Request], Refusals] = _no_refusals
     opens_sessions: bool = False
     splits_heads: bool = False
-    is_automatic: Callable[[Transport], bool] = _never
-    automatic_refusals: Callable[[Plan, Request], Refusals] = _nothing
+    is_automatic: Callable[[Transport], bool] = _is_never_automatic
+    automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""

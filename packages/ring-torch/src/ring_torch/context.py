@@ -5,6 +5,7 @@ One object owns both, so that splitting and attention cannot use different ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
 
@@ -15,8 +16,16 @@ from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
 from ring_torch.comm.ranks import Group
+from ring_torch.compiled.movement import (
+    halo_in_graph,
+    relayout_in_graph,
+    shift_in_graph,
+    size_of,
+)
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
+from ring_torch.movement import methods
+from ring_torch.movement.methods import Halo
 from ring_torch.options import AttentionOptions, CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.sharding import Sharding, UnshardGrad
@@ -30,7 +39,7 @@ class ContextParallel:
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised when the object is first used.
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
-            ``contiguous`` or a result of :func:`ring_core.balance_chunks`.
+            ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
     It can be pickled if it uses the default group; unpickled, it uses the default group of the
     process that reads it. A copy shares the group.
@@ -56,16 +65,16 @@ class ContextParallel:
         if self.group is not None:
             raise UnsupportedError(
                 f"a ContextParallel over a {type(self.group).__name__} cannot be pickled, for a "
-                f"group belongs to its process. Instead: pickle its layout_name, and make "
-                f"ContextParallel(group, layout_name) where that is read; or use the default group"
+                f"group belongs to its process. Instead: pickle its layout, and make "
+                f"ContextParallel(group, layout) where that is read; or use the default group"
             )
-        return type(self), (None, self.layout_name)
+        return type(self), (None, self.layout)
 
     def __copy__(self) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        return type(self)(self.group, self.layout_name)
+        return type(self)(self.group, self.layout)
 
     @property
     def group(self) -> Group:
@@ -73,9 +82,9 @@ class ContextParallel:
         return self._sharding.group
 
     @property
-    def layout_name(self) -> LayoutSpec:
+    def layout(self) -> LayoutSpec:
         """Layout, as given."""
-        return self._sharding.layout_name
+        return self._sharding.layout
 
     @property
     def cp_size(self) -> int:
@@ -87,7 +96,7 @@ class ContextParallel:
         """Rank of this process in the group."""
         return self._sharding.ring.rank
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
         Raises:
@@ -96,9 +105,9 @@ class ContextParallel:
 
         Example::
 
-            tokens_of_rank_0 = cp.layout(1024).positions(0)  # int64 [T_local]
+            tokens_of_rank_0 = cp.layout_of(1024).positions(0)  # int64 [T_local]
         """
-        return self._sharding.layout(seq_len)
+        return self._sharding.layout_of(seq_len)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
@@ -152,8 +161,144 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return unshard_in_graph(self.group, self.layout_name, x, dim, grad)
+            return unshard_in_graph(self.group, self.layout, x, dim, grad)
         return self._sharding.unshard(x, dim=dim, grad=grad)
+
+    def shift(
+        self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
+
+        All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
+        gradients back. Only rows that change rank are sent.
+
+        Args:
+            x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
+            n: How far; negative for tokens that look ahead, as ``n=-1`` gives each the next one's.
+            dim: Dimension of the sequence.
+            fill: Number in rows that no token moves to.
+            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+
+        Returns:
+            A tensor like ``x``.
+
+        Raises:
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
+                layout.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+
+        Example::
+
+            labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
+        """
+        if torch.compiler.is_compiling():
+            self._sharding.check_group()
+            return shift_in_graph(
+                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
+            )
+        return methods.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
+
+    def halo(
+        self, x: Tensor, left: int, right: int, *, dim: int = 1,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Halo:  # fmt: skip
+        """Return each run of consecutive tokens with its neighbours, as a row of a batch.
+
+        A rank holds ``R`` runs of ``L = T_local / R`` consecutive tokens: ``R`` is 2 for
+        ``zigzag``, 1 for ``contiguous``. A layer with a bounded reach, as a convolution, computes
+        all rows alike; :meth:`join` brings its outputs back. All ranks must call it, and if ``x``
+        requires a gradient run its backward, which sums what returns from neighbours. Only rows
+        that change rank are sent.
+
+        Args:
+            x: This rank's slice, ``[B, ..., T_local, ...]``, of any dtype; ``[T_local, ...]`` with
+                ``dim=0``.
+            left: Number of tokens before each run.
+            right: Number of tokens behind it.
+            dim: Dimension of the sequence.
+            cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
+                ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
+
+        Returns:
+            ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
+            outside of the sequence, or ``[R, left + L + right, ...]`` with ``dim=0``; and int64
+            ``[B * R, left + L + right]``, the global position and the document of each token, -1
+            outside.
+
+        Raises:
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
+                layout.
+            UnsupportedError: The layout is ``striped``, whose ranks hold no consecutive tokens.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+
+        Example::
+
+            rows, positions, _ = cp.halo(x, 3, 0)  # [B * R, 3 + L, C]
+            y = torch.nn.functional.conv1d(rows.mT, weight, groups=C).mT  # [B * R, L, C]
+            y = cp.join(y)  # [B, T_local, C]
+        """
+        if torch.compiler.is_compiling():
+            self._sharding.check_group()
+            return halo_in_graph(
+                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens
+            )
+        return methods.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
+
+    def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
+        """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
+
+        Args:
+            y: A row for each run, ``[B * R, ..., L, ...]``; ``[R, L, ...]`` with ``dim=0``.
+            dim: Dimension of the tokens.
+
+        Returns:
+            ``[B, ..., R * L, ...]``; a view where that is possible. Nothing is sent.
+
+        Raises:
+            ValueError: ``y`` has no such dimension, or not a row for each run.
+            UnsupportedError: The layout is ``striped``.
+
+        Example::
+
+            y = cp.join(layer(cp.halo(x, 3, 0).rows))
+        """
+        if torch.compiler.is_compiling():
+            self._sharding.check_group()
+            return methods.join(y, dim, self.layout, size_of(self.group))
+        return methods.join(y, dim, self.layout, self.cp_size)
+
+    def relayout(self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Tensor:
+        """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
+
+        All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
+        gradients back. Only rows that change rank are sent.
+
+        Args:
+            x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
+            to: The layout, or a ``ContextParallel`` of the same ranks that has it.
+            dim: Dimension of the sequence.
+
+        Returns:
+            A tensor like ``x``, its tokens those of this rank in the layout ``to``.
+
+        Raises:
+            ValueError: An argument is malformed, ``to`` is over other ranks, or the size of ``x``
+                is no rank's part in one of the layouts.
+            RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+
+        Example::
+
+            plain = ContextParallel(group, layout="contiguous")
+            x = cp.relayout(x, to=plain)  # a rank's tokens are consecutive now
+            x = plain.relayout(scan(x), to=cp)
+        """
+        group = to.group if isinstance(to, ContextParallel) else self.group
+        layout = to.layout if isinstance(to, ContextParallel) else to
+        if torch.compiler.is_compiling():
+            self._sharding.check_group()
+            return relayout_in_graph(self.group, self.layout, x, layout, group_of_to=group, dim=dim)
+        return methods.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
@@ -228,7 +373,7 @@ class ContextParallel:
         """
         self._sharding.check_group()
         return ring_attention(
-            q, k, v, group=self._sharding.group, layout=self._sharding.layout_name,
+            q, k, v, group=self._sharding.group, layout=self._sharding.layout,
             return_lse=return_lse, **options,
         )  # fmt: skip
 
@@ -248,11 +393,11 @@ class ContextParallel:
 
             print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
-        given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))
-        q, k, v, given["deterministic"] = modes
-        record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
-        call, inputs = check_call(self._sharding.ring, 0, self.layout_name, q, k, v, record)
+        kwargs = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
+        modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
+        q, k, v, kwargs["deterministic"] = modes
+        record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
+        call, inputs = check_call(self._sharding.ring, 0, self.layout, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"

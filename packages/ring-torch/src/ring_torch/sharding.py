@@ -45,7 +45,7 @@ class Sharding:
 
     def __init__(self, group: Group, layout: LayoutSpec) -> None:
         self.group = group
-        self.layout_name = check_layout(layout)
+        self.layout = check_layout(layout)
         self._bound: Ranks | None = None
         if group is not None or (dist.is_available() and dist.is_initialized()):
             self.ring  # noqa: B018 - refuses what these ranks cannot run
@@ -59,7 +59,7 @@ class Sharding:
         """
         ring = ranks_of(self.group)
         if self._bound is None:
-            divisor_of(self.layout_name, ring.size)
+            divisor_of(self.layout, ring.size)
             warn_if_alone()
             self._bound = ring
         if ring != self._bound:
@@ -81,14 +81,14 @@ class Sharding:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.ring  # noqa: B018 - the property checks
 
-    def layout(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int) -> Layout:
         """Return the layout of a sequence of ``seq_len`` tokens."""
-        return Layout(self.layout_name, seq_len, self.ring.size)
+        return Layout(self.layout, seq_len, self.ring.size)
 
     def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        return _slice_of(x, dim, self.layout(x.shape[dim]), self.ring.rank)
+        return _slice_of(x, dim, self.layout_of(x.shape[dim]), self.ring.rank)
 
     def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
@@ -97,13 +97,13 @@ class Sharding:
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout_name, dim % x.ndim, grad, needs_grad, number)
+            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number)
         )
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
-        positions = self.layout(seq_len).positions(self.ring.rank)
+        positions = self.layout_of(seq_len).positions(self.ring.rank)
         try:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
@@ -141,22 +141,27 @@ class Unsharding:
         self._agree(signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
-        parts = [x.contiguous()]
+        slices = [x.contiguous()]
         if self.ring.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
-            (own,), parts = parts, [torch.empty_like(parts[0]) for _ in range(self.ring.size)]
+            (local_slice,), slices = (
+                slices,
+                [torch.empty_like(slices[0]) for _ in range(self.ring.size)],
+            )
             with self._guard(signature, x.device), peer_errors(others(self.ring)):
                 dist.all_gather(
-                    [_as_bytes(part) for part in parts], _as_bytes(own), group=self.ring.group
+                    [_as_bytes(rank_slice) for rank_slice in slices],
+                    _as_bytes(local_slice),
+                    group=self.ring.group,
                 )
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
         # Copy each run of a rank's slice to its rows in the whole sequence.
-        for rank, part in enumerate(parts):
+        for rank, rank_slice in enumerate(slices):
             runs = layout.runs(rank)
-            pieces = part.transpose(0, self.dim).split([run.length for run in runs])
-            for run, piece in zip(runs, pieces, strict=True):
-                rows[_slice(run)].copy_(piece)
+            run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
+            for run, row_block in zip(runs, run_rows, strict=True):
+                rows[_slice(run)].copy_(row_block)
         return whole
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ kernel, which is launched directly. That relies on Triton's internals, so it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,48 @@ class _Compiled(NamedTuple):
     run: Any
     constants: tuple[object, ...]
 
+    def launch(self, grid: tuple[int, ...], device: int, values: Sequence[int | None]) -> None:
+        """Launch on the device's current stream; tensors are given by their addresses."""
+        x_size, y_size, z_size = (*grid, 1, 1)[:3]
+        kernel = self.kernel
+        stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
+        self.run(
+            x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *values, *self.constants,
+        )  # fmt: skip
+
+
+class PreparedLaunch(NamedTuple):
+    """A launch whose arguments are known, but for some tensors and integers that change.
+
+    Tensors are held by their addresses: whoever keeps a launch keeps its tensors alive.
+    """
+
+    compiled: _Compiled
+    grid: tuple[int, ...]
+    device: int
+    values: tuple[int | None, ...]
+
+    def __call__(self, changes: dict[int, int]) -> None:
+        """Launch with other arguments at some indices: addresses of tensors, or integers.
+
+        They must be of the kind that the kernel is specialised for: tensors of the same dtype and
+        alignment to 16 bytes, integers of the same width.
+        """
+        values = [*self.values]
+        for index, x in changes.items():
+            values[index] = x
+        self.compiled.launch(self.grid, self.device, values)
+
+
+def has_launch_hooks() -> bool:
+    """Return True if somebody, such as a profiler, asks Triton to be told of launches.
+
+    Direct launches tell nobody.
+    """
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
 
 class DirectKernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants_and_options)``.
@@ -45,42 +88,58 @@ class DirectKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
-    def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
-        """Launch directly if an equal launch was compiled before, otherwise by Triton.
+    def prepared(
+        self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
+    ) -> PreparedLaunch | None:
+        """Return an equal launch that was made before, to be repeated with other tensors.
 
-        The key holds all that Triton specialises a kernel for, and the constants.
+        It is ``None`` if none was made, and where kernels are not launched directly.
         """
         device = torch.cuda.current_device()
-        values: list[int | None] = []
-        facts: list[object] = [device, *named.items()]
-        for x in given:
-            if isinstance(x, Tensor):
-                pointer = x.data_ptr()
-                facts += (x.dtype, x.get_device(), pointer % 16 == 0)
-                values.append(pointer)
-            else:
-                if x is None or isinstance(x, bool):
-                    facts.append((x,))  # False equals 0, which is the kind of some integers
-                else:  # Triton specialises for 1, for multiples of 16, and for an integer's width
-                    is_int32 = -(1 << 31) <= x < 1 << 31
-                    facts.append((x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63))
-                values.append(x)
-        key = tuple(facts)
+        key, values = _key_and_values(device, arguments, options)
         compiled = self._compiled.get(key)
-        runtime = triton.knobs.runtime
-        if compiled is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            self._remember(key, self.kernel[grid](*given, **named), len(given), named)
-            return
-        x_size, y_size, z_size = (*grid, 1, 1)[:3]
-        kernel = compiled.kernel
-        stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
-        compiled.run(
-            x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
-            *values, *compiled.constants,
-        )  # fmt: skip
+        return None if compiled is None else PreparedLaunch(compiled, grid, device, tuple(values))
 
-    def _remember(self, key: object, kernel: Any, count: int, named: dict[str, Any]) -> None:
+    def _launch(
+        self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
+    ) -> None:
+        """Launch directly if an equal launch was compiled before, otherwise by Triton."""
+        device = torch.cuda.current_device()
+        key, values = _key_and_values(device, arguments, options)
+        compiled = self._compiled.get(key)
+        if compiled is None or has_launch_hooks():
+            self._remember(key, self.kernel[grid](*arguments, **options), len(arguments), options)
+            return
+        compiled.launch(grid, device, values)
+
+    def _remember(self, key: object, kernel: Any, count: int, options: dict[str, Any]) -> None:
+        if kernel is None:  # a hook of Triton's compiler has kept it from compiling
+            return
         if len(self._compiled) >= _MOST_LAUNCHES:
             self._compiled = {}
-        constants = tuple(named[name] for name in self.kernel.arg_names[count:])
+        constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)
+
+
+def _key_and_values(
+    device: int, arguments: Sequence[Tensor | int | None], options: dict[str, Any]
+) -> tuple[object, list[int | None]]:
+    """Return the key and the values of a launch; tensors become their addresses.
+
+    The key holds all that Triton specialises a kernel for, and the constants.
+    """
+    values: list[int | None] = []
+    facts: list[object] = [device, *options.items()]
+    for x in arguments:
+        if isinstance(x, Tensor):
+            pointer = x.data_ptr()
+            facts += (x.dtype, x.get_device(), pointer % 16 == 0)
+            values.append(pointer)
+        else:
+            if x is None or isinstance(x, bool):
+                facts.append((x,))  # False equals 0, which is the kind of some integers
+            else:  # Triton specialises for 1, for multiples of 16, and for an integer's width
+                is_int32 = -(1 << 31) <= x < 1 << 31
+                facts.append((x == 1) + 2 * (x % 16 == 0) + 4 * is_int32 + 8 * (x >= 1 << 63))
+            values.append(x)
+    return tuple(facts), values

@@ -22,7 +22,7 @@ _CHUNKS_PER_RANK = (1, 2, 4, 8, 16)
 _MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
 
 
-def balance_chunks(
+def balanced_layout(
     mask: Mask, *, seq_len: int, cp_size: int, kv_seq_len: int | None = None
 ) -> ChunkLayout:
     """Make a layout under which a mask gives every rank equally much work.
@@ -34,9 +34,9 @@ def balance_chunks(
     at most 1.02 times the mean, or else those that are most even. Chunks are multiples of 128
     tokens, which kernels work in, where a length is a multiple of 128 times the number of chunks.
 
-    >>> from ring_core import Mask, balance_chunks
+    >>> from ring_core import Mask, balanced_layout
     >>> documents = Mask(causal=True, cu_seqlens=(0, 6, 8))  # one long, one short
-    >>> balance_chunks(documents, seq_len=8, cp_size=2).chunks
+    >>> balanced_layout(documents, seq_len=8, cp_size=2).chunks
     ((0, 1, 2, 5), (3, 4, 6, 7))
 
     Args:
@@ -58,7 +58,7 @@ def balance_chunks(
     keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
     if mask.predicate is not None:
         raise UnsupportedError(
-            "mask: balance_chunks counts what causal, window, chunk_size and cu_seqlens show, and "
+            "mask: balanced_layout counts what causal, window, chunk_size and cu_seqlens show, and "
             "cannot count a predicate; balance for the mask without it, or give a "
             "ring_core.ChunkLayout your own chunks"
         )
@@ -71,11 +71,11 @@ def layout_for(
     """Return the layout of a name, where ``chunks`` is one balanced for the mask.
 
     Raises:
-        ValueError: No such name, or chunks cannot be balanced; see :func:`balance_chunks`.
+        ValueError: No such name, or chunks cannot be balanced; see :func:`balanced_layout`.
     """
     check_choice("layout", name, ALL_LAYOUTS)
     if name == "chunks":
-        return balance_chunks(mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len)
+        return balanced_layout(mask, seq_len=seq_len, cp_size=cp_size, kv_seq_len=kv_seq_len)
     return cast("LayoutName", name)
 
 
@@ -137,11 +137,11 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
     """
     chunks = chunks.copy()
     for _ in range(weights.size):
-        held = weights[chunks]
-        load = held.sum(axis=1)
+        pairs = weights[chunks]
+        load = pairs.sum(axis=1)
         top = int(load.argmax())
         # Try all swaps at once: of the n-th chunk of the busiest rank with any chunk of any rank.
-        moved = held[top][:, None, None] - held  # [n of the busiest, rank, n of the rank]
+        moved = pairs[top][:, None, None] - pairs  # [n of the busiest, rank, n of the rank]
         after = np.maximum(load[top] - moved, load[:, None] + moved)
         n, rank, m = map(int, np.unravel_index(int(after.argmin()), after.shape))
         if after[n, rank, m] >= load[top]:

@@ -40,7 +40,7 @@ class Run(NamedTuple):
 class ChunkLayout:
     """Equal chunks of the sequence, assigned to ranks.
 
-    :func:`ring_core.balance_chunks` makes one that spreads the work of a mask evenly; results are
+    :func:`ring_core.balanced_layout` makes one that spreads the work of a mask evenly; results are
     exact with any. Frozen and hashable.
 
     >>> from ring_core import ChunkLayout, Layout
@@ -226,7 +226,7 @@ def check_layout(layout: LayoutSpec) -> LayoutSpec:
         try:
             check_choice("layout", layout, LAYOUTS)
         except ValueError as error:
-            raise ValueError(f"{error}, or what ring_core.balance_chunks returns") from None
+            raise ValueError(f"{error}, or what ring_core.balanced_layout returns") from None
     return layout
 
 

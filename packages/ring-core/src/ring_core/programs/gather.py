@@ -79,6 +79,8 @@ class GatherProgram:
         spans: The positions of the keys in the buffer, ascending.
         in_place: Work over the rank's own keys where they lie, which waits for nothing:
             ``k_start`` and ``k_stop`` count local indices.
+        splits: Rows that see own keys only may be in ``in_place``; otherwise all work is over the
+            buffer.
     """
 
     own: bool
@@ -87,6 +89,7 @@ class GatherProgram:
     waits_for: tuple[int, ...]
     spans: tuple[Interval, ...] = field(repr=False)
     in_place: tuple[WorkItem, ...] = ()
+    splits: bool = True
 
     @cached_property
     def length(self) -> int:
@@ -98,7 +101,7 @@ class GatherProgram:
         """Global index of each key of the buffer, int64 ``[length]``, ascending."""
         return np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
 
-    def is_early(self, fetch: Fetch) -> bool:
+    def is_before_last_item(self, fetch: Fetch) -> bool:
         """Return True if a backward is done with these keys before its last item.
 
         It runs the items in reverse, so the last one is ``items[0]``. The gradients of such keys
@@ -108,20 +111,20 @@ class GatherProgram:
         return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
 
     @cached_property
-    def fresh(self) -> tuple[tuple[slice, ...], ...]:
-        """Columns of each item that a backward has not yet written when it gets there.
+    def overwritten(self) -> tuple[tuple[slice, ...], ...]:
+        """Columns of each item that a backward overwrites: it has not written them before.
 
         It runs the items in reverse, so these are columns that no item behind it sees. There the
         item's dK/dV overwrite the buffer of gradients, which needs no zeros; elsewhere they are
         added.
         """
         written: list[Interval] = []
-        fresh = []
+        overwritten = []
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
-            fresh.append(tuple(slice(*span) for span in _subtract(columns, written)))
+            overwritten.append(tuple(slice(*span) for span in _subtract(columns, written)))
             written = union([*written, columns])
-        return tuple(reversed(fresh))
+        return tuple(reversed(overwritten))
 
     @cached_property
     def num_rows(self) -> int:
@@ -166,7 +169,9 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
     return (longest_gather(plan).length + keys) * kv_width * (itemsize + 4) / ring
 
 
-def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
+def gather_program(
+    plan: Plan, rank: int, *, own: bool = True, splits: bool = True
+) -> GatherProgram:
     """Return what a rank fetches and computes with the keys of all ranks, in one buffer.
 
     >>> from ring_core import Mask, gather_program, make_plan
@@ -179,6 +184,8 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
         rank: The rank.
         own: With ``False`` the buffer holds the keys of other ranks alone, and the items are the
             remote part of the rank's work; ``plan.items(rank, rank)`` is the rest.
+        splits: With ``False`` no work is done in place: where keys are few, copying the rank's own
+            into the buffer costs less than more launches.
 
     Returns:
         The program; equal arguments return the same object, from a bounded cache.
@@ -189,14 +196,15 @@ def gather_program(plan: Plan, rank: int, *, own: bool = True) -> GatherProgram:
     check_kind("plan", plan, Plan)
     check_index("rank", rank, plan.cp_size)
     check_kind("own", own, bool)
-    return _gather_program(plan, rank, own)
+    check_kind("splits", splits, bool)
+    return _gather_program(plan, rank, own, splits)
 
 
 @lru_cache(maxsize=_KEPT)
-def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
+def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherProgram:
     """Make the program; arguments are checked."""
     assert not gather_refusals(plan)
-    by_position, in_place, spans = _needed(plan, rank, own=own)
+    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -206,17 +214,17 @@ def _gather_program(plan: Plan, rank: int, own: bool) -> GatherProgram:
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
         # Columns that an earlier item needs are fetched already.
-        needed = [
+        item_fetches = [
             fetch
             for span in _subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
-        fetches += sorted(needed, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
+        fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
         fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
-        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place)
+        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits
     )
 
 
@@ -232,7 +240,7 @@ class Longest(NamedTuple):
     in_place: bool
 
 
-def longest_gather(plan: Plan) -> Longest:
+def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
     """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
 
     >>> from ring_core import Mask, longest_gather, make_plan
@@ -240,19 +248,22 @@ def longest_gather(plan: Plan) -> Longest:
     8
     """
     check_kind("plan", plan, Plan)
-    return _longest_gather(plan)
+    check_kind("splits", splits, bool)
+    return _longest_gather(plan, splits)
 
 
 @lru_cache(maxsize=_KEPT)
-def _longest_gather(plan: Plan) -> Longest:
+def _longest_gather(plan: Plan, splits: bool) -> Longest:
     """Compute the facts without making all ranks' fetches, as many as there are pairs of ranks."""
-    needed = [_needed(plan, rank, own=True) for rank in range(plan.cp_size)]
-    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
-    return Longest(max(sizes), any(in_place for _, in_place, _ in needed))
+    work_of_ranks = [
+        _work_and_keys(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)
+    ]
+    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
+    return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
 
 
-def _needed(
-    plan: Plan, rank: int, *, own: bool
+def _work_and_keys(
+    plan: Plan, rank: int, *, own: bool, splits: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """Return a rank's items over positions, its items in place, and the keys to gather.
 
@@ -265,7 +276,7 @@ def _needed(
         for span in _subtract(Interval(0, plan.kv_seq_len), left_out)
         for item in _items(plan, rank, span)
     ]
-    items, in_place = split_own_key_rows(plan, rank, items) if own else (items, [])
+    items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 
@@ -351,10 +362,10 @@ def _fetches(
         # The columns asked for that lie in this span, then the positions of their keys.
         inside = Interval(span_column, span_column + span.stop - span.start).within(columns)
         column_to_position = span.start - span_column
-        wanted = Interval(inside.start + column_to_position, inside.stop + column_to_position)
+        positions = Interval(inside.start + column_to_position, inside.stop + column_to_position)
         # Runs have equal lengths, so a division finds those that hold the keys.
-        for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
-            part = wanted.within(Interval(*_ends(run)))
+        for run, rank in runs[positions.start // length : -(-positions.stop // length)]:
+            part = positions.within(Interval(*_ends(run)))
             if part.start < part.stop:
                 to_local = run.local_start - run.global_start
                 yield Fetch(
@@ -393,12 +404,12 @@ def split_own_key_rows(
     """
     runs = _own_key_runs(plan, rank)
     tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
-    rest: list[WorkItem] = []
+    remaining: list[WorkItem] = []
     in_place: list[WorkItem] = []
     for item in items:
         own_parts = [(run, part) for run in runs if (part := _inside(item, run, tile))]
         if not own_parts:
-            rest.append(item)
+            remaining.append(item)
             continue
         ((run, part),) = own_parts  # a part is most of its item, so there are not two
         to_local = run.local_start - run.global_start
@@ -407,14 +418,16 @@ def split_own_key_rows(
         )
         # The rows above and below it still see keys of others.
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
-        rest += [side for side in sides if side is not None]
+        remaining += [side for side in sides if side is not None]
     parts = (
         span.within(Interval(*_ends(run)))
-        for span in union(Interval(item.k_start, item.k_stop) for item in rest)
+        for span in union(Interval(item.k_start, item.k_stop) for item in remaining)
         for run in runs
     )
-    needed = sum(part.stop - part.start for part in parts)
-    return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
+    num_still_needed = sum(part.stop - part.start for part in parts)
+    if 2 * num_still_needed > plan.k_layout.local_len:
+        return list(items), []
+    return remaining, in_place
 
 
 def _own_key_runs(plan: Plan, rank: int) -> list[Run]:

@@ -264,7 +264,7 @@ def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tupl
     """Divide a predicate's tiles into parts; return which show anything, and which everything.
 
     Args:
-        bits: The partial tiles of :attr:`ring_core.BlockGeometry.tiles`.
+        bits: The partial tiles of :attr:`ring_core.plan.tile_mask.BlockGeometry.tiles`.
         rows, columns: Sizes of a part, which divide 128.
 
     Returns:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import TILE
+from ring_core.base.arguments import TILE
 from ring_core.base.config import EVERYTHING
 from ring_jax.dropout import dropout_keep
 from ring_jax.kernels.block_index import Bounds, item_bounds, shown_in_blocks

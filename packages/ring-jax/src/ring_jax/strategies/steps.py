@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import RingProgram, Stage
+from ring_core import RingProgram
 from ring_core.base.arguments import not_none
+from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
 from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
@@ -178,7 +179,7 @@ class StepRunner:
             The queries that this device is to help with, zeros on ranks that help nobody; ``None``
             if no rank helps in the stage.
         """
-        if stage is None or not stage.helps:
+        if stage is None or not stage.offloads:
             return None
         part = step_table(self.call.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)

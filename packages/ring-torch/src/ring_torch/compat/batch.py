@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_torch.comm.ranks import Group
-from ring_torch.compat.call import Options, attend_batch, kvpacked, qkvpacked
+from ring_torch.compat.call import FlashAttnOptions, attend_batch, kvpacked, qkvpacked
 
 
 def ring_flash_attn_func(
@@ -59,7 +59,7 @@ def ring_flash_attn_func(
     """
     return attend_batch(
         "contiguous", q, k, v,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),
@@ -91,7 +91,7 @@ def zigzag_ring_flash_attn_func(
     """
     return attend_batch(
         "zigzag", q, k, v,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),
@@ -123,7 +123,7 @@ def stripe_flash_attn_func(
     """
     return attend_batch(
         "striped", q, k, v,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),

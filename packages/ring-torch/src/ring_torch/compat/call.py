@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutName, checks
-from ring_torch.autograd import RingAttention
+from ring_torch.autograd import AttentionFunction
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.options import CallOptions, Window
@@ -20,7 +20,7 @@ from ring_torch.records import GIVEN, Inputs
 _TOKENS = {1: "T_local", 2: "B, T_local"}  # dimensions before the one along which K, V are stacked
 
 
-class Options(NamedTuple):
+class FlashAttnOptions(NamedTuple):
     """Arguments that every function of ring_flash_attn has, with their values in a call."""
 
     dropout_p: float
@@ -34,11 +34,11 @@ class Options(NamedTuple):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_batch(
-    layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options, group: Group
+    layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions, group: Group
 ) -> Any:
     """Compute attention of shards ``[B, T_local, H, D]`` in a layout."""
     call, inputs = checked(ranks_of(group), layout, q, k, v, options)
-    return as_asked(*run(call, inputs), options)
+    return as_requested(*run_call(call, inputs), options)
 
 
 def checked(
@@ -47,7 +47,7 @@ def checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: Options,
+    options: FlashAttnOptions,
     cu_seqlens: tuple[int, ...] | None = None,
 ) -> tuple[Call, Inputs]:
     """Check the arguments of a call, and return the call with its inputs. Nothing is sent.
@@ -73,17 +73,17 @@ def checked(
     )  # fmt: skip
 
 
-def run(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def run_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Run a checked call, and return ``out`` and ``lse``, the latter without a gradient.
 
     A gradient through ``lse`` would rule out fused kernels, and no caller of ring_flash_attn has
     one.
     """
-    out, lse = RingAttention.apply(call, *inputs[:GIVEN])
+    out, lse = AttentionFunction.apply(call, *inputs[:GIVEN])
     return out, lse.detach()
 
 
-def as_asked(out: Tensor, lse: Tensor, options: Options) -> Any:
+def as_requested(out: Tensor, lse: Tensor, options: FlashAttnOptions) -> Any:
     """Return ``out``, or ``(out, lse, None)`` if ``return_attn_probs`` was set."""
     return (out, lse, None) if options.return_attn_probs else out
 
@@ -175,11 +175,15 @@ def qkvpacked[**P](
     return packed
 
 
-def _set_signature(packed: Any, function: Any, kind: str, words: str) -> None:
+def _set_signature(packed: Any, function: Any, variant: str, description: str) -> None:
     """Set the signature, name and docstring of a packed function, for ``help`` and ``inspect``."""
-    own = [x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-    whole = signature(function)
-    packed.__signature__ = whole.replace(parameters=[*own, *list(whole.parameters.values())[3:]])
-    packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{kind}_func")
-    packed.__doc__ = f"Call :func:`{function.__name__}` with {words}."
+    packed_parameters = [
+        x for x in signature(packed).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
+    ]
+    original = signature(function)
+    packed.__signature__ = original.replace(
+        parameters=[*packed_parameters, *list(original.parameters.values())[3:]]
+    )
+    packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{variant}_func")
+    packed.__doc__ = f"Call :func:`{function.__name__}` with {description}."
     packed.__module__ = function.__module__

@@ -18,7 +18,14 @@ from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Ints, Relayout, relayout_between
 from ring_torch.comm.store import CallSignature
-from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
+from ring_torch.compat.call import (
+    FlashAttnOptions,
+    as_requested,
+    checked,
+    kvpacked,
+    qkvpacked,
+    run_call,
+)
 from ring_torch.records import Inputs
 
 #: Tokens a rank from which a document gets a call of its own. On two H200 (32 query heads, 8
@@ -84,7 +91,7 @@ def ring_flash_attn_varlen_func(
     """
     return attend_documents(
         "contiguous", q, k, v, cu_seqlens, max_seqlen,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),
@@ -118,7 +125,7 @@ def zigzag_ring_flash_attn_varlen_func(
     """
     return attend_documents(
         "zigzag", q, k, v, cu_seqlens, max_seqlen,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),
@@ -131,7 +138,7 @@ zigzag_ring_flash_attn_varlen_qkvpacked_func = qkvpacked(zigzag_ring_flash_attn_
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SharedCall:
     """Documents that share a ring attention call, and that call.
 
     Attributes:
@@ -155,7 +162,7 @@ def attend_documents(
     v: Tensor,
     cu_seqlens: Tensor | Sequence[int],
     max_seqlen: int | Tensor,
-    options: Options,
+    options: FlashAttnOptions,
     group: Group,
 ) -> Any:
     """Compute attention of shards ``[T_local, H, D]`` that hold a piece of every document.
@@ -181,20 +188,23 @@ def attend_documents(
             f"{2 * ring.size} tokens"
         )
     # Check all calls before any of them sends.
-    parts = [_part(ring, layout, q, k, v, options, spans) for spans in _shared(ring, offsets)]
-    answers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    shared_calls = [
+        _shared_call(ring, layout, q, k, v, options, spans)
+        for spans in _spans_by_call(ring, offsets)
+    ]
+    results: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     # Run the calls one after the other, and cut each result into the pieces of its documents ...
-    for part in parts:
-        out, lse = _attend(ring, layout, part, options)
-        sizes = [stop - start for start, stop in part.spans]
-        pieces = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
-        answers |= dict(zip(part.spans, pieces, strict=True))
+    for shared_call in shared_calls:
+        out, lse = _attend(ring, layout, shared_call, options)
+        sizes = [stop - start for start, stop in shared_call.spans]
+        outputs = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
+        results |= dict(zip(shared_call.spans, outputs, strict=True))
     # ... which are joined in the order of this rank's tokens.
-    outs, lses = zip(*(answers[span] for span in sorted(answers)), strict=True)
-    return as_asked(torch.cat(outs), torch.cat(lses, dim=1), options)
+    outs, lses = zip(*(results[span] for span in sorted(results)), strict=True)
+    return as_requested(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
-def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+def _spans_by_call(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
     """Return the documents of each call: long ones alone, all short ones together."""
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
     if ring.size == 1 or len(spans) < 2:
@@ -203,10 +213,10 @@ def _shared(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int]
     return [(span,) for span in spans if span not in short] + ([short] if short else [])
 
 
-def _part(
-    ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: Options,
+def _shared_call(
+    ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
     spans: tuple[tuple[int, int], ...],
-) -> _Part:  # fmt: skip
+) -> _SharedCall:  # fmt: skip
     """Check the call of some documents, and return it with their pieces joined.
 
     Documents of more than one become a sequence with ``cu_seqlens``.
@@ -219,22 +229,24 @@ def _part(
         q, k, v = (torch.cat([x[slice(*span)] for span in spans]) for x in (q, k, v))
         documents = tuple(ring.size * offset for offset in offsets)
     call, inputs = checked(ring, layout, q[None], k[None], v[None], options, documents)
-    return _Part(spans, offsets, call, inputs)
+    return _SharedCall(spans, offsets, call, inputs)
 
 
 def _attend(
-    ring: Ranks, layout: LayoutName, part: _Part, options: Options
+    ring: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
 ) -> tuple[Tensor, Tensor]:
     """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
-    call, inputs = part.call, part.inputs
-    if ring.size == 1 or len(part.spans) == 1:  # no exchange: the rows are in layout order already
-        out, lse = run(call, inputs)
+    call, inputs = shared_call.call, shared_call.inputs
+    if (
+        ring.size == 1 or len(shared_call.spans) == 1
+    ):  # no exchange: the rows are in layout order already
+        out, lse = run_call(call, inputs)
         return out[0], lse[0]
-    moves = _moves(ring, layout, part.offsets, call.device)
-    words = call.forward_signature.fields | {
+    moves = _moves(ring, layout, shared_call.offsets, call.device)
+    fields = call.forward_signature.fields | {
         "pass": "exchange", "documents split": layout, "lse": options.return_attn_probs,
     }  # fmt: skip
-    signature = CallSignature.of(words, "exchange")
+    signature = CallSignature.of(fields, "exchange")
     guard = partial(with_peer_errors, ring, call.number, signature)
     # Before rows are exchanged, check that all ranks make this call with the same documents.
     with guard():
@@ -245,12 +257,12 @@ def _attend(
     widths = [x.shape[2] * x.shape[3] for x in qkv]
     moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)
     q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
-    out, lse = run(call, inputs._replace(q=q, k=k, v=v))
+    out, lse = run_call(call, inputs._replace(q=q, k=k, v=v))
     # Move the rows of the result back to the ranks that hold their documents' pieces.
-    back = moves.back()
+    move_back = moves.inverse()
     return (
-        back(out[0], guard),
-        back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0],
+        move_back(out[0], guard),
+        move_back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0],
     )
 
 
@@ -276,16 +288,16 @@ def offsets_of(
         cu_seqlens = cu_seqlens.tolist()
     offsets = tuple(cu_seqlens)
     if not all(isinstance(offset, int | np.integer) for offset in offsets):
-        raise ValueError(f"{name} must be integers, got {_shown(offsets)}")
+        raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
     if len(offsets) < 2 or offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0 and end a document, got {_shown(offsets)}")
+        raise ValueError(f"{name} must start at 0 and end a document, got {_shortened(offsets)}")
     if tokens is not None and offsets[-1] != tokens:
         raise ValueError(
-            f"{name} must end at the {tokens} tokens of this rank, got {_shown(offsets)}; "
+            f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "
             f"tokens that belong to no document can be one of their own"
         )
     if any(stop < start for start, stop in pairwise(offsets)):
-        raise ValueError(f"{name} must be ascending, got {_shown(offsets)}")
+        raise ValueError(f"{name} must be ascending, got {_shortened(offsets)}")
     return offsets
 
 
@@ -354,14 +366,17 @@ def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: 
     """
     starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
     start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
-    pieces = _chunks_a_rank(layout)
-    run, inside = np.divmod(np.arange(offsets[-1]) - start, length // pieces)
+    chunks_per_rank = _chunks_a_rank(layout)
+    chunk, offset = np.divmod(np.arange(offsets[-1]) - start, length // chunks_per_rank)
     chunks = np.stack(
-        [Layout(layout, pieces * cp_size, cp_size).positions(rank) for rank in range(cp_size)]
+        [
+            Layout(layout, chunks_per_rank * cp_size, cp_size).positions(rank)
+            for rank in range(cp_size)
+        ]
     )
-    return cp_size * start + chunks[:, run] * (length // pieces) + inside
+    return cp_size * start + chunks[:, chunk] * (length // chunks_per_rank) + offset
 
 
-def _shown(offsets: tuple[int, ...]) -> str:
+def _shortened(offsets: tuple[int, ...]) -> str:
     """Return offsets as text for messages, shortened if there are many."""
     return str(offsets) if len(offsets) < 9 else f"({offsets[0]}, ..., {offsets[-1]})"

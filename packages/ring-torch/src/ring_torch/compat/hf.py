@@ -166,11 +166,11 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ours = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    if not isinstance(ours, RingFlashAttention):
+    attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    if not isinstance(attention, RingFlashAttention):
         raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) before")
     ring = ranks_of(process_group)
-    if ring != ranks_of(ours.group):
+    if ring != ranks_of(attention.group):
         raise ValueError("process_group is not the one that substitute_hf_flash_attn was given")
     documents = offsets_of("cu_seqlens", cu_seqlens)
     if documents[-1] % ring.size:
@@ -178,23 +178,23 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
             f"cu_seqlens ends at {documents[-1]}, which {ring.size} ranks cannot share equally; add "
             f"a document of {-documents[-1] % ring.size} tokens of padding"
         )
-    ours.documents = documents
+    attention.documents = documents
     # Again, as kernels from the hub are registered when a model is loaded.
-    _install(ours)
+    _install(attention)
 
 
-def _install(ours: RingFlashAttention) -> None:
+def _install(attention: RingFlashAttention) -> None:
     """Register ring attention under every name that transformers has for flash attention."""
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name in list(ALL_ATTENTION_FUNCTIONS):
-        found = ALL_ATTENTION_FUNCTIONS[name]
-        if found is flash_attention_forward or isinstance(found, RingFlashAttention):
-            ALL_ATTENTION_FUNCTIONS.register(name, ours)
+        registered = ALL_ATTENTION_FUNCTIONS[name]
+        if registered is flash_attention_forward or isinstance(registered, RingFlashAttention):
+            ALL_ATTENTION_FUNCTIONS.register(name, attention)
             # An entry that was set on the instance hides the registered one.
-            if ALL_ATTENTION_FUNCTIONS[name] is not ours:
-                ALL_ATTENTION_FUNCTIONS[name] = ours
+            if ALL_ATTENTION_FUNCTIONS[name] is not attention:
+                ALL_ATTENTION_FUNCTIONS[name] = attention
     # Some models import the flash attention function itself. Ring attention cannot stand in for
     # that, so it is replaced by an error.
     for name, module in list(sys.modules.items()):

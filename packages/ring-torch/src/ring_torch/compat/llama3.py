@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ring_core import UnsupportedError, checks
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.compat.call import Options, as_asked, checked, kvpacked, qkvpacked, run
+from ring_torch.compat.call import (
+    FlashAttnOptions,
+    as_requested,
+    checked,
+    kvpacked,
+    qkvpacked,
+    run_call,
+)
 from ring_torch.compat.documents import check_longest, check_shards, check_slopes, offsets_of
 
 
@@ -109,11 +116,11 @@ def _prepare_on_host(
         torch.tensor(offsets, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         for offsets in (prepared.cu_seqlens_q, prepared.cu_seqlens_k)
     )
-    at = DocumentSlice(start)
-    at.prepared, at.tensors = prepared, ((q, _version(q)), (k, _version(k)))
+    slice_start = DocumentSlice(start)
+    slice_start.prepared, slice_start.tensors = prepared, ((q, _version(q)), (k, _version(k)))
     return (
         q, k, _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k),
-        slice(at, prepared.stop),
+        slice(slice_start, prepared.stop),
     )  # fmt: skip
 
 
@@ -185,7 +192,7 @@ def llama3_flash_attn_varlen_func(
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
         local_k_slice,
-        Options(
+        FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs,
         ),
@@ -202,16 +209,16 @@ def _prepared(
 ) -> tuple[Prepared, int]:
     """Return the offsets that a rank needs, and the start of its slice of keys."""
     share = documents[-1] // world_size
-    first, last = rank * share, (rank + 1) * share
+    first_token, end = rank * share, (rank + 1) * share
     # Keys start with the document that this rank's first token is in. They end with this rank's
     # last token if causal, else with the document that it is in.
-    left, right = bisect_left(documents, first), bisect_left(documents, last)
-    left -= documents[left] != first
+    left, right = bisect_left(documents, first_token), bisect_left(documents, end)
+    left -= documents[left] != first_token
     inner, start = documents[left + 1 : right], documents[left]
-    stop = last if causal else documents[right]
+    stop = end if causal else documents[right]
     return Prepared(
         documents, causal, rank, world_size,
-        cu_seqlens_q=(0, *(offset - first for offset in inner), share),
+        cu_seqlens_q=(0, *(offset - first_token for offset in inner), share),
         cu_seqlens_k=(0, *(offset - start for offset in inner), stop - start),
         stop=stop,
     ), start  # fmt: skip
@@ -226,27 +233,39 @@ def _longest(offsets: tuple[int, ...]) -> int:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,
-    local_k_slice: slice, options: Options, group: Group,
+    local_k_slice: slice, options: FlashAttnOptions, group: Group,
 ) -> Any:  # fmt: skip
     """Compute attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
     ring = ranks_of(group)
     check_shards(q, k, v)
-    at = _checked_start(local_k_slice, ring, causal=options.causal)
-    for name, tensor, longest, offsets, (known, version) in (
-        ("q", cu_seqlens_q, max_seqlen_q, at.prepared.cu_seqlens_q, at.tensors[0]),
-        ("k", cu_seqlens_k, max_seqlen_k, at.prepared.cu_seqlens_k, at.tensors[1]),
+    slice_start = _checked_start(local_k_slice, ring, causal=options.causal)
+    for name, tensor, longest, offsets, (returned, version) in (
+        (
+            "q",
+            cu_seqlens_q,
+            max_seqlen_q,
+            slice_start.prepared.cu_seqlens_q,
+            slice_start.tensors[0],
+        ),
+        (
+            "k",
+            cu_seqlens_k,
+            max_seqlen_k,
+            slice_start.prepared.cu_seqlens_k,
+            slice_start.tensors[1],
+        ),
     ):
         # Compare values only if the tensor is not the one returned, or was written to since: a
         # comparison would wait for the GPU.
-        if tensor is not known or version is None or version != _version(tensor):
+        if tensor is not returned or version is None or version != _version(tensor):
             _check_same(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])
-    documents = at.prepared.documents
+    documents = slice_start.prepared.documents
     check_slopes(options.alibi_slopes, len(documents) - 1)
     call, inputs = checked(ring, "contiguous", q[None], k[None], v[None], options, documents)
-    out, lse = run(call, inputs)
-    return as_asked(out[0], lse[0], options)
+    out, lse = run_call(call, inputs)
+    return as_requested(out[0], lse[0], options)
 
 
 def check_stride(heads_k_stride: int, heads: int) -> None:
@@ -269,13 +288,13 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
         ValueError: It was prepared for another call.
         UnsupportedError: It does not come from the preparing function.
     """
-    at = local_k_slice.start if isinstance(local_k_slice, slice) else None
-    if not isinstance(at, DocumentSlice):
+    slice_start = local_k_slice.start if isinstance(local_k_slice, slice) else None
+    if not isinstance(slice_start, DocumentSlice):
         raise UnsupportedError(
             f"local_k_slice={local_k_slice!r} does not say where documents of other ranks begin; "
             f"pass the one that ring_torch.compat.llama3_flash_attn_prepare_cu_seqlens returns"
         )
-    prepared = at.prepared
+    prepared = slice_start.prepared
     facts = {
         "causal": (prepared.causal, causal), "rank": (prepared.rank, ring.rank),
         "world_size": (prepared.world_size, ring.size), "stop": (local_k_slice.stop, prepared.stop),
@@ -286,16 +305,16 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
             f"local_k_slice={local_k_slice!r} was prepared for another call: {', '.join(wrong)}; call "
             f"llama3_flash_attn_prepare_cu_seqlens for this one"
         )
-    return at
+    return slice_start
 
 
-def _check_same(name: str, given: Tensor, expected: tuple[int, ...]) -> None:
+def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Check that offsets are those of ``local_k_slice``.
 
     Raises:
         ValueError: They are not.
     """
-    offsets = tuple(given.tolist()) if isinstance(given, Tensor) and given.ndim == 1 else given
+    offsets = tuple(tensor.tolist()) if isinstance(tensor, Tensor) and tensor.ndim == 1 else tensor
     if offsets != expected:
         raise ValueError(
             f"{name} is {offsets!r}, but that of local_k_slice is {expected}; pass both as "

@@ -23,7 +23,13 @@ from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call
 from ring_torch.capture import as_own
 from ring_torch.comm.ranks import Ranks, ranks_of
-from ring_torch.compiled.static import group_fields, ranks_named, read, written
+from ring_torch.compiled.static import (
+    as_documents,
+    from_json,
+    group_fields,
+    ranks_named,
+    to_json,
+)
 from ring_torch.derivatives import check_backward, refuse_batch
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
@@ -55,10 +61,10 @@ def attend_in_graph(
     tensors: list[Tensor] = [q, k, v]
     numbers: list[int] = []
     fields = [
-        written(x, tensors, numbers if name in _VARYING else None)
+        to_json(x, tensors, numbers if name in _VARYING else None)
         for name, x in zip(CallOptions._fields, _as_operands(options), strict=True)
     ]
-    text = static_text(group, written(layout), fields, grad, bias_grad)
+    text = static_text(group, to_json(layout), fields, grad, bias_grad)
     out, lse, _ = attention(tensors, numbers, text)
     return out, lse
 
@@ -98,18 +104,8 @@ def _as_operands(options: CallOptions) -> CallOptions:
             )
         if window[0] is None and window[1] is None:
             options = options._replace(window=None)
-    is_sequence = isinstance(documents, (tuple, list))
-    offsets: Any = documents
-    if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
-        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
-    if offsets is not None and not is_sequence:
-        array = torch.as_tensor(offsets)
-        if array.device.type != "cpu":
-            raise ValueError(
-                "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
-            )
-        own: Any = array.clone()  # the caller may write to the given one before the graph runs
-        options = options._replace(cu_seqlens=own)
+    if documents is not None:
+        options = options._replace(cu_seqlens=as_documents(documents))
     if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
         halves: Any = (seed & _LOW, seed >> 32)
         options = options._replace(dropout_seed=halves)
@@ -126,7 +122,7 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
 
     Args:
         group: Process group of the call.
-        layout: Layout, as :func:`ring_torch.compiled.static.written` returns it.
+        layout: Layout, as :func:`ring_torch.compiled.static.to_json` returns it.
         options: Options, likewise.
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
@@ -142,12 +138,12 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
     return json.dumps(facts)
 
 
-class _Static(NamedTuple):
+class _StaticCall(NamedTuple):
     """Constant part of a call, read from its text.
 
     Attributes:
         group: Name of the process group; ``None`` for no group.
-        place: This rank and the number of ranks when the graph was traced.
+        rank_and_size: This rank and the number of ranks when the graph was traced.
         layout: Layout of the call.
         fields: Options, as they were written.
         grad: True if the call needs gradients.
@@ -155,7 +151,7 @@ class _Static(NamedTuple):
     """
 
     group: str | None
-    place: tuple[int, int]
+    rank_and_size: tuple[int, int]
     layout: LayoutSpec
     fields: list[Any]
     grad: bool
@@ -168,11 +164,11 @@ class _Static(NamedTuple):
         Raises:
             ValueError: The group is gone, or has other ranks.
         """
-        return ranks_named(self.group, self.place)
+        return ranks_named(self.group, self.rank_and_size)
 
     def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
         """Return the options with their tensors and numbers; zeros for unknown numbers."""
-        options = CallOptions(*[read(x, tensors, numbers) for x in self.fields])
+        options = CallOptions(*[from_json(x, tensors, numbers) for x in self.fields])
         halves: Any = options.dropout_seed
         if isinstance(halves, tuple):
             options = options._replace(dropout_seed=halves[1] << 32 | halves[0])
@@ -186,17 +182,17 @@ class _Static(NamedTuple):
 
     def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the tensors that get gradients: q, k, v, sinks, a trained bias."""
-        places: Any = self.options(range(len(tensors)), None)
-        bias = places.bias if self.bias_grad else None
-        return [0, 1, 2, *(n for n in (places.sinks, bias) if n is not None)]
+        indices: Any = self.options(range(len(tensors)), None)
+        bias = indices.bias if self.bias_grad else None
+        return [0, 1, 2, *(n for n in (indices.sinks, bias) if n is not None)]
 
 
 @lru_cache(maxsize=256)
-def _read(text: str) -> _Static:
+def _static_call(text: str) -> _StaticCall:
     """Return the constant part of a call from its text; cached."""
     facts: dict[str, Any] = json.loads(text)
-    return _Static(
-        facts["group"], tuple(facts["ranks"]), read(facts["layout"]), facts["options"],
+    return _StaticCall(
+        facts["group"], tuple(facts["ranks"]), from_json(facts["layout"]), facts["options"],
         facts["grad"], facts["bias_grad"],
     )  # fmt: skip
 
@@ -240,14 +236,16 @@ def _call(
         number: Number of the call on its group.
         check: In a backward, ``every`` and ``checked`` of its forward.
     """
-    static, (q, k, v) = _read(text), tensors[:3]
+    static, (q, k, v) = _static_call(text), tensors[:3]
     options = static.options(tensors, numbers)
 
     def checked(options: CallOptions) -> tuple[Call, Inputs]:
         """Return the checked call with these options."""
-        given: Any = options.mask  # anything in it is refused: the trace has taken a Mask apart
+        given_mask: Any = (
+            options.mask
+        )  # anything in it is refused: the trace has taken a Mask apart
         mask = checks.check_mask(
-            given, causal=options.causal, window=options.window,
+            given_mask, causal=options.causal, window=options.window,
             chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
         )  # fmt: skip
         options = _widest(options)._replace(causal=False, mask=mask)
@@ -258,8 +256,8 @@ def _call(
 
     if numbers is None:
         return checked(_widest(options))
-    named = (strategy_config(options.strategy, strategy_names()).name, options.transport)
-    if not static.plan_known and "auto" in named:
+    names = (strategy_config(options.strategy, strategy_names()).name, options.transport)
+    if not static.plan_known and "auto" in names:
         widest = checked(_widest(options))[0]
         options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
     return checked(options)
@@ -275,16 +273,16 @@ def attention(
     tensors: Sequence[Tensor], numbers: Sequence[int], text: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute a call's ``(out, lse)``, and the tensors that its backward needs."""
-    static = _read(text)
+    static = _static_call(text)
     call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
     # This call may save fewer tensors than the trace has promised: fill up with empty ones.
-    rest = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    extra = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     if call.needs_grad:
-        rest.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
+        extra.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
     # torch requires that results share no memory with each other or with inputs.
-    return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *rest]
+    return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *extra]
 
 
 @attention.register_fake
@@ -303,7 +301,7 @@ def _attention_like(
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
-    shapes = saved_shapes(call, inputs, plan_known=_read(text).plan_known)
+    shapes = saved_shapes(call, inputs, plan_known=_static_call(text).plan_known)
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
         saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
@@ -329,8 +327,8 @@ def attention_backward(
     (dout, dlse), (out, lse, *saved, identity) = grads, results
     forward = _Identity(*identity.tolist())
     call, inputs = _call(text, tensors, numbers, forward.number, (forward.every, forward.checked))
-    found = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
-    return [as_own(grad) for grad in found if grad is not None]
+    input_grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
+    return [as_own(grad) for grad in input_grads if grad is not None]
 
 
 @attention_backward.register_fake
@@ -340,8 +338,8 @@ def _attention_backward_like(
 ) -> list[Tensor]:  # fmt: skip
     """Return tensors of the gradients' shapes and dtypes, while a graph is traced."""
     del grads, results, numbers
-    places = _read(text).differentiable(tensors)
-    return [tensors[n].new_empty(tensors[n].shape) for n in places]
+    indices = _static_call(text).differentiable(tensors)
+    return [tensors[n].new_empty(tensors[n].shape) for n in indices]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
@@ -358,10 +356,12 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
     check_backward(dout, dlse)
     saved = ctx.saved_tensors  # read once, as activation checkpointing requires
     tensors, results = list(saved[: ctx.count]), list(saved[ctx.count :])
-    found = attention_backward([dout, dlse], results, tensors, ctx.numbers, ctx.text)
+    input_grads = attention_backward([dout, dlse], results, tensors, ctx.numbers, ctx.text)
     grads: list[Tensor | None] = [None] * ctx.count
-    for place, grad in zip(_read(ctx.text).differentiable(tensors), found, strict=True):
-        grads[place] = grad
+    for index, grad in zip(
+        _static_call(ctx.text).differentiable(tensors), input_grads, strict=True
+    ):
+        grads[index] = grad
     # torch takes an empty list of numbers for a list of tensors, and wants a list of gradients.
     return grads, None if ctx.numbers else [], None
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -28,7 +30,7 @@ _RECORDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
+def to_json(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
     """Return a layout or an option in a form that JSON can store.
 
     It runs in the graph's trace, as torch 2.11 accepts no object of our classes as a constant.
@@ -47,31 +49,52 @@ def written(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | No
     if isinstance(x, Tensor) and tensors is not None:
         return _placed("tensor", x, tensors)
     if isinstance(x, (tuple, list)):
-        return [written(y, tensors, numbers) for y in x]
-    for kind, record in _RECORDS.items():
+        return [to_json(y, tensors, numbers) for y in x]
+    for key, record in _RECORDS.items():
         if isinstance(x, record):
-            return {kind: [written(getattr(x, name)) for name in record.__match_args__]}
+            return {key: [to_json(getattr(x, name)) for name in record.__match_args__]}
     return x
 
 
-def _placed(kind: str, x: Any, found: list[Any]) -> dict[str, int]:
+def as_documents(offsets: Any) -> Any:
+    """Return ``cu_seqlens`` as an operation takes them: a sequence of integers, or a tensor.
+
+    It is traced, so it must not look at the value of a number.
+
+    Raises:
+        ValueError: They are in an array that the host does not know.
+    """
+    is_sequence = isinstance(offsets, (tuple, list))
+    if is_sequence and any(isinstance(x, (np.ndarray, np.generic, Tensor)) for x in offsets):
+        offsets, is_sequence = torch.stack([torch.as_tensor(x) for x in offsets]), False
+    if is_sequence:
+        return offsets
+    array = torch.as_tensor(offsets)
+    if array.device.type != "cpu":
+        raise ValueError(
+            "cu_seqlens must be known on the host: pass cu_seqlens.cpu(), or segment_ids"
+        )
+    return array.clone()  # the caller may write to the given one before the graph runs
+
+
+def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:
     """Add a value to a list, and return its kind and its index in the list."""
-    found.append(x)
-    return {kind: len(found) - 1}
+    values.append(x)
+    return {kind: len(values) - 1}
 
 
-def read(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
+def from_json(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
     """Return a written value with its tensors and numbers; zeros for unknown numbers."""
     if isinstance(x, list):
-        return tuple([read(y, tensors, numbers) for y in x])
+        return tuple([from_json(y, tensors, numbers) for y in x])
     if not isinstance(x, dict):
         return x
-    ((kind, value),) = x.items()
-    if kind == "tensor":
+    ((key, value),) = x.items()
+    if key == "tensor":
         return tensors[value]
-    if kind == "number":
+    if key == "number":
         return 0 if numbers is None else numbers[value]
-    return float.fromhex(value) if kind == "float" else _RECORDS[kind](*read(value))
+    return float.fromhex(value) if key == "float" else _RECORDS[key](*from_json(value))
 
 
 def group_fields(ranks: Ranks) -> dict[str, Any]:
@@ -80,11 +103,11 @@ def group_fields(ranks: Ranks) -> dict[str, Any]:
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
-def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
+def ranks_named(name: str | None, rank_and_size: tuple[int, int]) -> Ranks:
     """Return the ranks of the group of a name, as :func:`group_fields` wrote it.
 
     Raises:
-        ValueError: The group is gone, or has other ranks than ``place`` says.
+        ValueError: The group is gone, or has other ranks than ``rank_and_size`` says.
     """
     group: Any = None
     try:
@@ -94,6 +117,6 @@ def ranks_named(name: str | None, place: tuple[int, int]) -> Ranks:
         ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-    if (ranks.rank, ranks.size) != place:
+    if (ranks.rank, ranks.size) != rank_and_size:
         raise ValueError(_OTHER_GROUP)
     return ranks

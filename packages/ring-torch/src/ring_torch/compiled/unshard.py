@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_core import LayoutSpec
 from ring_torch.comm.ranks import ranks_of
-from ring_torch.compiled.static import group_fields, ranks_named, read, written
+from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
 from ring_torch.derivatives import refuse_batch
 from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 
@@ -24,7 +24,7 @@ def unshard_in_graph(
         ValueError: ``x`` has no such dimension, or ``grad`` is malformed or missing.
     """
     check_dim(x, dim)
-    text = _unshard_text(group, written(layout), dim % x.ndim, grad, check_grad(x, grad))
+    text = _unshard_text(group, to_json(layout), dim % x.ndim, grad, check_grad(x, grad))
     whole: Tensor = unshard(x, text)
     return whole
 
@@ -50,7 +50,7 @@ def _unsharding(text: str) -> Unsharding:
     ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
     return Unsharding(
         ranks,
-        read(facts["layout"]),
+        from_json(facts["layout"]),
         facts["dim"],
         facts["grad"],
         facts["needs_grad"],

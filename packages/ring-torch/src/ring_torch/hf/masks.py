@@ -14,8 +14,8 @@ from transformers import masking_utils
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.check import SERVED_LAYERS
+from ring_torch.hf.models.placeholders import AnyDevice, CrossMask, Placeholder, ShardedMask
 from ring_torch.hf.models.releases import lacks
-from ring_torch.hf.models.sealed import AnyDevice, CrossMask, Sealed, ShardedMask
 
 MaskFunction = Callable[..., Any]
 
@@ -52,7 +52,7 @@ class LayerMask(AnyDevice):
     chunk_size: int | None = None
     keys: ShardedMask | None = None
 
-    _words = (
+    _refusal = (
         "ring attention has no mask that could be read or changed: a layer of this model does more "
         "with its attention_mask than hand it to the attention function, which is not supported"
     )
@@ -83,13 +83,13 @@ class LayerMask(AnyDevice):
         return None, (torch.zeros(self.batch.shape, dtype=torch.int32, device=device), padding)
 
 
-class NoMask(Sealed):
+class NoMask(Placeholder):
     """Stand-in for an absent attention mask, which raises an error when a layer reads it.
 
     Layers that use no mask can still run with it.
     """
 
-    _words = _NO_SHARD.format("no attention_mask")
+    _refusal = _NO_SHARD.format("no attention_mask")
 
 
 def ring_mask(
@@ -214,8 +214,8 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
     if size is not None:
         if _is_same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
             return True, (size - 1, 0)
-        both = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
-        if both is not None and _is_same(mask_function, both(size)):
+        bidirectional = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+        if bidirectional is not None and _is_same(mask_function, bidirectional(size)):
             return False, (size, size)
     raise UnsupportedError(
         "the model asks for a mask other than causal, bidirectional or sliding attention (chunks, or "
@@ -223,18 +223,18 @@ def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple
     )
 
 
-def _is_same(one: object, other: object) -> bool:
+def _is_same(a: object, b: object) -> bool:
     """Return True if two functions have the same code and enclose equal values, recursively.
 
     Tensors are equal only if they are one object.
     """
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ is other.__code__ and _is_same(_inner_values(one), _inner_values(other))
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    return type(one) is type(other) and one == other
+    if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+        return a.__code__ is b.__code__ and _is_same(_inner_values(a), _inner_values(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return type(a) is type(b) and a == b
 
 
 def _inner_values(function: FunctionType) -> tuple[object, ...]:

@@ -15,12 +15,12 @@ from ring_torch.hf.models.check import (
     has_router_loss,
     is_of_transformers,
     report_of,
-    text_parts,
+    text_modules,
     towers,
     unwrapped,
     wrappers,
 )
-from ring_torch.hf.models.classes import has_attention, has_written_attention, name_of
+from ring_torch.hf.models.classes import has_attention, has_eager_attention, name_of
 from ring_torch.hf.models.code import forward_of
 from ring_torch.hf.models.hooks import (
     Logits,
@@ -215,19 +215,20 @@ def _trainer(
     check_trainer(trainer, logits)
     # TRL's frozen reference model, if there is one, sees the same split sequences.
     models = trainer.model, getattr(trainer, "ref_model", None)
-    done: list[Callable[[], object]] = []
+    undo_functions: list[Callable[[], object]] = []
     try:
-        done.extend(_model(x, cp, logits, "mean").remove for x in models if x is not None)
-        if (before := trainer_hooks_of(trainer)) is not None:
-            assert isinstance(before.owner, Handle)
-            return before.owner
-        found = hooks_of(trainer.model)
-        assert found is not None
-        hooks = TrainerHooks(trainer, found)
-        assert isinstance(found.owner, Handle)
-        handle = hooks.owner = Handle([*done, *hooks.install()], found.owner._target)  # noqa: SLF001
+        undo_functions.extend(_model(x, cp, logits, "mean").remove for x in models if x is not None)
+        if (existing := trainer_hooks_of(trainer)) is not None:
+            assert isinstance(existing.owner, Handle)
+            return existing.owner
+        model_hooks = hooks_of(trainer.model)
+        assert model_hooks is not None
+        hooks = TrainerHooks(trainer, model_hooks)
+        assert isinstance(model_hooks.owner, Handle)
+        target = model_hooks.owner._target  # noqa: SLF001 - of the same module
+        handle = hooks.owner = Handle([*undo_functions, *hooks.install()], target)
     except ValueError:  # the second model or the rings were refused: undo the first model's changes
-        for undo in reversed(done):
+        for undo in reversed(undo_functions):
             undo()
         raise
     return handle
@@ -245,8 +246,8 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
             f"model must be a model of transformers, or DDP, FSDP or PEFT round one, or a Trainer, "
             f"got {type(model).__name__}"
         )
-    if (before := hooks_of(model)) is not None:
-        return _handle_of(before, cp, logits, reduction)
+    if (existing := hooks_of(model)) is not None:
+        return _handle_of(existing, cp, logits, reduction)
     inner: Any = unwrapped(model)
     # The generic classifier computes ``score`` for all tokens and picks each sequence's last token
     # from the result. So its base model is split, and the output of ``score`` is joined.
@@ -264,7 +265,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
         cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
-    undo = [_attend(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
+    undo = [_set_ring_attention(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
     handle = hooks.owner = Handle(undo, (_split_module(model), hooks))
     return handle
 
@@ -285,21 +286,21 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
         yield base.register_forward_hook(hooks.join_router, with_kwargs=True).remove
 
 
-def _handle_of(before: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
+def _handle_of(hooks: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
     """Return the handle of an earlier call of :func:`parallelize` with the same options.
 
     Raises:
         ValueError: The earlier call had other options.
     """
-    same = before.sharding is cp._sharding  # noqa: SLF001 - one package
-    if not same or (before.logits, before.reduction) != (logits, reduction):
+    same = hooks.sharding is cp._sharding  # noqa: SLF001 - one package
+    if not same or (hooks.logits, hooks.reduction) != (logits, reduction):
         raise ValueError(
-            f"the model is parallelized already, with logits={before.logits!r}, "
-            f"reduction={before.reduction!r} and {'this' if same else 'another'} ContextParallel: "
+            f"the model is parallelized already, with logits={hooks.logits!r}, "
+            f"reduction={hooks.reduction!r} and {'this' if same else 'another'} ContextParallel: "
             f"call remove() of the handle first"
         )
-    assert isinstance(before.owner, Handle)
-    return before.owner
+    assert isinstance(hooks.owner, Handle)
+    return hooks.owner
 
 
 def _split_module(model: nn.Module) -> nn.Module:
@@ -309,13 +310,13 @@ def _split_module(model: nn.Module) -> nn.Module:
     not run; in its case it is the PEFT model.
     """
     return next(
-        part
-        for part in wrappers(model)
-        if hasattr(type(part), "get_base_model") or is_of_transformers(part)
+        wrapper
+        for wrapper in wrappers(model)
+        if hasattr(type(wrapper), "get_base_model") or is_of_transformers(wrapper)
     )
 
 
-def _attend(model: Any) -> Callable[[], object]:
+def _set_ring_attention(model: Any) -> Callable[[], object]:
     """Set ring attention on the model, unless it has it; return a function that sets its own back.
 
     Towers for images or sound get whole inputs on every rank. They keep their attention, or get
@@ -326,28 +327,33 @@ def _attend(model: Any) -> Callable[[], object]:
     """
     if is_ring(_attention_of(model)):
         # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
-        with_ring = [x for x in towers(model) if is_ring(_attention_of(x))]
-        own = [(x.config, _attention_of(x)) for x in with_ring if x.config is not model.config]
-        _set((x.config, _whole_attention(x)) for x in with_ring if x.config is not model.config)
-        return partial(_set, own)
-    before = [
+        with_ring = [
+            x for x in towers(model)
+            if is_ring(_attention_of(x)) and x.config is not model.config
+        ]  # fmt: skip
+        tower_attention = [(x.config, _attention_of(x)) for x in with_ring]
+        _set_attention((x.config, _whole_attention(x)) for x in with_ring)
+        return partial(_set_attention, tower_attention)
+    attention_before = [
         (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
         for config in _configs(model)
     ]
-    kept = [(module.config, _attention_of(module)) for module in towers(model)]
+    tower_attention = [(module.config, _attention_of(module)) for module in towers(model)]
     set_attention = model.set_attn_implementation
     # transformers refuses to set attention on a model that writes out its own: set the field.
-    if has_written_attention(model):
+    if has_eager_attention(model):
         set_attention = partial(setattr, model.config, "_attn_implementation")
     set_attention(register())
     # In some models, set_attn_implementation changes the text part only. So look at all text
     # modules that attend, not at the model's own config.
-    attending = [x for _, x in text_parts(model) if has_attention(x) and hasattr(x, "config")]
+    attending = [x for _, x in text_modules(model) if has_attention(x) and hasattr(x, "config")]
     if not all(is_ring(_attention_of(x)) for x in attending or [model]):
-        _set(before)
+        _set_attention(attention_before)
         raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
-    _set([(config, name) for config, name in kept if config is not model.config])
-    return partial(_set, before)
+    _set_attention(
+        [(config, name) for config, name in tower_attention if config is not model.config]
+    )
+    return partial(_set_attention, attention_before)
 
 
 def _whole_attention(tower: Any) -> str:
@@ -357,15 +363,15 @@ def _whole_attention(tower: Any) -> str:
 
 def _configs(model: Any) -> Iterator[Any]:
     """Yield the configs of a model and of its parts, each before the configs nested in it."""
-    found = [model.config, *(x.config for x in model.modules() if is_of_transformers(x))]
-    while found:
-        config = found.pop(0)
+    pending = [model.config, *(x.config for x in model.modules() if is_of_transformers(x))]
+    while pending:
+        config = pending.pop(0)
         yield config
         inner = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
-        found += [x for x in inner if x is not None]
+        pending += [x for x in inner if x is not None]
 
 
-def _set(attention: Iterable[tuple[Any, str]]) -> None:
+def _set_attention(attention: Iterable[tuple[Any, str]]) -> None:
     """Set the attention of configs in the order given; each also sets those nested in it."""
     for config, name in attention:
         config._attn_implementation = name  # noqa: SLF001 - transformers has no other name

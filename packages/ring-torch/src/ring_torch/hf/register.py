@@ -16,14 +16,14 @@ from ring_core import KernelConfig, StrategyConfig, UnsupportedError, checks
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.attention import ring_attention
 from ring_torch.hf.masks import LayerMask, check_mask_functions, ring_mask, sharded
-from ring_torch.hf.models.sealed import ShardedMask
+from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.kernels import kernel_names
 from ring_torch.strategies import strategy_names
 from ring_torch.transports import transport_names
 
 #: Substrings of an implementation's name to which transformers gives a meaning.
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
-_FACTOR = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
 
 #: Arguments that models pass to attention functions and that do not change their result.
 _IGNORED = frozenset({
@@ -83,7 +83,7 @@ def register(
             f"something to transformers, got {name!r}"
         )
     check_mask_functions()
-    function = RingAttention(config, strategy, transport, deterministic)
+    function = HFAttention(config, strategy, transport, deterministic)
     if AttentionInterface().get(name, function) != function:
         raise ValueError(
             f"attention of the name {name!r} is registered already, as something else or with other "
@@ -96,11 +96,11 @@ def register(
 
 def is_ring(name: str) -> bool:
     """Return True if :func:`register` registered an ``attn_implementation`` of this name."""
-    return isinstance(AttentionInterface().get(name, None), RingAttention)
+    return isinstance(AttentionInterface().get(name, None), HFAttention)
 
 
 @dataclass(frozen=True)
-class RingAttention:
+class HFAttention:
     """Attention function for transformers, with the options that it passes to ``ring_attention``.
 
     Attributes:
@@ -218,11 +218,11 @@ class RingAttention:
             )
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
         # Causal attention hides padding at the end of a row by itself, so it needs no documents.
-        is_known = mask.causal and batch.single
-        cu_seqlens, ids = (None, None) if is_known else mask.documents(query.device)
+        is_plain_causal = mask.causal and batch.single
+        cu_seqlens, ids = (None, None) if is_plain_causal else mask.documents(query.device)
         batch.sharding.check_group()
         return ring_attention(
-            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout_name,
+            q, k, v, group=batch.sharding.group, layout=batch.sharding.layout,
             causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
             cu_seqlens=cu_seqlens, segment_ids=ids, softmax_scale=scaling, softcap=softcap,
             sinks=sinks, bias=bias, alibi_slopes=alibi_slopes, dropout_p=dropout,
@@ -291,15 +291,15 @@ def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     low, high = batch.last_positions
     for parameters in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-        kind = parameters.get("rope_type") or ""
+        rope_type = parameters.get("rope_type") or ""
         longest = getattr(config, "max_position_embeddings", 0)
-        if kind == "longrope":
+        if rope_type == "longrope":
             longest = parameters.get("original_max_position_embeddings", longest)
-        if (kind == "longrope" and low < longest <= high) or (
-            "dynamic" in kind and longest <= high
+        if (rope_type == "longrope" and low < longest <= high) or (
+            "dynamic" in rope_type and longest <= high
         ):
             raise UnsupportedError(
-                f"rotary embeddings of type {kind} depend on a rank's largest position, here from "
+                f"rotary embeddings of type {rope_type} depend on a rank's largest position, here from "
                 f"{low} to {high}, on either side of {longest}: ranks would turn by other angles"
             )
 
@@ -316,7 +316,7 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
             "shard_batch a new dropout_seed with every batch, or set attention_dropout to 0"
         )
     is_cross = mask is not None and mask.keys is not None
-    return (batch.dropout_seed + (int(layer) + 1) * _FACTOR + 2 * is_cross) % (1 << 64)
+    return (batch.dropout_seed + (int(layer) + 1) * _SEED_STEP + 2 * is_cross) % (1 << 64)
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.models.classes import Written
-from ring_torch.hf.models.sealed import AnyDevice, Sealed, SealedError
+from ring_torch.hf.models.classes import EagerAttentionSpec
+from ring_torch.hf.models.placeholders import AnyDevice, Placeholder, PlaceholderError
 
 _HIDDEN = -1e4  # models hide a score by a value at or below this
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
@@ -30,7 +30,7 @@ _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
 
 @dataclass(frozen=True, eq=False)
-class Term(AnyDevice):
+class ScoreBias(AnyDevice):
     """Summand of the attention scores: a mask, a bias, ALiBi slopes, or several of these.
 
     Attributes:
@@ -45,7 +45,7 @@ class Term(AnyDevice):
     bias: Tensor | None = None
     slopes: Tensor | None = None
 
-    _words = (
+    _refusal = (
         "a layer of this model does more with its mask or position bias than add it to its scores, "
         "which is not supported on split sequences"
     )
@@ -54,21 +54,21 @@ class Term(AnyDevice):
         """Return the shape or one of its sizes, as :meth:`torch.Tensor.size` does."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
-    def __getitem__(self, _: object) -> Term:  # type: ignore[override]
+    def __getitem__(self, _: object) -> ScoreBias:  # type: ignore[override]
         """Return self: models index it to cut off columns past the last key, and it has none."""
         return self
 
-    def __add__(self, other: object) -> Term:
+    def __add__(self, other: object) -> ScoreBias:
         if isinstance(other, Tensor):
-            other = Term(tuple(other.shape), bias=other)
+            other = ScoreBias(tuple(other.shape), bias=other)
         if isinstance(other, LayerMask):
-            other = Term(self.shape, mask=other)
-        if not isinstance(other, Term):
-            raise SealedError(self._words)
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _TERMS}
+            other = ScoreBias(self.shape, mask=other)
+        if not isinstance(other, ScoreBias):
+            raise PlaceholderError(self._refusal)
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in _SUMMANDS}
         if any(None not in pair for pair in pairs.values()):
-            raise SealedError(self._words)
-        return Term(
+            raise PlaceholderError(self._refusal)
+        return ScoreBias(
             max(self.shape, other.shape, key=len),
             **{name: one if two is None else two for name, (one, two) in pairs.items()},
         )
@@ -78,16 +78,16 @@ class Term(AnyDevice):
     def baddbmm(self, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         """Return the scores ``alpha * batch1 @ batch2``, with this term added."""
         if beta != 1:
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         scores: Any = torch.bmm(batch1, batch2)
         return scores * alpha + self
 
 
-_TERMS = ("mask", "bias", "slopes")
+_SUMMANDS = ("mask", "bias", "slopes")
 
 
 @dataclass(frozen=True, eq=False)
-class Scores(Sealed):
+class Scores(Placeholder):
     """Product of queries and keys, without its numbers, and the operations applied to it so far.
 
     Attributes:
@@ -108,11 +108,11 @@ class Scores(Sealed):
     shape: tuple[int, ...]
     dtype: torch.dtype
     scale: float = 1.0
-    term: Term | None = None
+    term: ScoreBias | None = None
     is_softmax: bool = False
     dropout: float = 0.0
 
-    _words = (
+    _refusal = (
         "attention that this model writes out does more with its scores than scale them, add a mask "
         "and a bias, and take a softmax: that cannot be done on split sequences"
     )
@@ -133,10 +133,10 @@ class Scores(Sealed):
 
     def view(self, *shape: int) -> Scores:
         """Return the scores with batch and heads merged into one dimension, or split again."""
-        known = torch.empty(self.shape, device="meta").view(*shape).shape
-        if known[-2:] != self.shape[-2:]:
-            raise SealedError(self._words)
-        return replace(self, shape=tuple(known))
+        new_shape = torch.empty(self.shape, device="meta").view(*shape).shape
+        if new_shape[-2:] != self.shape[-2:]:
+            raise PlaceholderError(self._refusal)
+        return replace(self, shape=tuple(new_shape))
 
     reshape = view
 
@@ -158,7 +158,7 @@ class Scores(Sealed):
         term = self.term
         has_sums = term is not None and (term.bias is not None or term.slopes is not None)
         if self.is_softmax or has_sums:
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         return replace(self, scale=self.scale * self._number(factor))
 
     __imul__ = __mul__
@@ -173,31 +173,31 @@ class Scores(Sealed):
         if isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad:
             x = x.item()
         if not isinstance(x, Real) or not float(x) > 0:
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         return float(x)
 
     def __add__(self, term: object) -> Scores:
         """Return the scores with a mask or a bias added, which must come before the softmax."""
         if isinstance(term, LayerMask):
-            term = Term(self.shape, mask=term)
+            term = ScoreBias(self.shape, mask=term)
         if isinstance(term, Tensor):
-            term = Term(tuple(term.shape), bias=term)
-        if self.is_softmax or not isinstance(term, Term):
-            raise SealedError(self._words)
+            term = ScoreBias(tuple(term.shape), bias=term)
+        if self.is_softmax or not isinstance(term, ScoreBias):
+            raise PlaceholderError(self._refusal)
         return replace(self, term=term if self.term is None else self.term + term)
 
     __radd__ = __iadd__ = __add__
 
     def masked_fill(self, mask: object, value: float) -> Scores:
         """Return the scores with the mask's hidden entries filled by ``value``, at most -1e4."""
-        if not isinstance(mask, Term | LayerMask) or value > _HIDDEN:
-            raise SealedError(self._words)
+        if not isinstance(mask, ScoreBias | LayerMask) or value > _HIDDEN:
+            raise PlaceholderError(self._refusal)
         return self + mask
 
-    def maximum(self, least: Tensor) -> Scores:
+    def maximum(self, lower_bound: Tensor) -> Scores:
         """Return self for a lower bound of at most -1e4, which has no effect on the softmax."""
-        if least.numel() != 1 or least.item() > _HIDDEN:
-            raise SealedError(self._words)
+        if lower_bound.numel() != 1 or lower_bound.item() > _HIDDEN:
+            raise PlaceholderError(self._refusal)
         return self
 
     def softmax(
@@ -205,20 +205,20 @@ class Scores(Sealed):
     ) -> Scores:
         """Return the attention weights: the softmax over keys."""
         if dim not in (-1, len(self.shape) - 1) or self.is_softmax:
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         return replace(self, is_softmax=True, dtype=dtype or self.dtype)
 
     def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Scores:
         """Return the attention weights with dropout."""
         del inplace
         if not self.is_softmax or self.dropout:
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         return replace(self, dropout=p if training else 0.0)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Return the attention output: weights times values ``[..., T_kv_local, Dv]``."""
         if not self.is_softmax or not isinstance(v, Tensor):
-            raise SealedError(self._words)
+            raise PlaceholderError(self._refusal)
         return self.layer.attend(self, v)
 
     @classmethod
@@ -229,10 +229,10 @@ class Scores(Sealed):
             # them too, so the buffer becomes a term without effect.
             _, scores, value = args
             if isinstance(scores, Scores) and scores.layer.hides_by_itself:
-                return scores.masked_fill(Term(scores.shape), float(value))
+                return scores.masked_fill(ScoreBias(scores.shape), float(value))
         elif name is not None and isinstance(args[0], Scores):
             return getattr(args[0], name)(*args[1:], **(kwargs or {}))
-        raise SealedError(f"{cls._words} (asked for {getattr(func, '__name__', func)})")
+        raise PlaceholderError(f"{cls._refusal} (asked for {getattr(func, '__name__', func)})")
 
     # The last method, as in the class body below it the name hides the type ``float``.
     def float(self) -> Scores:
@@ -252,10 +252,12 @@ class _Products(TorchFunctionMode):
         masks: Masks among the module's arguments, whose batches have these lengths.
     """
 
-    def __init__(self, layer: WrittenAttention, module: nn.Module, masks: list[LayerMask]) -> None:
+    def __init__(
+        self, layer: EagerAttentionHooks, module: nn.Module, masks: list[LayerMask]
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self.hides_by_itself = layer.form.hides_by_itself
+        self.hides_by_itself = layer.spec.hides_by_itself
         self.module: Any = module
         self.lengths = {(x.batch.shape[1], (x.keys or x.batch).shape[1]) for x in masks}
         self.calls = 0
@@ -266,7 +268,7 @@ class _Products(TorchFunctionMode):
             return self._scores(*args)
         if func in _SUMS_OF_PRODUCTS and self._are_scores(*args[1:]):
             if kwargs.get("beta", 1) and args[0].any():
-                raise SealedError(Scores._words)  # noqa: SLF001 - of the same module
+                raise PlaceholderError(Scores._refusal)  # noqa: SLF001 - of the same module
             return self._scores(*args[1:]) * kwargs.get("alpha", 1)
         return func(*args, **kwargs)
 
@@ -289,8 +291,8 @@ class _Products(TorchFunctionMode):
         )
         # GPT-Neo's local layers see a window only, by their own buffer. That has no effect here, so
         # the window is given to ring attention.
-        module, form = self.module, self.layer.form
-        is_local = form.local and getattr(module, form.local) == "local"
+        module, spec = self.module, self.layer.spec
+        is_local = spec.local and getattr(module, spec.local) == "local"
         mask = replace(term.mask, window=(module.config.window_size - 1, 0) if is_local else None)
         name = self.layer.config._attn_implementation  # noqa: SLF001 - it has no other name
         out: Tensor = AttentionInterface()[name].attend(
@@ -304,33 +306,33 @@ class _Products(TorchFunctionMode):
         batch = torch.broadcast_shapes(q.shape[:-2], keys.shape[:-2])
         return Scores(self, q, keys.mT, (*batch, q.shape[-2], keys.shape[-1]), q.dtype)
 
-    def _are_scores(self, one: object, other: object) -> bool:
+    def _are_scores(self, left: object, right: object) -> bool:
         """Return True if the product of two tensors has the shape of this batch's scores."""
         return (
-            isinstance(one, Tensor)
-            and isinstance(other, Tensor)
-            and min(one.ndim, other.ndim) > 2
-            and (one.shape[-2], other.shape[-1]) in self.lengths
+            isinstance(left, Tensor)
+            and isinstance(right, Tensor)
+            and min(left.ndim, right.ndim) > 2
+            and (left.shape[-2], right.shape[-1]) in self.lengths
         )
 
 
 @dataclass(eq=False)
-class WrittenAttention:
+class EagerAttentionHooks:
     """Forward hooks of one module whose attention is written out.
 
     Attributes:
-        form: Facts about its class.
+        spec: Facts about its class.
         config: Config of its model, which names the attention implementation.
         products: Watchers of its forwards under way, the innermost last.
     """
 
-    form: Written
+    spec: EagerAttentionSpec
     config: Any
     products: list[_Products] = field(default_factory=list)
 
-    def __deepcopy__(self, _: object) -> WrittenAttention:
+    def __deepcopy__(self, _: object) -> EagerAttentionHooks:
         """Return hooks for a copy of the module, with no forward under way."""
-        return WrittenAttention(self.form, self.config)
+        return EagerAttentionHooks(self.spec, self.config)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(
@@ -342,7 +344,9 @@ class WrittenAttention:
         )
         products.__enter__()  # type: ignore[no-untyped-call]
         self.products.append(products)
-        return tuple(map(_as_term, args)), {name: _as_term(x) for name, x in kwargs.items()}
+        return tuple(map(_as_score_bias, args)), {
+            name: _as_score_bias(x) for name, x in kwargs.items()
+        }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
@@ -361,9 +365,9 @@ class WrittenAttention:
             )
 
 
-def _as_term(x: object) -> object:
+def _as_score_bias(x: object) -> object:
     """Return a mask as a term ``[B, 1, T_local, T_kv_local]``, and anything else unchanged."""
     if not isinstance(x, LayerMask):
         return x
     rows, length = x.batch.shape
-    return Term((rows, 1, length, (x.keys or x.batch).shape[1]), mask=x)
+    return ScoreBias((rows, 1, length, (x.keys or x.batch).shape[1]), mask=x)

@@ -49,31 +49,31 @@ def check_trainer(trainer: Any, logits: str) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(accelerator, "parallelism_config", None)
-    own = [
+    parallel_dims = [
         name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
     ]
-    given = {
+    settings = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process (DataParallel)": args.n_gpu > 1,
-        f"parallelism_config ({', '.join(own)})": own,
+        f"parallelism_config ({', '.join(parallel_dims)})": parallel_dims,
         "train_sampling_strategy='batch_rebalance'": (
             getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
         ),
         "dispatch_batches=True": accelerator.dispatch_batches is True,
     }
-    if found := [name for name, is_set in given.items() if is_set]:
+    if conflicts := [name for name, is_set in settings.items() if is_set]:
         raise UnsupportedError(
-            f"the Trainer is set to {' and '.join(found)}, which splits batches or reduces gradients "
+            f"the Trainer is set to {' and '.join(conflicts)}, which splits batches or reduces gradients "
             f"in a way of its own; leave it out"
         )
-    own_names = [
+    replaced = [
         *((accelerator, name) for name in _ACCELERATOR_METHODS),
         *((trainer, name) for name in (*_METHODS, "gather_function", "label_smoother")),
     ]
-    for owner, own_name in own_names:
-        if not hasattr(owner, own_name):
-            raise UnsupportedError(lacks(type(owner).__name__, own_name))
-    name = "compute_loss_func" if trainer.compute_loss_func is not None else _own_loss(trainer)
+    for owner, method in replaced:
+        if not hasattr(owner, method):
+            raise UnsupportedError(lacks(type(owner).__name__, method))
+    name = "compute_loss_func" if trainer.compute_loss_func is not None else _custom_loss(trainer)
     if name and logits == "local":
         raise ValueError(
             f"the Trainer's {name} reads logits of the whole sequence: give logits='gather' to "
@@ -81,7 +81,7 @@ def check_trainer(trainer: Any, logits: str) -> None:
         )
 
 
-def _own_loss(trainer: Any) -> str | None:
+def _custom_loss(trainer: Any) -> str | None:
     """Return the name of a user's ``compute_loss`` that reads logits; ``None`` if there is none.
 
     Found from the names and string constants in its code.
@@ -144,8 +144,10 @@ class TrainerHooks:
         yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
         ))  # fmt: skip
-        if (own := self.trainer.label_smoother) is not None:
-            yield replace_attribute(self.trainer, "label_smoother", _LabelSmoother(own, self.hooks))
+        if (smoother := self.trainer.label_smoother) is not None:
+            yield replace_attribute(
+                self.trainer, "label_smoother", _LabelSmoother(smoother, self.hooks)
+            )
 
     def prepare_data_loader(
         self,
@@ -162,7 +164,7 @@ class TrainerHooks:
 
         accelerator = self.accelerator
         if getattr(data_loader, "_is_accelerate_prepared", False):
-            return self._own(accelerator, "prepare_data_loader")(data_loader, device_placement)
+            return self._original(accelerator, "prepare_data_loader")(data_loader, device_placement)
         is_placed = accelerator.device_placement if device_placement is None else device_placement
         prepared = prepare_data_loader(
             data_loader,
@@ -195,7 +197,7 @@ class TrainerHooks:
             model._is_accelerate_prepared = False  # noqa: SLF001 - its only sign of that
             if (forward := vars(model).pop("_original_forward", None)) is not None:
                 model.forward = forward
-        prepared = self._own(self.accelerator, "prepare_model")(
+        prepared = self._original(self.accelerator, "prepare_model")(
             model, device_placement, evaluation_mode
         )
         self.evaluated = prepared if evaluation_mode else None
@@ -203,19 +205,19 @@ class TrainerHooks:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather results of all ranks as the Accelerator does, but only once from each ring."""
-        own = self._own(self.accelerator, "gather_for_metrics")
+        original = self._original(self.accelerator, "gather_for_metrics")
         if use_gather_object:
             is_first = self.hooks.sharding.ring.rank == 0
-            return own(input_data if is_first else [], use_gather_object=True)
+            return original(input_data if is_first else [], use_gather_object=True)
         undo = replace_attribute(self.accelerator, "gather", self._gather)
         try:
-            return own(input_data)
+            return original(input_data)
         finally:
             undo()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's evaluation, and count steps a second by rings, not by ranks."""
-        output = self._own(self.trainer, "evaluation_loop")(*args, **kwargs)
+        output = self._original(self.trainer, "evaluation_loop")(*args, **kwargs)
         batch = self.trainer.args.eval_batch_size
         counted, steps = (
             math.ceil(output.num_samples / (batch * devices))
@@ -234,7 +236,7 @@ class TrainerHooks:
     ) -> Any:
         """Run the Trainer's prediction step, with whole logits if predictions are wanted."""
         with self.hooks.with_whole_logits(not prediction_loss_only):
-            return self._own(self.trainer, "prediction_step")(
+            return self._original(self.trainer, "prediction_step")(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
             )
 
@@ -245,23 +247,23 @@ class TrainerHooks:
         (``average_tokens_across_devices=False``), labels count once already, and it is the
         Trainer's own number.
         """
-        own: int = self._own(self.trainer, "get_tp_size")()
-        return own * (self.cp_size if self.counts_once else 1)
+        tp_size: int = self._original(self.trainer, "get_tp_size")()
+        return tp_size * (self.cp_size if self.counts_once else 1)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples of an optimizer step, each ring's counted once."""
-        own: int = self._own(self.trainer, "get_total_train_batch_size")(args)
-        return own if self.counts_once else own // self.cp_size
+        batch_size: int = self._original(self.trainer, "get_total_train_batch_size")(args)
+        return batch_size if self.counts_once else batch_size // self.cp_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return this rank's share of a batch's floating point operations."""
-        return int(self._own(self.trainer, "floating_point_ops")(inputs)) // self.cp_size
+        return int(self._original(self.trainer, "floating_point_ops")(inputs)) // self.cp_size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Add a batch's tokens to the Trainer's count once for each ring, not for each rank."""
         state = self.trainer.state
         before = state.num_input_tokens_seen
-        self._own(self.trainer, "_track_num_input_tokens")(inputs)
+        self._original(self.trainer, "_track_num_input_tokens")(inputs)
         state.num_input_tokens_seen = (
             before + (state.num_input_tokens_seen - before) // self.cp_size
         )
@@ -274,19 +276,19 @@ class TrainerHooks:
         # Gathered tensors are [ranks * n, ...]: keep the n rows of each ring's first rank.
         return recursively_apply(
             lambda x: x.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1),
-            self._own(self.accelerator, "gather")(tensors),
+            self._original(self.accelerator, "gather")(tensors),
         )
 
     @staticmethod
-    def _own(owner: Any, name: str) -> Callable[..., Any]:
+    def _original(owner: Any, name: str) -> Callable[..., Any]:
         """Return the class's own method, bound to the instance on which it is replaced."""
         return partial(getattr(type(owner), name), owner)
 
 
 def trainer_hooks_of(trainer: Any) -> TrainerHooks | None:
     """Return the hooks that a Trainer has, or ``None``."""
-    found = getattr(vars(trainer.accelerator).get("prepare_data_loader"), "__self__", None)
-    return found if isinstance(found, TrainerHooks) else None
+    hooks = getattr(vars(trainer.accelerator).get("prepare_data_loader"), "__self__", None)
+    return hooks if isinstance(hooks, TrainerHooks) else None
 
 
 def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
@@ -301,12 +303,12 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
     firsts, sizes = [first], [ring.size]
     # Every rank tells all others the first rank and the size of its ring.
     if world > 1:
-        mine = torch.tensor(
+        local = torch.tensor(
             [first, ring.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
         )
-        every = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_gather(every, mine)
-        firsts, sizes = torch.stack(every, dim=1).tolist()
+        by_rank = [torch.empty_like(local) for _ in range(world)]
+        dist.all_gather(by_rank, local)
+        firsts, sizes = torch.stack(by_rank, dim=1).tolist()
     starts = sorted({*firsts})
     if len({*sizes}) > 1 or any(firsts.count(x) != ring.size for x in starts):
         raise ValueError(
@@ -331,11 +333,11 @@ class _Metrics(dict[str, float]):
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update the dict, with corrected values of entries named ``*_steps_per_second``."""
-        more = dict(*args, **kwargs)
+        metrics = dict(*args, **kwargs)
         share = self.steps_of_one_counted
         super().update(
             (name, round(x * share, 3) if name.endswith("_steps_per_second") else x)
-            for name, x in more.items()
+            for name, x in metrics.items()
         )
 
 
@@ -344,11 +346,11 @@ class _LabelSmoother:
     """Label-smoothing loss of the whole batch, computed from each rank's part of the logits.
 
     Attributes:
-        own: The Trainer's label smoother.
+        smoother: The Trainer's label smoother.
         hooks: Hooks of the model.
     """
 
-    own: Any
+    smoother: Any
     hooks: ModelHooks
 
     def __call__(
@@ -369,21 +371,23 @@ class _LabelSmoother:
         """
         share = self.hooks.undivided_share if num_items_in_batch is None else 1
         if self.hooks.joins_logits:
-            more = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-            whole: Tensor = self.own(model_output, labels, shift_labels=shift_labels, **more)
-            return whole * share
+            kwargs = (
+                {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            )
+            loss: Tensor = self.smoother(model_output, labels, shift_labels=shift_labels, **kwargs)
+            return loss * share
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-        sharding, ignored = self.hooks.sharding, self.own.ignore_index
+        sharding, ignored = self.hooks.sharding, self.smoother.ignore_index
         if shift_labels:
             labels = pad(labels[:, 1:], (0, 1), value=ignored)
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
         padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
-        part = cross_entropy(
+        local_sum = cross_entropy(
             logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
             labels.flatten(),
             ignore_index=ignored,
             reduction="sum",
-            label_smoothing=self.own.epsilon,
+            label_smoothing=self.smoother.epsilon,
         )
-        return self.hooks.total_of(part / items) * share
+        return self.hooks.total_of(local_sum / items) * share

@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from ring_core import UnsupportedError
 from ring_torch.hf.masks import LayerMask
-from ring_torch.hf.models.check import text_parts
+from ring_torch.hf.models.check import text_modules
 from ring_torch.hf.models.classes import (
     CACHES,
     counts_positions,
     counts_queries,
+    eager_attention_spec,
     is_recurrent,
     makes_bias,
     makes_chunks,
     makes_positions,
-    written_form,
 )
 from ring_torch.hf.models.code import by_name, parameters_of
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.parts import tell_keys, text_model
-from ring_torch.hf.models.sealed import ShardedMask
-from ring_torch.hf.scores import Term, WrittenAttention
+from ring_torch.hf.models.placeholders import ShardedMask
+from ring_torch.hf.scores import EagerAttentionHooks, ScoreBias
 
 _Undo = Callable[[], object]
 
@@ -45,11 +45,11 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
         decoder = model.get_decoder()
         yield decoder.register_forward_pre_hook(tell_keys, with_kwargs=True).remove
     if "positions" in hooks.report.hooks or hooks.is_pair:
-        yield from _positions(model)
+        yield from _hook_positions(model)
     has_chunks = "chunks" in hooks.report.hooks
-    for _, module in text_parts(model):
-        if (form := written_form(module)) is not None:
-            layer = WrittenAttention(form, model.config)
+    for _, module in text_modules(model):
+        if (spec := eager_attention_spec(module)) is not None:
+            layer = EagerAttentionHooks(spec, model.config)
             yield module.register_forward_pre_hook(layer.begin, with_kwargs=True).remove
             yield module.register_forward_hook(layer.end, with_kwargs=True, always_call=True).remove
         # Replace its masks before it makes chunked ones itself, which would read the given mask.
@@ -64,14 +64,14 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield replace_attribute(module, "compute_bias", bias.compute)
             yield replace_attribute(module, "has_relative_attention_bias", True)
         if is_recurrent(module):
-            whole = _WholeLayer()
-            yield module.register_forward_pre_hook(whole.gather, with_kwargs=True).remove
-            yield module.register_forward_hook(whole.scatter).remove
-            yield module.register_forward_hook(whole.end, always_call=True).remove
-    yield from _slopes(model)
+            layer_hooks = _WholeLayer()
+            yield module.register_forward_pre_hook(layer_hooks.gather, with_kwargs=True).remove
+            yield module.register_forward_hook(layer_hooks.scatter).remove
+            yield module.register_forward_hook(layer_hooks.end, always_call=True).remove
+    yield from _replace_slopes(model)
 
 
-class _Forward:
+class _MaskKeeper:
     """Hooks that keep the mask of a module's forward while it runs, for others to look up.
 
     The mask is taken from the forward's own arguments. With activation checkpointing the forward
@@ -109,7 +109,7 @@ class _Forward:
         self._mask = None
 
 
-class _WholeLayer(_Forward):
+class _WholeLayer(_MaskKeeper):
     """Hooks that run a recurrent or convolutional layer on whole sequences, on every rank.
 
     Such a layer mixes tokens one after another, which no rank can do with its part alone.
@@ -121,13 +121,13 @@ class _WholeLayer(_Forward):
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Replace the layer's input by the whole sequence, gathered from all ranks."""
         self.begin(module, args, kwargs)
-        given = by_name(module, args, kwargs)
-        name = next(iter(given))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
-        given[name] = self.mask.unshard(given[name])
-        given["attention_mask"] = self.mask.whole
-        if isinstance(given.get("position_ids"), Tensor):
-            given["position_ids"] = self.mask.unshard(given["position_ids"])
-        return (), given
+        arguments = by_name(module, args, kwargs)
+        name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
+        arguments[name] = self.mask.unshard(arguments[name])
+        arguments["attention_mask"] = self.mask.whole
+        if isinstance(arguments.get("position_ids"), Tensor):
+            arguments["position_ids"] = self.mask.unshard(arguments["position_ids"])
+        return (), arguments
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
@@ -136,14 +136,14 @@ class _WholeLayer(_Forward):
         Raises:
             UnsupportedError: The output is not ``[B, T, ...]``.
         """
-        first = output[0] if isinstance(output, tuple) else output
-        if first.shape[:2] != (self.mask.shape[0], self.mask.length):
-            raise UnsupportedError(f"{type(module).__name__} returns {tuple(first.shape)}")
-        own = self.mask.shard(first)
-        return (own, *output[1:]) if isinstance(output, tuple) else own
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if hidden_states.shape[:2] != (self.mask.shape[0], self.mask.length):
+            raise UnsupportedError(f"{type(module).__name__} returns {tuple(hidden_states.shape)}")
+        local = self.mask.shard(hidden_states)
+        return (local, *output[1:]) if isinstance(output, tuple) else local
 
 
-class _Positions(_Forward):
+class _Positions(_MaskKeeper):
     """Hooks that give a module the positions of this rank's tokens, where it would count from 0."""
 
     def count(self, *_: object, **__: object) -> Tensor:
@@ -162,31 +162,31 @@ class _Positions(_Forward):
             UnsupportedError: It was given positions of another shape.
         """
         mask = self.mask
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        at = mask.sharding.positions(mask.seq_len, device=mask.position_ids.device)
-        old = given.arguments.get("position_ids")
-        if old is not None and old.shape != at.shape:
+        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        positions = mask.sharding.positions(mask.seq_len, device=mask.position_ids.device)
+        passed = bound.arguments.get("position_ids")
+        if passed is not None and passed.shape != positions.shape:
             raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(old.shape)}, other than from 0 on"
+                f"{type(module).__name__} is given positions {tuple(passed.shape)}, other than from 0 on"
             )
         # Padding of the layout lies past the last position: give it position 0.
-        given.arguments["position_ids"] = at.where(at < mask.length, 0)
-        return given.args[1:], given.kwargs
+        bound.arguments["position_ids"] = positions.where(positions < mask.length, 0)
+        return bound.args[1:], bound.kwargs
 
 
-def _positions(model: nn.Module) -> Iterator[_Undo]:
+def _hook_positions(model: nn.Module) -> Iterator[_Undo]:
     """Install hooks on modules that make position ids, and on the modules around them.
 
     The inner module is given no mask, so the nearest module around it that is given one keeps it.
     """
     for name, module in model.named_modules():
-        is_told = makes_positions(module)
-        if not is_told and not counts_positions(module):
+        takes_positions = makes_positions(module)
+        if not takes_positions and not counts_positions(module):
             continue
         positions, stack = _Positions(), _stack_of(model, name)
         yield stack.register_forward_pre_hook(positions.begin, with_kwargs=True).remove
         yield stack.register_forward_hook(positions.end, always_call=True).remove
-        if is_told:
+        if takes_positions:
             yield module.register_forward_pre_hook(positions.add, with_kwargs=True).remove
         else:
             yield replace_attribute(module, "create_position_ids_from_input_ids", positions.count)
@@ -210,7 +210,7 @@ class _PositionBias:
     """
 
     def __init__(self, module: Any) -> None:
-        self.own: Callable[..., Tensor] = module.compute_bias
+        self.compute_own_bias: Callable[..., Tensor] = module.compute_bias
         self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
@@ -238,29 +238,33 @@ class _PositionBias:
             raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
         if mask.keys is not None:
             return torch.zeros((), device=device)
-        at = mask.batch.sharding.positions(mask.batch.seq_len)
+        positions = mask.batch.sharding.positions(mask.batch.seq_len)
         # The module's queries are at `arange(T_local) + past_seen_tokens`: let that be their
         # positions in the whole sequence.
-        offsets = (at - torch.arange(len(at)))[:, None].to(device)
-        return self.own(len(at), mask.batch.seq_len, device=device, past_seen_tokens=offsets)
+        offsets = (positions - torch.arange(len(positions)))[:, None].to(device)
+        return self.compute_own_bias(
+            len(positions), mask.batch.seq_len, device=device, past_seen_tokens=offsets
+        )
 
 
-def _slopes(model: Any) -> Iterator[_Undo]:
+def _replace_slopes(model: Any) -> Iterator[_Undo]:
     """Replace functions that build ALiBi's tensor by ones that return slopes only.
 
     The ring kernel computes the bias ``-slope * (i - j)`` from positions. A model adds ``slope *
     j`` instead. The difference, ``slope * i``, is equal in a whole row, so the softmax is the same.
     """
-    names = {form.slopes for _, x in text_parts(model) if (form := written_form(x)) is not None}
-    for _, module in text_parts(model):
+    names = {
+        spec.slopes for _, x in text_modules(model) if (spec := eager_attention_spec(x)) is not None
+    }
+    for _, module in text_modules(model):
         for name in names:
             if name and name in vars(type(module)):
                 yield replace_attribute(module, name, partial(_SLOPES[name], getattr(module, name)))
 
 
-def _of_mask(
-    own: Callable[..., Tensor], attention_mask: ShardedMask, *args: Any, **kwargs: Any
-) -> Term:
+def _slopes_from_mask(
+    build_alibi: Callable[..., Tensor], attention_mask: ShardedMask, *args: Any, **kwargs: Any
+) -> ScoreBias:
     """Return the ALiBi slopes of a model whose function takes the mask (Bloom, Falcon).
 
     Raises:
@@ -271,26 +275,28 @@ def _of_mask(
             "attention_mask with padding between tokens: this model's ALiBi counts distances without "
             "it, and a ring's with it; put padding to the left or right of all tokens"
         )
-    slopes = _step(own(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs))
+    slopes = _slopes_from_pair(build_alibi(torch.ones(1, 2, dtype=torch.int64), *args, **kwargs))
     rows, length = attention_mask.shape
-    return Term((rows * len(slopes), 1, length), slopes=slopes)
+    return ScoreBias((rows * len(slopes), 1, length), slopes=slopes)
 
 
-def _of_length(
-    own: Callable[..., Tensor], heads: int, length: int, *args: Any, **kwargs: Any
-) -> Term:
+def _slopes_from_length(
+    build_alibi: Callable[..., Tensor], heads: int, length: int, *args: Any, **kwargs: Any
+) -> ScoreBias:
     """Return the ALiBi slopes of a model whose function takes heads and length (MPT)."""
-    return Term((heads, 1, length), slopes=_step(own(heads, 2, *args, **kwargs)))
+    return ScoreBias(
+        (heads, 1, length), slopes=_slopes_from_pair(build_alibi(heads, 2, *args, **kwargs))
+    )
 
 
-def _step(pair: Tensor) -> Tensor:
+def _slopes_from_pair(pair: Tensor) -> Tensor:
     """Return ALiBi slopes ``[H]`` from a model's bias at two neighbouring keys, ``[H, 1, 2]``."""
     return (pair[..., 1] - pair[..., 0]).flatten()
 
 
-_SLOPES: Mapping[str, Callable[..., Term]] = {
-    "build_alibi_tensor": _of_mask,
-    "build_mpt_alibi_tensor": _of_length,
+_SLOPES: Mapping[str, Callable[..., ScoreBias]] = {
+    "build_alibi_tensor": _slopes_from_mask,
+    "build_mpt_alibi_tensor": _slopes_from_length,
 }
 
 
@@ -347,11 +353,14 @@ def _add_offsets(
     Raises:
         UnsupportedError: It is given a cache already, or no mask of the batch.
     """
-    given = by_name(module, args, kwargs)
+    arguments = by_name(module, args, kwargs)
     (cache,) = CACHES & parameters_of(type(module))
-    masks = [x for x in given.values() if isinstance(x, LayerMask)]
-    if len(masks) != 1 or given.get(cache) is not None:
+    masks = [x for x in arguments.values() if isinstance(x, LayerMask)]
+    if len(masks) != 1 or arguments.get(cache) is not None:
         raise UnsupportedError(f"{type(module).__name__} is given a cache, or no mask of the batch")
     batch = masks[0].batch
-    at = batch.sharding.positions(batch.seq_len, device=given["hidden_states"].device)
-    return (), {**given, cache: _Offsets(at - torch.arange(len(at), device=at.device))}
+    positions = batch.sharding.positions(batch.seq_len, device=arguments["hidden_states"].device)
+    return (), {
+        **arguments,
+        cache: _Offsets(positions - torch.arange(len(positions), device=positions.device)),
+    }

@@ -5,8 +5,9 @@ A kernel knows nothing of ranks, groups or steps. Shapes are those of ``ring_tor
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -39,6 +41,42 @@ from ring_torch.records import (
 _MERGED_ROWS = 512
 
 
+class OwnSpans(NamedTuple):
+    """Spans of a rank's own keys in a buffer of gathered keys: as many each, equally far apart.
+
+    Attributes:
+        number: Number of spans.
+        keys: Number of keys of a span.
+        source: Local index of the first key of the first span.
+        source_step: Keys from one span to the next in the shard.
+        target: Column of that key in the buffer.
+        target_step: Columns from one span to the next in the buffer.
+        length: Columns of the buffer.
+    """
+
+    number: int
+    keys: int
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+    length: int
+
+
+class BackwardLaunch(Protocol):
+    """The backward launches of a call, prepared for tensors of certain shapes and strides."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: Tensor, /,
+    ) -> None:  # fmt: skip
+        """Write ``dq``, and add to the flat sums of dK and dV.
+
+        ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
+        :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
+        """
+
+
 class SplitBackward(Protocol):
     """Backward of a kernel in two parts, so that dK/dV of launches and ranks are rounded once.
 
@@ -47,10 +85,12 @@ class SplitBackward(Protocol):
     added as they are. The second part rounds them into gradients.
     """
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer.
+        All ranks must get the same answer. ``splits`` is that of their gather programs.
         """
 
     def accumulate(
@@ -63,6 +103,26 @@ class SplitBackward(Protocol):
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Round sums into ``places``: ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``."""
+
+    def prepare_round(
+        self, _spans: OwnSpans, _params: KernelParams, /
+    ) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """Return what rounds the sums of own keys in a buffer into whole ``dk`` and ``dv``.
+
+        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. It is
+        ``None`` if each span has to be rounded by :meth:`round`.
+        """
+        return None
+
+    def prepare(
+        self, _rows: QueryBlock, _columns: KeyBlock, _upstream: BackwardInputs,
+        _items: Sequence[WorkItem], _params: KernelParams, /,
+    ) -> BackwardLaunch | None:  # fmt: skip
+        """Return one launch of all items for later calls with tensors like these.
+
+        It is ``None`` if every call has to be launched item by item.
+        """
+        return None
 
 
 class Kernel(Protocol):
@@ -110,6 +170,23 @@ class Kernel(Protocol):
         ``out`` is memory that the kernel may write the results to; it may also return new tensors.
         """
 
+    def prepare_forward(
+        self, _rows: QueryBlock, _columns: KeyBlock, _place: AttentionState, _item: WorkItem,
+        _params: KernelParams, /,
+    ) -> ForwardLaunch | None:  # fmt: skip
+        """Return an item's forward for later calls with tensors like these.
+
+        It is asked after :meth:`attend` has run on such tensors, for items without documents whose
+        rows all see something. ``None`` means that every call has to go through :meth:`attend`.
+        Such a launch leaves infinities in ``lse`` where scores are not finite; all launches of a
+        rank are followed by one :meth:`mark_nonfinite`.
+        """
+        return None
+
+    def mark_nonfinite(self, _lse: Tensor, /) -> None:
+        """Write NaN into ``lse``, in place, where a prepared launch has left an infinity."""
+        return
+
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         out: Tensor | None = None,
@@ -119,6 +196,17 @@ class Kernel(Protocol):
         ``upstream`` has the final ``out`` and ``lse``, over all keys. The argument ``out`` is
         memory that the kernel may write ``dq`` to; it may also return a new tensor.
         """
+
+    def prepare_backward(
+        self, _rows: QueryBlock, _columns: KeyBlock, _upstream: BackwardInputs, _dq: Tensor,
+        _item: WorkItem, _params: KernelParams, /,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return an item's backward for later calls with tensors like these.
+
+        It is asked after :meth:`grads` has run on such tensors, for items as those of
+        :meth:`prepare_forward`. ``None`` means that every call has to go through :meth:`grads`.
+        """
+        return None
 
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
@@ -158,13 +246,13 @@ class Selection:
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
-            words = f"about {seconds} s to compile, forward and backward"
+            compile_time = f"about {seconds} s to compile, forward and backward"
             lines.append(
-                f"  a predicate that is new to it: {words if seconds else 'nothing to compile'}"
+                f"  a predicate that is new to it: {compile_time if seconds else 'nothing to compile'}"
             )
         lines += [
-            f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
-            for can, why in self.rejected
+            f"  not {capabilities.name} ({', '.join(capabilities.devices) or 'any device'}): {'; '.join(reasons)}"
+            for capabilities, reasons in self.rejected
         ]
         return "\n".join(lines)
 

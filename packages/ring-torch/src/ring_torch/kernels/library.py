@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import BlockGeometry, WorkItem
+from ring_core import WorkItem
+from ring_core.plan.tile_mask import BlockGeometry
 from ring_torch.options import Window
 from ring_torch.records import AttentionState
 
@@ -88,6 +89,24 @@ class Options(NamedTuple):
     needs_lse: bool = True
 
 
+class ForwardLaunch(Protocol):
+    """A forward launch that was prepared for tensors of certain shapes, strides and alignment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, /
+    ) -> None:
+        """Write ``out [B, n, H, Dv]`` and ``lse [B, H, n]``; ``sinks`` are float32 ``[H]``."""
+
+
+class ItemBackward(Protocol):
+    """A backward launch that was prepared for tensors of certain shapes, strides and alignment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, /
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``dq``, and return ``(dk, dv)``."""
+
+
 class HeadDims(NamedTuple):
     """Head dims of Q and K, and of V."""
 
@@ -105,12 +124,12 @@ def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
 
-def padded_to(dim: int, by: int) -> int:
-    """Return ``dim`` rounded up to a multiple of ``by``."""
-    return -(-dim // by) * by
+def padded_to(dim: int, multiple: int) -> int:
+    """Return ``dim`` rounded up to a multiple of ``multiple``."""
+    return -(-dim // multiple) * multiple
 
 
-class Flash(Protocol):
+class FlashLibrary(Protocol):
     """Forward and backward calls of a library.
 
     Shapes are ``q [B, n, H, D]``, ``k [B, m, K, D]``, ``v [B, m, K, Dv]`` and ``lse [B, H, n]``,
@@ -131,3 +150,16 @@ class Flash(Protocol):
         options: Options, place: Tensor | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``; ``dq`` may be ``place``."""
+
+    def prepare_forward(
+        self, _q: Tensor, _k: Tensor, _v: Tensor, _place: AttentionState, _options: Options, /
+    ) -> ForwardLaunch | None:
+        """Return a forward for later calls with tensors like these, if there is a shorter way."""
+        return None
+
+    def prepare_backward(
+        self, _dout: Tensor, _q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor,
+        _options: Options, _place: Tensor, /,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return a backward for later calls with tensors like these, if there is a shorter way."""
+        return None

@@ -75,16 +75,16 @@ CASES = (
 )  # fmt: skip
 
 
-class Runs(NamedTuple):
+class TimedRuns(NamedTuple):
     """Functions that run a kernel once, to be timed.
 
     Attributes:
         forward: Runs the forward, and returns its output.
-        both: Runs forward and backward, and returns the output, dQ, dK and dV.
+        forward_backward: Runs forward and backward, and returns the output, dQ, dK and dV.
     """
 
     forward: Callable[[], Tensor]
-    both: Callable[[], Arrays]
+    forward_backward: Callable[[], Arrays]
 
 
 def defaults() -> BenchCase:
@@ -123,19 +123,21 @@ def bench(
         if not all(check.passed for check in checks):
             return checks, ()
         with LocalRanks(1, cuda=cuda, patience=PATIENCE) as alone:
-            every = (
+            rounds = (
                 cast("TimedRound", partial(_longest_round, group, setting, transport, check))
                 for group, check in ((alone, 0), (ranks, 0), (ranks, 1))
             )
-            return checks, timings(*every, work_fraction=1 / setting.ranks, seconds=seconds)
+            return checks, timings(*rounds, work_fraction=1 / setting.ranks, seconds=seconds)
 
 
 def _longest_round(
     ranks: LocalRanks, setting: BenchCase, transport: str, check: int, n: int
 ) -> tuple[float, float]:
     """Return the seconds of a round's forward, and of forward and backward, on the slowest rank."""
-    forward, both = zip(*ranks.run(time_round, setting, transport, check, n), strict=True)
-    return max(forward), max(both)
+    forward, forward_backward = zip(
+        *ranks.run(time_round, setting, transport, check, n), strict=True
+    )
+    return max(forward), max(forward_backward)
 
 
 def time_round(
@@ -166,12 +168,12 @@ def time_round(
         with torch.no_grad():
             attend(q, k, v)
 
-    def both() -> None:
+    def forward_backward() -> None:
         inputs: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
         torch.autograd.grad(attend(*inputs), inputs, dout)
 
     with tripwire.check(check):
-        return _together(forward, device), _together(both, device)
+        return _together(forward, device), _together(forward_backward, device)
 
 
 def _together(run: Callable[[], None], device: str) -> float:
@@ -207,16 +209,20 @@ def renew(
     length = LENGTHS[device] if length is None else length
     if length < 1:
         raise ValueError(f"--seq-len must be at least 1, got {length}")
-    before = (read(str(path)) if path.exists() else default()).cases
-    kept = tuple(x for x in before if (x.framework, x.capability) != ("torch", capability))
-    path.write_text(written(Rates(before)))  # fail now, not after minutes, if it cannot be written
-    found: list[Case] = []
+    old_entries = (read(str(path)) if path.exists() else default()).cases
+    other_entries = tuple(
+        x for x in old_entries if (x.framework, x.capability) != ("torch", capability)
+    )
+    path.write_text(
+        written(Rates(old_entries))
+    )  # fail now, not after minutes, if it cannot be written
+    entries: list[Case] = []
     with progress(len(cases), "case") as bar:
         for sizes in cases:
             if times := _times(sizes, length, device):
-                found.append(_case(sizes, length, capability, times, versions))
+                entries.append(_case(sizes, length, capability, times, versions))
             bar.update()
-    table = Rates((*found, *kept))
+    table = Rates((*entries, *other_entries))
     path.write_text(written(table))
     return table
 
@@ -228,34 +234,39 @@ def _case(
     program = ring_program(make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1))
     return Case(
         "torch", capability, torch.cuda.get_device_name() if capability else platform.machine(),
-        tuple((one, versions[one]) for one in LIBRARIES if one in versions), length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
+        tuple((library, versions[library]) for library in LIBRARIES if library in versions), length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
     )  # fmt: skip
 
 
 def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     """Return the times of a case by kernel; say on stderr why a kernel has none."""
-    runs: dict[str, Runs] = {}
+    runs: dict[str, TimedRuns] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
-    exact = _runs(sizes, "eager", short, acc_dtype, device).both()
+    exact = _runs(sizes, "eager", short, acc_dtype, device).forward_backward()
     limits = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
     for name in _names(device):
         try:
-            errors = _errors(_runs(sizes, name, short, dtype, device).both(), exact)
-            for what, error, limit in zip(RESULTS, errors, limits, strict=True):
+            errors = _errors(_runs(sizes, name, short, dtype, device).forward_backward(), exact)
+            for result, error, limit in zip(RESULTS, errors, limits, strict=True):
                 if not error <= limit:
-                    raise ArithmeticError(f"{what} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
-            found = _runs(sizes, name, length, dtype, device)
-            for run in found:  # compile before anything is timed
+                    raise ArithmeticError(f"{result} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
+            kernel_runs = _runs(sizes, name, length, dtype, device)
+            for run in kernel_runs:  # compile before anything is timed
                 run()
         except UnsupportedError:
             continue
         except Exception as error:  # noqa: BLE001 - whatever it is, this one has no time
-            why = str(error).strip().partition("\n")[0]
-            sys.stderr.write(f"no time of {name}, {sizes.option}, {sizes.dims}: {why}\n")
+            reason = str(error).strip().partition("\n")[0]
+            sys.stderr.write(f"no time of {name}, {sizes.option}, {sizes.dims}: {reason}\n")
             continue
-        runs[name] = found
-    forward, both = (_in_turn([one[n] for one in runs.values()], device) for n in range(2))
-    return {name: Times(*one) for name, *one in zip(runs, forward, both, strict=True)}
+        runs[name] = kernel_runs
+    forward, forward_backward = (
+        _in_turn([kernel_runs[n] for kernel_runs in runs.values()], device) for n in range(2)
+    )
+    return {
+        name: Times(*milliseconds)
+        for name, *milliseconds in zip(runs, forward, forward_backward, strict=True)
+    }
 
 
 def _names(device: str) -> Iterator[str]:
@@ -269,11 +280,11 @@ def _names(device: str) -> Iterator[str]:
     )
 
 
-def _errors(found: Arrays, exact: Arrays) -> list[float]:
+def _errors(actual: Arrays, exact: Arrays) -> list[float]:
     """Return root mean square errors relative to the standard deviation of the exact values."""
     return [
         float((a.to(b.dtype) - b).square().mean().sqrt() / b.std())
-        for a, b in zip(found, exact, strict=True)
+        for a, b in zip(actual, exact, strict=True)
     ]
 
 
@@ -288,8 +299,8 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).to(acc_dtype)
 
-    q, k, v, dout, options = _given(sizes, length, acc_dtype, device)
-    at = torch.arange(length, device=device)
+    q, k, v, dout, options = _inputs(sizes, length, acc_dtype, device)
+    positions = torch.arange(length, device=device)
     group = sizes.heads[0] // sizes.heads[1]
     products = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, dim=2))
     products.register_hook(rounded)
@@ -297,7 +308,9 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
     if "softcap" in options:
         scores = _CAP * torch.tanh(scores / _CAP)
     if "alibi_slopes" in options:
-        scores = scores - options["alibi_slopes"][:, None, None] * (at[:, None] - at).abs()
+        scores = (
+            scores - options["alibi_slopes"][:, None, None] * (positions[:, None] - positions).abs()
+        )
     scores = scores + options.get("bias", 0.0)
     dense = options["mask"].dense(np.arange(length), np.arange(length))
     visible = torch.as_tensor(dense, device=device)
@@ -306,32 +319,32 @@ def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
         visible = visible & (ids[:, None, :, None] == ids[:, None, None])
     weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     if "dropout_p" in options:
-        kept = dropout_keep(
-            _DROPOUT, options["dropout_seed"], range(len(q)), sizes.heads[0], at, at
+        keep = dropout_keep(
+            _DROPOUT, options["dropout_seed"], range(len(q)), sizes.heads[0], positions, positions
         )
-        weights = weights * kept.to(acc_dtype) / (1 - _DROPOUT)
+        weights = weights * keep.to(acc_dtype) / (1 - _DROPOUT)
     weights = weights + (rounded(weights) - weights).detach()
     out = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(group, dim=2))
     return [rounded(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
-def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> Runs:
+def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> TimedRuns:
     """Return the functions that run a kernel on the inputs of a case."""
-    q, k, v, dout, options = _given(sizes, length, dtype, device)
+    q, k, v, dout, options = _inputs(sizes, length, dtype, device)
     attend: Callable[..., Tensor] = partial(ring_attention, kernel=kernel, **options)
 
     def forward() -> Tensor:
         with torch.no_grad():
             return attend(q, k, v)
 
-    def both() -> Arrays:
+    def forward_backward() -> Arrays:
         out = attend(q, k, v)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
-    return Runs(forward, both)
+    return TimedRuns(forward, forward_backward)
 
 
-def _given(
+def _inputs(
     sizes: Sizes, length: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
     """Return ``(q, k, v, dout, options)`` of a case: the same numbers whatever the dtype.
@@ -393,9 +406,9 @@ def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     seconds: list[list[float]] = [[] for _ in runs]
     for n in range(ROUNDS):
         # Each round starts with another run, so that none profits from its place in the order.
-        for at in ((n + m) % len(runs) for m in range(len(runs))):
-            seconds[at].append(_seconds(runs[at], calls[at], device))
-    return [float(f"{1e3 * statistics.median(each):.4g}") for each in seconds]
+        for index in ((n + m) % len(runs) for m in range(len(runs))):
+            seconds[index].append(_seconds(runs[index], calls[index], device))
+    return [float(f"{1e3 * statistics.median(samples):.4g}") for samples in seconds]
 
 
 def _seconds(run: Callable[[], object], calls: int, device: str) -> float:

@@ -49,15 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands, "matrix", "Show what each kernel supports.",
         example="python -m ring_torch matrix", version=version,
     )  # fmt: skip
-    timed = add_command(
+    bench_parser = add_command(
         commands, "bench", "Time a ring against one device that computes everything.",
         example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
     )  # fmt: skip
-    bench.add_options(timed)
-    timed.add_argument(
+    bench.add_options(bench_parser)
+    bench_parser.add_argument(
         "--transport", choices=transport_names(), default="auto", help="default: auto"
     )
-    timed.add_argument(
+    bench_parser.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
     )  # fmt: skip
@@ -72,22 +72,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "bench":
         if args.rates is None:
             return _bench(args)
-        if others := [
-            f"--{name.replace('_', '-')}" for name, given in vars(args).items()
-            if name not in ("command", "rates", "seq_len") and given != timed.get_default(name)
+        if refused := [
+            f"--{name.replace('_', '-')}" for name, value in vars(args).items()
+            if name not in ("command", "rates", "seq_len") and value != bench_parser.get_default(name)
         ]:  # fmt: skip
-            timed.error(f"--rates takes --seq-len alone; leave out {', '.join(others)}")
+            bench_parser.error(f"--rates takes --seq-len alone; leave out {', '.join(refused)}")
         return _renew(args.rates, args.seq_len)
     if args.command == "matrix":
         print(matrix())
         return 0
-    found = diagnose()
+    diagnosis = diagnose()
     print(
-        json.dumps(asdict(found) | {"healthy": found.healthy}, indent=2)
+        json.dumps(asdict(diagnosis) | {"healthy": diagnosis.healthy}, indent=2)
         if args.json
-        else shown(found)
+        else shown(diagnosis)
     )
-    return 0 if found.healthy else 1
+    return 0 if diagnosis.healthy else 1
 
 
 def _renew(path: Path, length: int | None) -> int:
@@ -105,20 +105,20 @@ def _bench(args: argparse.Namespace) -> int:
     """Run ``bench``, and return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
-        checks, found = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)
+        checks, results = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)
     except (ValueError, ImportError, LocalRankError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, LocalRankError) else 2
-    if not found:
+    if not results:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
-    where = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
+    hardware = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
     facts = {
-        "versions": versions(), "setting": asdict(setting), "where": where,
+        "versions": versions(), "setting": asdict(setting), "where": hardware,
         "timings": [
-            asdict(one) | {"efficiency": one.efficiency, "check_cost": one.check_cost}
-            for one in found
+            asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
+            for timing in results
         ],
     }  # fmt: skip
-    print(json.dumps(facts, indent=2) if args.json else bench.shown(setting, where, found))
+    print(json.dumps(facts, indent=2) if args.json else bench.shown(setting, hardware, results))
     return 0

@@ -90,49 +90,49 @@ class Diagnosis(doctor.Diagnosis):
 
 def diagnose() -> Diagnosis:
     """Examine this machine, and test each kernel and each way of moving keys that can run on it."""
-    device, found = accelerator(), gpus()
+    device, visible_gpus = accelerator(), gpus()
     kernels = in_order(device)
     reports = [kernel_report(kernel, device) for kernel in kernels]
-    able = [kernel for kernel, one in zip(kernels, reports, strict=True) if one.available]
+    able = [kernel for kernel, report in zip(kernels, reports, strict=True) if report.available]
     possible = all_ways()
-    moves = tuple(_way_report(way, device, found) for way in possible)
+    way_reports = tuple(_way_report(way, device, visible_gpus) for way in possible)
     libraries = versions()
     ready = [
         (spec.name, transport.name)
-        for (spec, transport), one in zip(possible, moves, strict=True)
-        if one.available
+        for (spec, transport), report in zip(possible, way_reports, strict=True)
+        if report.available
     ]
     checks = chain(
         (check for kernel in able for check in self_test(kernel, device)),
-        ring_test(ready, cuda=len(found) >= RANKS),
+        ring_test(ready, cuda=len(visible_gpus) >= RANKS),
     )
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
         device=device,
-        gpus=found,
+        gpus=visible_gpus,
         kernels=tuple(reports),
-        strategies=moves,
+        strategies=way_reports,
         checks=tuple(watched(checks, len(doctor.RESULTS) * (len(able) + len(ready)), "check")),
     )
 
 
 def accelerator() -> str:
     """Return the type of the accelerator, or ``cpu`` if there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
 
 
 def gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that this process sees, of CUDA or of ROCm, which torch calls CUDA too."""
-    every = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return tuple(
         Gpu(
-            torch.cuda.get_device_name(one),
-            torch.cuda.get_device_capability(one),
-            tuple(i for i in every if i != one and torch.cuda.can_device_access_peer(one, i)),
+            torch.cuda.get_device_name(index),
+            torch.cuda.get_device_capability(index),
+            tuple(i for i in indices if i != index and torch.cuda.can_device_access_peer(index, i)),
         )
-        for one in every
+        for index in indices
     )
 
 
@@ -147,21 +147,25 @@ def versions() -> dict[str, str]:
         "NCCL": nccl and ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
     return doctor.versions(LIBRARIES, ("ring-core", "ring-torch")) | {
-        name: has for name, has in of_torch.items() if has
+        name: version for name, version in of_torch.items() if version
     }
 
 
 def kernel_report(kernel: Kernel, device: str) -> Report:
     """Report if a kernel can run on the accelerator or the CPU of this machine."""
-    can = kernel.capabilities
-    if can.devices and not {device, "cpu"} & set(can.devices):
-        why: str | None = f"runs on {', '.join(can.devices)}; torch finds no such device here"
+    capabilities = kernel.capabilities
+    if capabilities.devices and not {device, "cpu"} & set(capabilities.devices):
+        reason: str | None = (
+            f"runs on {', '.join(capabilities.devices)}; torch finds no such device here"
+        )
     else:
         try:
-            why = kernel.unavailable_reason()
+            reason = kernel.unavailable_reason()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
-            why = f"looking for it failed: {error!r}"
-    return Report(can.name, can.devices, available=why is None, why=why or "")
+            reason = f"looking for it failed: {error!r}"
+    return Report(
+        capabilities.name, capabilities.devices, available=reason is None, why=reason or ""
+    )
 
 
 def all_ways() -> tuple[Way, ...]:
@@ -169,24 +173,32 @@ def all_ways() -> tuple[Way, ...]:
     return tuple(way for spec in strategies.STRATEGIES for way in ways(spec.name))
 
 
-def _way_report(way: Way, device: str, found: tuple[Gpu, ...]) -> Report:
+def _way_report(way: Way, device: str, visible_gpus: tuple[Gpu, ...]) -> Report:
     """Report if a strategy and transport can move keys between processes of this machine."""
     spec, transport = way
-    why = "this torch is built without torch.distributed"
+    reason = "this torch is built without torch.distributed"
     if dist.is_available():
-        why = transport.missing(device, [gpu.reaches for gpu in found])
-    return Report(f"{spec.name}/{transport.name}", transport.devices, available=not why, why=why)
+        reason = transport.missing(device, [gpu.reaches for gpu in visible_gpus])
+    return Report(
+        f"{spec.name}/{transport.name}", transport.devices, available=not reason, why=reason
+    )
 
 
 def self_test(kernel: Kernel, device: str) -> Iterator[Check]:
     """Test a kernel with a causal call with grouped heads on one device, forward and backward."""
-    can = kernel.capabilities
-    where = device if not can.devices or device in can.devices else "cpu"
-    name = "float32" if not can.dtypes or "float32" in can.dtypes else can.dtypes[0]
-    inputs = [torch.as_tensor(x).to(where, getattr(torch, name)) for x in doctor.inputs_for(1, 64)]
+    capabilities = kernel.capabilities
+    device_type = device if not capabilities.devices or device in capabilities.devices else "cpu"
+    name = (
+        "float32"
+        if not capabilities.dtypes or "float32" in capabilities.dtypes
+        else capabilities.dtypes[0]
+    )
+    inputs = [
+        torch.as_tensor(x).to(device_type, getattr(torch, name)) for x in doctor.inputs_for(1, 64)
+    ]
     yield from _compared(
-        can.name, where, inputs,
-        lambda: _out_and_grads(partial(ring_attention, causal=True, kernel=can.name), *inputs),
+        capabilities.name, device_type, inputs,
+        lambda: _out_and_grads(partial(ring_attention, causal=True, kernel=capabilities.name), *inputs),
     )  # fmt: skip
 
 
@@ -206,8 +218,8 @@ def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check
     with LocalRanks(RANKS, patience=300, cuda=cuda) as ranks:
         for strategy, transport in names:
             layout = next(x for x in (setting.layout, *LAYOUTS) if takes_layout(strategy, x))
-            each = replace(setting, strategy=strategy, layout=layout)
-            yield from ring_checks(ranks, each, transport, cuda=cuda)
+            ring_setting = replace(setting, strategy=strategy, layout=layout)
+            yield from ring_checks(ranks, ring_setting, transport, cuda=cuda)
 
 
 def ring_checks(
@@ -233,16 +245,16 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
         sharding.shard(torch.as_tensor(x).to(device, getattr(torch, setting.dtype)), dim=1)
         for x in arrays
     ]
-    ours = partial(
+    attend = partial(
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_array(sharding.unshard(x)) for x in _out_and_grads(ours, *inputs)]
+    return [_array(sharding.unshard(x)) for x in _out_and_grads(attend, *inputs)]
 
 
 def _compared(
     name: str,
-    where: str,
+    device_name: str,
     inputs: Sequence[Tensor],
     run: Callable[[], Sequence[Tensor] | Arrays],
     mask: Mask = doctor.CAUSAL,
@@ -252,14 +264,16 @@ def _compared(
     If it raises, yield a failed check with the traceback.
     """
     try:
-        found = [_array(x) for x in run()]
+        results = [_array(x) for x in run()]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
-        yield doctor.failed(name, where, trace)
+        yield doctor.failed(name, device_name, trace)
         return
     example = doctor.example_of([_array(x) for x in inputs], mask)
     plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
-    yield from doctor.compared(name, where, example, found, plain, torch.finfo(inputs[0].dtype).eps)
+    yield from doctor.compared(
+        name, device_name, example, results, plain, torch.finfo(inputs[0].dtype).eps
+    )
 
 
 def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -269,11 +283,11 @@ def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _dense(mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute dense attention with torch's own math implementation, ``[B, T, H, D]``."""
-    every = np.arange(q.shape[1])
-    seen = torch.as_tensor(mask.dense(every, every), device=q.device)
+    positions = np.arange(q.shape[1])
+    visible = torch.as_tensor(mask.dense(positions, positions), device=q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -287,26 +301,26 @@ def _out_and_grads(
     return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
-def shown(found: Diagnosis) -> str:
+def shown(diagnosis: Diagnosis) -> str:
     """Return a diagnosis as text for people."""
-    lines = doctor.shown_versions(found.versions, found.clashes)
-    lines += ["", f"device        {found.device}"]
-    for n, gpu in enumerate(found.gpus):
+    lines = doctor.shown_versions(diagnosis.versions, diagnosis.clashes)
+    lines += ["", f"device        {diagnosis.device}"]
+    for n, gpu in enumerate(diagnosis.gpus):
         lines.append(
             f"  {n:<12}{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}, "
             f"reaches {', '.join(map(str, gpu.reaches)) or 'no other'}"
         )
     for title, reports in (
-        ("kernels, in the order in which kernel='auto' tries them", found.kernels),
-        ("strategies, over transports, between processes of this machine", found.strategies),
+        ("kernels, in the order in which kernel='auto' tries them", diagnosis.kernels),
+        ("strategies, over transports, between processes of this machine", diagnosis.strategies),
     ):
         lines += ["", title]
-        for one in reports:
-            state = "available" if one.available else f"no: {one.why}"
-            lines.append(f"  {one.name:16}{', '.join(one.devices) or 'any':8}{state}")
+        for report in reports:
+            state = "available" if report.available else f"no: {report.why}"
+            lines.append(f"  {report.name:16}{', '.join(report.devices) or 'any':8}{state}")
     lines += doctor.shown_checks(
         "kernels on one device, then a ring of two processes, causal,",
-        found.checks,
-        healthy=found.healthy,
+        diagnosis.checks,
+        healthy=diagnosis.healthy,
     )
     return "\n".join(lines)

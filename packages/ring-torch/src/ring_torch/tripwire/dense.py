@@ -68,7 +68,7 @@ def plain_precision(dtype: torch.dtype) -> Precision:
     return Precision(torch.float32, None if dtype == torch.float32 else dtype)
 
 
-class Rule(NamedTuple):
+class ScoreRule(NamedTuple):
     """Parameters that all scores of a batch row share.
 
     Attributes:
@@ -132,9 +132,9 @@ class ForwardResults(NamedTuple):
     dlse: Tensor | None  # [n, H]
 
 
-def _taken[T: (SampledQueries, SampledKeys, ForwardResults)](x: T, part: slice) -> T:
+def _sliced[T: (SampledQueries, SampledKeys, ForwardResults)](x: T, rows: slice) -> T:
     """Return a slice of the queries, keys or results."""
-    return type(x)._make(None if y is None else y[part] for y in x)
+    return type(x)._make(None if y is None else y[rows] for y in x)
 
 
 class Partial(NamedTuple):
@@ -157,18 +157,20 @@ class Partial(NamedTuple):
         return Partial(lse, self.means * weight, self.squares * weight**2)
 
 
-def merged(parts: Sequence[Partial]) -> Partial:
+def merged(partials: Sequence[Partial]) -> Partial:
     """Return the means over the keys of all parts together."""
     # A part's weight is its share of the softmax mass of all keys.
-    lse = torch.logsumexp(torch.stack([x.lse for x in parts]), dim=0)
-    weights = [_weight(x.lse, lse).unsqueeze(-1) for x in parts]
-    means = torch.stack([weight * x.means for weight, x in zip(weights, parts, strict=True)])
-    squares = torch.stack([weight**2 * x.squares for weight, x in zip(weights, parts, strict=True)])
+    lse = torch.logsumexp(torch.stack([x.lse for x in partials]), dim=0)
+    weights = [_weight(x.lse, lse).unsqueeze(-1) for x in partials]
+    means = torch.stack([weight * x.means for weight, x in zip(weights, partials, strict=True)])
+    squares = torch.stack(
+        [weight**2 * x.squares for weight, x in zip(weights, partials, strict=True)]
+    )
     return Partial(lse, means.sum(dim=0), squares.sum(dim=0))
 
 
 def query_means(
-    rule: Rule, queries: SampledQueries, keys: SampledKeys, precisions: Sequence[Precision]
+    rule: ScoreRule, queries: SampledQueries, keys: SampledKeys, precisions: Sequence[Precision]
 ) -> list[Partial]:
     """Return the means over keys from which results of queries are computed, in each precision.
 
@@ -177,18 +179,20 @@ def query_means(
     * k``, where ``dp = dout @ v`` and ``slope`` is the soft cap's derivative. Then ``dq = scale *
     (first - (delta - dlse) * second)`` with ``delta = rowsum(dout * out)``.
     """
-    parts = []
+    by_block = []
     # One block of keys at a time, as scores of all keys would not fit into memory.
     for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
-        some, block = queries._replace(bias=bias), _taken(keys, j)
-        visible = _visible(rule.params, some, block)
-        parts.append([_means_of_block(rule, some, block, visible, each) for each in precisions])
-    return [merged(each) for each in zip(*parts, strict=True)]
+        block_queries, block_keys = queries._replace(bias=bias), _sliced(keys, j)
+        visible = _visible(rule.params, block_queries, block_keys)
+        by_block.append(
+            [_means_of_block(rule, block_queries, block_keys, visible, each) for each in precisions]
+        )
+    return [merged(each) for each in zip(*by_block, strict=True)]
 
 
 def key_sums(
-    rule: Rule,
+    rule: ScoreRule,
     queries: SampledQueries,
     keys: SampledKeys,
     results: ForwardResults,
@@ -217,15 +221,15 @@ def key_sums(
     assert queries.dout is not None
     # One block of queries at a time, each added to the sums of all keys.
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
-        some, part = _taken(queries, i), _taken(results, i)
-        visible = _visible(rule.params, some, keys)
+        block_queries, block_results = _sliced(queries, i), _sliced(results, i)
+        visible = _visible(rule.params, block_queries, keys)
         for total, precision in zip(sums, precisions, strict=True):
-            total.add_(_sums_of_block(rule, some, keys, part, visible, precision))
+            total.add_(_sums_of_block(rule, block_queries, keys, block_results, visible, precision))
     return sums
 
 
 def _scores(
-    rule: Rule,
+    rule: ScoreRule,
     queries: SampledQueries,
     keys: SampledKeys,
     q: Tensor,
@@ -261,11 +265,11 @@ def _scores(
         distance = (queries.position[:, None] - keys.position).abs()
         x = x - rule.slopes.to(acc_dtype).reshape(*by_group, 1, 1) * distance.to(acc_dtype)
     if params.dropout_p > 0:
-        kept = dropout_keep(
+        keep_mask = dropout_keep(
             params.dropout_p, params.dropout_seed, range(rule.batch, rule.batch + 1),
             math.prod(by_group), queries.indices, keys.position,
         )  # fmt: skip
-        keep = _by_group(kept[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
+        keep = _by_group(keep_mask[0].to(acc_dtype) / (1 - params.dropout_p), by_group)
     return x, slope, keep
 
 
@@ -278,21 +282,23 @@ def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -
     """Return True where a query sees a key by the mask's rule and the bias, ``[1 or H, n, m]``."""
     q_pos, k_pos = queries.position[:, None], keys.position[None]
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
-    seen = torch.as_tensor(params.mask.rule(q_pos, k_pos), device=device).expand(shape)
+    visible = torch.as_tensor(params.mask.rule(q_pos, k_pos), device=device).expand(shape)
     if params.mask.document_offsets is not None:
         offsets = torch.as_tensor(params.mask.document_offsets, device=device)
         q_doc, k_doc = (
             torch.searchsorted(offsets, x, right=True) for x in (queries.position, keys.position)
         )
-        seen = seen & (q_doc[:, None] == k_doc)
+        visible = visible & (q_doc[:, None] == k_doc)
     if queries.ids is not None and keys.ids is not None:
-        seen = seen & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
-    seen = seen.unsqueeze(0)
-    return seen if queries.bias is None else seen & (queries.bias.transpose(0, 1) > -torch.inf)
+        visible = visible & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
+    visible = visible.unsqueeze(0)
+    return (
+        visible if queries.bias is None else visible & (queries.bias.transpose(0, 1) > -torch.inf)
+    )
 
 
 def _means_of_block(
-    rule: Rule,
+    rule: ScoreRule,
     queries: SampledQueries,
     keys: SampledKeys,
     visible: Tensor,
@@ -311,12 +317,12 @@ def _means_of_block(
     else:
         dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
         terms = [(p * dp * slope, k), (p * slope, k)]
-    found = torch.cat(precision.products("kgnm,mkd->nkgd", terms), dim=-1).flatten(1, 2)
-    return Partial(lse, *found.chunk(2, dim=-1))
+    sums = torch.cat(precision.products("kgnm,mkd->nkgd", terms), dim=-1).flatten(1, 2)
+    return Partial(lse, *sums.chunk(2, dim=-1))
 
 
 def _sums_of_block(
-    rule: Rule,
+    rule: ScoreRule,
     queries: SampledQueries,
     keys: SampledKeys,
     results: ForwardResults,
@@ -340,8 +346,8 @@ def _sums_of_block(
     p = torch.where(_by_group(visible, by_group), (x - column(lse)).exp(), 0.0)
     dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
     ds = p * (dp - column(delta)) * slope * rule.params.scale
-    found = precision.products("kgnm,nkgd->mkd", [(ds, q), (p * keep, dout)])
-    return torch.cat([*found, p.sum(dim=(1, 2)).t().unsqueeze(-1)], dim=-1)
+    sums = precision.products("kgnm,nkgd->mkd", [(ds, q), (p * keep, dout)])
+    return torch.cat([*sums, p.sum(dim=(1, 2)).t().unsqueeze(-1)], dim=-1)
 
 
 def _operands(
@@ -355,8 +361,8 @@ def _operands(
         ``q [n, K, G, D]``, ``dout [n, K, G, Dv]`` or ``None``, ``k [m, K, D]``, ``v [m, K, Dv]``.
     """
     by_group = (keys.k.shape[1], queries.q.shape[1] // max(keys.k.shape[1], 1))
-    shown = visible.any(dim=0)
-    q_seen, k_seen = (shown.any(dim=x)[:, None, None] for x in (1, 0))
+    seen = visible.any(dim=0)
+    q_seen, k_seen = (seen.any(dim=x)[:, None, None] for x in (1, 0))
     q, dout = (
         None if x is None else torch.where(q_seen, x, 0).to(acc_dtype).unflatten(1, by_group)
         for x in (queries.q, queries.dout)
@@ -365,13 +371,13 @@ def _operands(
     return not_none(q), dout, k, v
 
 
-def _weight(part: Tensor, total: Tensor) -> Tensor:
+def _weight(lse: Tensor, total_lse: Tensor) -> Tensor:
     """Return a part's share of the softmax mass, ``exp(part - total)``; 0 where there is none."""
-    return (part - total.masked_fill(total == -torch.inf, 0.0)).exp()
+    return (lse - total_lse.masked_fill(total_lse == -torch.inf, 0.0)).exp()
 
 
 def _blocks(length: int, *sides: Tensor) -> Iterator[slice]:
     """Return slices of ``length`` rows whose numbers in ``sides`` take at most ``_BLOCK_BYTES``."""
     row = sum(x[:1].numel() for x in sides)
     size = max(_BLOCK_BYTES // max(8 * row, 1), 1)
-    return (slice(at, min(at + size, length)) for at in range(0, length, size))
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -24,15 +24,15 @@ from ring_torch.tripwire.dense import (
     EXACT,
     ForwardResults,
     Partial,
-    Rule,
     SampledKeys,
     SampledQueries,
+    ScoreRule,
     key_sums,
     merged,
     plain_precision,
     query_means,
 )
-from ring_torch.tripwire.traffic import Pass, Watch
+from ring_torch.tripwire.traffic import CheckedPass, Watch
 
 Ints = npt.NDArray[np.int64]
 _NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
@@ -55,17 +55,17 @@ class Sample(NamedTuple):
     call: Call
     inputs: Inputs
     batch: int
-    rule: Rule
+    rule: ScoreRule
 
     @classmethod
     def of(cls, call: Call, inputs: Inputs) -> Sample:
         """Return the sample of a checked call whose batch is not empty."""
         batch = call.checked % inputs.q.shape[0]
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
-        own = None if slopes is None else slopes[batch % len(slopes)]
-        return cls(call, inputs, batch, Rule(call.params, batch, own))
+        row_slopes = None if slopes is None else slopes[batch % len(slopes)]
+        return cls(call, inputs, batch, ScoreRule(call.params, batch, row_slopes))
 
-    def own(self, kind: Kind) -> Tensor:
+    def local_rows(self, kind: Kind) -> Tensor:
         """Return the local indices of this rank's sampled queries or keys."""
         return torch.as_tensor(self._sampled(kind, self.call.ranks.rank), device=self.call.device)
 
@@ -77,7 +77,7 @@ class Sample(NamedTuple):
         number for each row and head. Other roundings could hide that difference in the plain
         gradients by chance, and twice their error would be no bound of it.
         """
-        b, rows = self.batch, self.own("queries")
+        b, rows = self.batch, self.local_rows("queries")
         dout, out = (x[b, rows].double() for x in (upstream.dout, upstream.out))
         delta = (dout * out).sum(dim=-1, keepdim=True)
         if dlse is not None:
@@ -94,11 +94,11 @@ class Sample(NamedTuple):
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return :func:`key_sums` of all queries for this rank's sampled keys: exact, plain."""
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
-        columns = self.own("keys")
-        given = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
+        columns = self.local_rows("keys")
+        local = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
         # Every rank receives the sampled keys of all ranks, in ascending order of positions.
         k, v, *ids = (
-            torch.cat(x) for x in exchange(ring, [[x] * ring.size for x in given], call.device)
+            torch.cat(x) for x in exchange(ring, [[x] * ring.size for x in local], call.device)
         )
         position = self._all_positions(call.plan.k_positions, "keys")
         order = position.argsort()
@@ -119,8 +119,8 @@ class Sample(NamedTuple):
         )
         sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
         # Each rank's keys get the sums over this rank's queries back, and add up those of all.
-        home = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
-        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, home, call.device))
+        by_rank = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
+        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, by_rank, call.device))
         return exact, plain
 
     def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
@@ -138,22 +138,22 @@ class Sample(NamedTuple):
         see :func:`query_means`.
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
-        rows = self.own("queries")
-        given = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
-        parts = {name: [x[b, rows]] * ring.size for name, x in given.items() if x is not None}
+        rows = self.local_rows("queries")
+        tensors = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
+        sent = {name: [x[b, rows]] * ring.size for name, x in tensors.items() if x is not None}
         if inputs.bias is not None:
-            theirs = (
+            k_positions = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
                 for x in range(ring.size)
             )
-            parts["bias"] = [self._added(rows, columns) for columns in theirs]
+            sent["bias"] = [self._added(rows, columns) for columns in k_positions]
         # Every rank receives the sampled queries of all ranks ...
-        came = map(torch.cat, exchange(ring, list(parts.values()), call.device))
-        every = dict(zip(parts, came, strict=True))
+        received = map(torch.cat, exchange(ring, list(sent.values()), call.device))
+        queries_of_all = dict(zip(sent, received, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
         queries = SampledQueries(
-            every["q"], index, index + call.plan.q_offset, every.get("ids"), every.get("bias"),
-            every.get("dout"),
+            queries_of_all["q"], index, index + call.plan.q_offset, queries_of_all.get("ids"), queries_of_all.get("bias"),
+            queries_of_all.get("dout"),
         )  # fmt: skip
         keys = SampledKeys(
             inputs.k[b], inputs.v[b],
@@ -161,13 +161,13 @@ class Sample(NamedTuple):
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
         # ... computes their means over its own keys ...
-        found = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
-        home = [list(x.chunk(ring.size)) for part in found for x in part]
+        partials = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
+        by_rank = [list(x.chunk(ring.size)) for partial in partials for x in partial]
         # ... and sends them back. Each rank merges the parts that it receives for its queries.
-        came_home = exchange(ring, home, call.device)
+        returned = exchange(ring, by_rank, call.device)
         exact, plain = (
             merged([Partial(*x) for x in zip(*fields, strict=True)])
-            for fields in (came_home[:3], came_home[3:])
+            for fields in (returned[:3], returned[3:])
         )
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
@@ -180,33 +180,35 @@ class Sample(NamedTuple):
 
     def _all_positions(self, positions: Callable[[int], Ints], kind: Kind) -> Tensor:
         """Return the positions of all ranks' samples, in the order of ranks."""
-        every = [positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ranks.size)]
-        return torch.as_tensor(np.concatenate(every), device=self.call.device)
+        by_rank = [
+            positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ranks.size)
+        ]
+        return torch.as_tensor(np.concatenate(by_rank), device=self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
         """Return a message for each of this rank's results that is wrong."""
-        found = []
+        messages = []
         for name, (*three, rounded, terms) in results.items():
             arrays = (x.detach().double().cpu().numpy() for x in (*three, terms, rounded))
             worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
             if worst is not None:
                 token = int(self._sampled(kind, self.call.ranks.rank)[worst.row])
                 shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
-                found.append(worst.describe(name, self.batch, token, shapes[name]))
-        return found
+                messages.append(worst.describe(name, self.batch, token, shapes[name]))
+        return messages
 
-    def agree(self, found: list[str], what: str) -> str | None:
+    def agree(self, messages: list[str], pass_name: str) -> str | None:
         """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
         call, ring = self.call, self.call.ranks
-        note = "; ".join(found).encode()[:_NOTE].ljust(_NOTE, b"\0")
-        mine = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
-        every = exchange(ring, [[mine] * ring.size], call.device)[0]
-        words = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in every]
-        if not any(words):
+        note = "; ".join(messages).encode()[:_NOTE].ljust(_NOTE, b"\0")
+        local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
+        by_rank = exchange(ring, [[local] * ring.size], call.device)[0]
+        notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
+        if not any(notes):
             return None
-        lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(words) if text)
+        lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(notes) if text)
         return (
-            f"call {call.checked} ({what}) is wrong. {lines}. Kernel "
+            f"call {call.checked} ({pass_name}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
             f"{call.transport.name!r}, layout {str(call.plan.q_layout.name)!r}, mask "
             f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
@@ -216,7 +218,7 @@ class Sample(NamedTuple):
 
 
 def forward_faults(
-    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, seen: Watch, *, sent_before: int
+    call: Call, inputs: Inputs, out: Tensor, lse: Tensor, watch: Watch, *, sent_before: int
 ) -> str | None:
     """Check a forward on all ranks; return the error message, or ``None`` if no fault is found.
 
@@ -225,7 +227,7 @@ def forward_faults(
         inputs: Inputs of this rank.
         out: Output ``[B, T_local, H, Dv]``, in the inputs' dtype.
         lse: Log-sum-exp ``[B, H, T_local]``, sinks included.
-        seen: Bytes that were sent, and the time it took.
+        watch: Bytes that were sent, and the time it took.
         sent_before: Bytes of messages sent before those of the call's strategy.
 
     Raises:
@@ -234,7 +236,7 @@ def forward_faults(
     if inputs.q.shape[0] == 0:
         return None
     sample = Sample.of(call, inputs)
-    rows, (exact, plain) = sample.own("queries"), sample.means()
+    rows, (exact, plain) = sample.local_rows("queries"), sample.means()
     size = _largest(inputs.v).expand(len(rows))
     results: dict[str, Compared] = {
         "out": (
@@ -246,16 +248,16 @@ def forward_faults(
         lse, exact_lse, plain_lse = (
             x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
-        nothing = torch.zeros_like(plain_lse)
-        results["lse"] = lse, exact_lse, plain_lse, nothing, torch.ones(len(rows))
-    found = sample.faults("queries", results)
-    found += Pass(call, inputs, forward=True, sent_before=sent_before).faults(seen)
-    return sample.agree(found, "forward")
+        zeros = torch.zeros_like(plain_lse)
+        results["lse"] = lse, exact_lse, plain_lse, zeros, torch.ones(len(rows))
+    messages = sample.faults("queries", results)
+    messages += CheckedPass(call, inputs, forward=True, sent_before=sent_before).faults(watch)
+    return sample.agree(messages, "forward")
 
 
 def backward_faults(
     call: Call, inputs: Inputs, upstream: BackwardInputs, dlse: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor], seen: Watch, *, fetches: bool,
+    grads: tuple[Tensor, Tensor, Tensor], watch: Watch, *, fetches: bool,
 ) -> str | None:  # fmt: skip
     """Check a backward on all ranks; return the error message, or ``None`` if no fault is found.
 
@@ -265,7 +267,7 @@ def backward_faults(
         upstream: ``dout``, and the forward's ``out`` and ``lse``.
         dlse: Gradient of ``lse``, ``[B, H, T_local]``, if any.
         grads: dQ, dK and dV, in the inputs' dtype.
-        seen: Bytes that its strategy sent, and the time it took.
+        watch: Bytes that its strategy sent, and the time it took.
         fetches: True if gathered keys were fetched again, False if the forward had saved them.
 
     Raises:
@@ -274,7 +276,7 @@ def backward_faults(
     if inputs.q.shape[0] == 0:
         return None
     sample, (q, k, v) = Sample.of(call, inputs), inputs[:3]
-    b, rows, columns = sample.batch, sample.own("queries"), sample.own("keys")
+    b, rows, columns = sample.batch, sample.local_rows("queries"), sample.local_rows("keys")
     dq, dk, dv = grads
     lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) again. Its relative error is the absolute error of the
@@ -282,7 +284,7 @@ def backward_faults(
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
     scale, v_long = abs(call.params.scale), _largest(v, 2)
     size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
-    found = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
+    messages = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
     long, dims = _largest(upstream.dout, 2), [k.shape[3], v.shape[3]]
@@ -291,12 +293,12 @@ def backward_faults(
     )
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
     dk_size = scale * weights * long * v_long * _largest(q)
-    found += sample.faults("keys", {
+    messages += sample.faults("keys", {
         "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_rounded, dk_size),
         "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), dv_rounded, weights * long),
     })  # fmt: skip
-    found += Pass(call, inputs, forward=False, fetches=fetches).faults(seen)
-    return sample.agree(found, "backward")
+    messages += CheckedPass(call, inputs, forward=False, fetches=fetches).faults(watch)
+    return sample.agree(messages, "backward")
 
 
 def _largest(x: Tensor, order: float = torch.inf) -> Tensor:

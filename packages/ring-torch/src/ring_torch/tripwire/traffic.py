@@ -61,11 +61,11 @@ class Watch(TorchDispatchMode):
     @property
     def seconds(self) -> float:
         """Seconds from the first to the last operation in the block, on a GPU by its own clock."""
-        first, last = self._marks
+        start, end = self._marks
         if self._device.type != "cuda":
-            return float(last - first)
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def _add_read(self, size: int) -> None:
         """Count bytes that were read from a peer's memory."""
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
         self._marks.append(mark)
 
 
-class Pass(NamedTuple):
+class CheckedPass(NamedTuple):
     """Forward or backward of a call, with the bytes that it is expected to send.
 
     Attributes:
@@ -97,33 +97,40 @@ class Pass(NamedTuple):
     fetches: bool = True
     sent_before: int = 0
 
-    def faults(self, seen: Watch) -> list[str]:
+    def faults(self, watch: Watch) -> list[str]:
         """Return error messages: for other bytes than the program's, and for an impossible speed.
 
         No device exceeds its peak rate: a pass that seems to has left work out.
         """
-        found = []
+        messages = []
         call = self.call
         if call.ranks.size > 1:
             traffic = call.strategy.traffic(
                 call, self.inputs, forward=self.forward, saved=not self.fetches
             )
-            expected, moved, done, word = traffic.received, seen.read, "read from peers", "reads"
+            expected, actual, past, present = (
+                traffic.received,
+                watch.read,
+                "read from peers",
+                "reads",
+            )
             if call.transport.sends_messages:
-                expected, moved, done, word = traffic.sent, seen.sent, "sent", "sends"
+                expected, actual, past, present = traffic.sent, watch.sent, "sent", "sends"
                 expected += HEADER_BYTES + self.sent_before
-            if moved != expected:
-                found.append(f"{moved:,} bytes were {done}, and the program {word} {expected:,}")
-        most = peak_tflops(
+            if actual != expected:
+                messages.append(
+                    f"{actual:,} bytes were {past}, and the program {present} {expected:,}"
+                )
+        peak = peak_tflops(
             torch.cuda.get_device_name(call.device) if call.device.type == "cuda" else "cpu"
         )
-        if most is not None and self.inputs.q_ids is None and self.inputs.bias is None:
-            rate = self._flops() / seen.seconds / 1e12
-            if rate > most:
-                found.append(
-                    f"{rate:,.0f} TFLOP/s, and the device has {most:,.0f}: work was left out"
+        if peak is not None and self.inputs.q_ids is None and self.inputs.bias is None:
+            rate = self._flops() / watch.seconds / 1e12
+            if rate > peak:
+                messages.append(
+                    f"{rate:,.0f} TFLOP/s, and the device has {peak:,.0f}: work was left out"
                 )
-        return found
+        return messages
 
     def _flops(self) -> float:
         """Return the floating point operations of the visible pairs that this rank computes."""

@@ -17,7 +17,13 @@ from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.hf.models.check import ModelReport
 from ring_torch.hf.models.documents import STATED, Ints, check_positions, stated_documents
-from ring_torch.hf.models.sealed import IGNORED, Sealed, ShardedMask, ShiftedLabels, UnshiftedLabels
+from ring_torch.hf.models.placeholders import (
+    IGNORED,
+    Placeholder,
+    ShardedMask,
+    ShiftedLabels,
+    UnshiftedLabels,
+)
 from ring_torch.sharding import Sharding
 
 #: Tensors ``[B, T, ...]`` that are split, and the values they are padded with.
@@ -55,7 +61,7 @@ def split_batch(
     report: ModelReport,
     dropout_seed: int | None,
     weight: float = 0.0,
-    others: Mapping[str, Any] | None = None,
+    also_compared: Mapping[str, Any] | None = None,
     *,
     with_ids: bool = False,
 ) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def split_batch(
         report: Report of the model, which says how it counts positions and shifts labels.
         dropout_seed: Seed of attention dropout, if there is any.
         weight: Checksum of the model's weights, which ranks compare.
-        others: More entries that ranks compare, which are not split.
+        also_compared: More entries that ranks compare, which are not split.
         with_ids: True to make segment ids even where ``cu_seqlens`` would do.
 
     Raises:
@@ -80,66 +86,67 @@ def split_batch(
         raise UnsupportedError(f"the model cannot be split: {'; '.join(report.reasons)}")
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
-    given = {name: value for name, value in batch.items() if value is not None}
-    _check_names(given)
-    tokens = tokens_of(given)
-    _check_shapes(given, tokens)
+    entries = {name: value for name, value in batch.items() if value is not None}
+    _check_names(entries)
+    tokens = tokens_of(entries)
+    _check_shapes(entries, tokens)
     size, length = tokens.shape[:2]
-    stated = stated_documents(given, (size, length))
-    real = _real(given)
-    positions = given.pop("position_ids", None)
-    segments = _segments(real, None if "attention_mask" in given else positions, (size, length))
+    stated = stated_documents(entries, (size, length))
+    real = _real(entries)
+    positions = entries.pop("position_ids", None)
+    segments = _segments(real, None if "attention_mask" in entries else positions, (size, length))
     if stated is not None:
         segments = stated
         if positions is not None:
             check_positions(stated, _array(positions))
     if positions is None:
-        positions = _positions(given, tokens, real, report)
-    elif "attention_mask" in given:
+        positions = _positions(entries, tokens, real, report)
+    elif "attention_mask" in entries:
         _check_one_document(_array(positions), real)
-    given["position_ids"] = positions.expand(size, length)
-    given.pop("attention_mask", None)
+    entries["position_ids"] = positions.expand(size, length)
+    entries.pop("attention_mask", None)
     # Shift labels and count them before the split, as both need the whole sequence.
-    _set_labels(given, segments, report)
-    _check_same(sharding.ring, {**(others or {}), **given}, segments, dropout_seed, weight)
+    _set_labels(entries, segments, report)
+    _check_same(sharding.ring, {**(also_compared or {}), **entries}, segments, dropout_seed, weight)
 
     gathers = "recurrent" in report.hooks
     # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
     # pad to at least two tokens a rank.
-    least = max(length, sharding.ring.size + 1) if gathers else length
-    more = least - length + -least % divisor_of(sharding.layout_name, sharding.ring.size)
+    min_length = max(length, sharding.ring.size + 1) if gathers else length
+    padding = min_length - length + -min_length % divisor_of(sharding.layout, sharding.ring.size)
     # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.
-    for name in _SPLIT.keys() & given.keys():
-        if isinstance(given[name], Sealed):
+    for name in _SPLIT.keys() & entries.keys():
+        if isinstance(entries[name], Placeholder):
             continue
-        x = pad(given[name], (*(0, 0) * (given[name].ndim - 2), 0, more), value=_SPLIT[name])
-        given[name] = sharding.shard(x, dim=1)
-    if not report.shifts_labels and "labels" in given:
-        given["labels"] = UnshiftedLabels(given["labels"], given["num_items_in_batch"])
+        x = pad(entries[name], (*(0, 0) * (entries[name].ndim - 2), 0, padding), value=_SPLIT[name])
+        entries[name] = sharding.shard(x, dim=1)
+    if not report.shifts_labels and "labels" in entries:
+        entries["labels"] = UnshiftedLabels(entries["labels"], entries["num_items_in_batch"])
     is_real = segments >= 0
-    segments = np.pad(segments, ((0, 0), (0, more)), constant_values=-1)
+    segments = np.pad(segments, ((0, 0), (0, padding)), constant_values=-1)
     # Largest position id on each rank, padding left out.
-    last = [
-        int(_array(positions)[:, at[at < length]].max(initial=0))
-        for at in (
-            sharding.layout(length + more).positions(rank) for rank in range(sharding.ring.size)
+    last_positions = [
+        int(_array(positions)[:, indices[indices < length]].max(initial=0))
+        for indices in (
+            sharding.layout_of(length + padding).positions(rank)
+            for rank in range(sharding.ring.size)
         )
     ]
     single, cu_seqlens, needs_ids = _documents(segments)
     ids = None
     if needs_ids or with_ids or "chunks" in report.hooks:
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
-    given["attention_mask"] = ShardedMask(
+    entries["attention_mask"] = ShardedMask(
         sharding,
-        (size, (length + more) // sharding.ring.size),
-        length + more,
+        (size, (length + padding) // sharding.ring.size),
+        length + padding,
         single,
         cu_seqlens,
         None if ids is None else sharding.shard(ids, dim=1),
-        (min(last), max(last)),
+        (min(last_positions), max(last_positions)),
         dropout_seed,
         length,
-        given["position_ids"],
+        entries["position_ids"],
         has_padding=bool((segments < 0).any()),
         gathers=gathers,
         whole=torch.from_numpy(is_real).to(tokens.device, torch.int64)
@@ -150,7 +157,7 @@ def split_batch(
             (np.diff(is_real, axis=1, prepend=False, append=False).sum(axis=1) > 2).any()
         ),
     )
-    return given
+    return entries
 
 
 def tokens_of(batch: Mapping[str, Any]) -> Any:
@@ -160,7 +167,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Any:
 
 
 def _positions(
-    given: Mapping[str, Any],
+    entries: Mapping[str, Any],
     tokens: Tensor,
     real: npt.NDArray[np.bool_] | None,
     report: ModelReport,
@@ -171,7 +178,7 @@ def _positions(
     do not count it. They find padding by token ids, so among embeddings every token counts.
     """
     offset = report.position_offset
-    if offset and "input_ids" in given:
+    if offset and "input_ids" in entries:
         counted = tokens != offset - 1
     elif real is not None and not report.counts_padding:
         counted = torch.from_numpy(real).to(tokens.device)
@@ -180,7 +187,7 @@ def _positions(
     return counted.long().cumsum(1) * counted + offset - 1
 
 
-def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> None:
+def _set_labels(entries: dict[str, Any], segments: Ints, report: ModelReport) -> None:
     """Shift labels if the model's loss does, and count the labels of the whole batch.
 
     Raises:
@@ -188,59 +195,59 @@ def _set_labels(given: dict[str, Any], segments: Ints, report: ModelReport) -> N
             does not shift.
     """
     if report.shifts_labels:
-        labels = given.pop("labels", None)
-        if labels is not None and "shift_labels" not in given:
-            given["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
-    elif "shift_labels" in given:
+        labels = entries.pop("labels", None)
+        if labels is not None and "shift_labels" not in entries:
+            entries["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
+    elif "shift_labels" in entries:
         raise ValueError(
             "shift_labels: the loss of this model is of labels as they are; give labels instead"
         )
     name = "shift_labels" if report.shifts_labels else "labels"
-    if name not in given:
+    if name not in entries:
         return
-    ignored = _array(given[name]) == IGNORED
+    ignored = _array(entries[name]) == IGNORED
     if not ignored[segments < 0].all():
-        words = ", and of a token that follows padding," if report.shifts_labels else ""
+        detail = ", and of a token that follows padding," if report.shifts_labels else ""
         raise ValueError(
-            f"labels of padding{words} must be {IGNORED}: the loss would hold what is computed of "
+            f"labels of padding{detail} must be {IGNORED}: the loss would hold what is computed of "
             f"padding, which has no meaning"
         )
     if report.shifts_labels:
-        given["labels"] = ShiftedLabels()
-    given.setdefault("num_items_in_batch", int((~ignored).sum()))
+        entries["labels"] = ShiftedLabels()
+    entries.setdefault("num_items_in_batch", int((~ignored).sum()))
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
+def _check_names(entries: Mapping[str, Any]) -> None:
     """Refuse a batch without tokens, or with an entry that cannot be split.
 
     Raises:
         ValueError: There are not exactly one of ``input_ids`` and ``inputs_embeds``.
         UnsupportedError: An entry cannot be split; the message says why.
     """
-    if ("input_ids" in given) == ("inputs_embeds" in given):
+    if ("input_ids" in entries) == ("inputs_embeds" in entries):
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
-    known = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
-    if given.get("use_cache"):
+    supported = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
+    if entries.get("use_cache"):
         raise UnsupportedError(f"use_cache=True: {_NO_CACHE}")
     if reasons := [
         f"{name} ({_REASONS.get(name, 'how it lies along the sequence is not known')})"
-        for name in given
-        if name not in known
+        for name in entries
+        if name not in supported
     ]:
         raise UnsupportedError(
-            f"shard_batch cannot split {'; '.join(reasons)}. It takes {', '.join(sorted(known))}"
+            f"shard_batch cannot split {'; '.join(reasons)}. It takes {', '.join(sorted(supported))}"
         )
 
 
-def _check_shapes(given: Mapping[str, Any], tokens: Any) -> None:
+def _check_shapes(entries: Mapping[str, Any], tokens: Any) -> None:
     """Refuse entries that are no tensors ``[B, T]``, or ``[B, T, dim]`` for embeddings.
 
     Raises:
         ValueError: An entry is no tensor, or of other sizes than the tokens.
         UnsupportedError: An entry has another number of dimensions.
     """
-    first = "input_ids" if "input_ids" in given else "inputs_embeds"
-    for name, value in ({first: tokens} | dict(given)).items():
+    token_name = "input_ids" if "input_ids" in entries else "inputs_embeds"
+    for name, value in ({token_name: tokens} | dict(entries)).items():
         if name in _KEPT or name in STATED:
             continue
         if not isinstance(value, Tensor):
@@ -264,15 +271,15 @@ def _array(x: Tensor) -> Ints:
     return x.detach().cpu().numpy()
 
 
-def _real(given: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+def _real(entries: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
     """Return a mask of tokens that are no padding, bool ``[B, T]``; ``None`` if the batch has none.
 
     Raises:
         UnsupportedError: ``attention_mask`` has other values than 0 and 1.
     """
-    if "attention_mask" not in given:
+    if "attention_mask" not in entries:
         return None
-    mask = _array(given["attention_mask"])
+    mask = _array(entries["attention_mask"])
     if not ((mask == 0) | (mask == 1)).all():
         raise UnsupportedError(
             "attention_mask must be 0 for padding and 1 for tokens, or number documents from 1 on"
@@ -332,7 +339,7 @@ def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
 
 def _check_same(
     ring: Ranks,
-    given: Mapping[str, Any],
+    entries: Mapping[str, Any],
     segments: Ints,
     dropout_seed: int | None,
     weight: float,
@@ -348,32 +355,32 @@ def _check_same(
     if ring.size == 1:
         return
     digest = hashlib.blake2b(digest_size=8)
-    for name, value in sorted({**given, "segments": torch.from_numpy(segments)}.items()):
+    for name, value in sorted({**entries, "segments": torch.from_numpy(segments)}.items()):
         if isinstance(value, Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
             if not value.is_floating_point():
                 digest.update(np.ascontiguousarray(_array(value)).tobytes())
-        elif not isinstance(value, Sealed):
+        elif not isinstance(value, Placeholder):
             digest.update(f"{name} {value!r} ".encode())
     digest.update(f"dropout_seed {dropout_seed}".encode())
-    mine = torch.frombuffer(
+    local = torch.frombuffer(
         bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
     ).to("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
     # Every rank receives the two numbers of all ranks, and compares them with its own.
-    every = [torch.empty_like(mine) for _ in range(ring.size)]
+    by_rank = [torch.empty_like(local) for _ in range(ring.size)]
     with collective(ring, "shard_batch"):
-        dist.all_gather(every, mine, group=ring.group)
-    own = mine.tolist()
-    found, weights = zip(*(x.tolist() for x in every), strict=True)
-    if others := [rank for rank, theirs in enumerate(found) if theirs != own[0]]:
+        dist.all_gather(by_rank, local, group=ring.group)
+    own_digest, own_weight = local.tolist()
+    digests, weights = zip(*(x.tolist() for x in by_rank), strict=True)
+    if differing := [rank for rank, x in enumerate(digests) if x != own_digest]:
         raise RankMismatchError(
             f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
-            f"{ring.rank}'s is not that of {', '.join(map(str, others))}; let the ranks of a group "
+            f"{ring.rank}'s is not that of {', '.join(map(str, differing))}; let the ranks of a group "
             f"draw the same samples"
         )
-    if others := [rank for rank, theirs in enumerate(weights) if theirs != own[1]]:
+    if differing := [rank for rank, x in enumerate(weights) if x != own_weight]:
         raise RankMismatchError(
-            f"weights of rank {ring.rank} are not those of {', '.join(map(str, others))}: they were "
+            f"weights of rank {ring.rank} are not those of {', '.join(map(str, differing))}: they were "
             f"not alike from the start, or gradients were not reduced over the ranks of the ring; "
             f"call ContextParallel.reduce_gradients before each step (reduction='sum'), or train in "
             f"DDP or fully_shard over them (reduction='mean')"

@@ -23,9 +23,9 @@ from ring_torch.hf.models.classes import (
     makes_masks,
     missing_names,
     name_of,
-    of_pair,
-    pooled_words,
+    pair_reasons,
     pooling_of,
+    pooling_reason,
     takes_positions,
 )
 from ring_torch.hf.models.code import (
@@ -135,7 +135,7 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     model = unwrapped(model)
     if is_of_transformers(model):
         return _report(model, joins_router=joins_router)
-    reports = [_report(part) for part in _parts_of(model) if _takes_tokens(part)]
+    reports = [_report(inner) for inner in _models_in(model) if _takes_tokens(inner)]
     if not reports:
         return ModelReport()
     reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
@@ -169,23 +169,23 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     """Return the report of a model of transformers that has no wrappers."""
-    parts = dict(text_parts(model))
+    modules = dict(text_modules(model))
     pooling = pooling_of(model)
     types = getattr(_text_config(model), "layer_types", None)
-    layers = tuple(map(str, types or ("attention",) * sum(map(has_attention, parts.values()))))
-    hooks = hooks_for(model, parts)
+    layers = tuple(map(str, types or ("attention",) * sum(map(has_attention, modules.values()))))
+    hooks = hooks_for(model, modules)
     reasons = [
-        *_of_inputs(model, hooks, joins_router=joins_router),
-        *([] if pooling is None else [pooled_words(model, pooling)]),
-        *_of_layers(model, parts, layers),
-        *_of_masks(parts, hooks),
-        *missing_names(model, parts),
+        *_input_reasons(model, hooks, joins_router=joins_router),
+        *([] if pooling is None else [pooling_reason(model, pooling)]),
+        *_layer_reasons(model, modules, layers),
+        *_mask_reasons(modules, hooks),
+        *missing_names(model, modules),
     ]
     return ModelReport(
         exact=not reasons,
         reasons=tuple(dict.fromkeys(reasons)),
-        position_offset=_position_offset(parts),
-        counts_padding=not any(map(_counts_real_tokens, parts.values())),
+        position_offset=_position_offset(modules),
+        counts_padding=not any(map(_counts_real_tokens, modules.values())),
         pooling=pooling,
         layers=layers,
         shifts_labels=_shifts(model),
@@ -201,13 +201,13 @@ def is_of_transformers(model: nn.Module) -> bool:
     )
 
 
-def _parts_of(model: nn.Module) -> Iterator[nn.Module]:
+def _models_in(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost models of transformers within a module."""
-    for part in model.children():
-        if is_of_transformers(part):
-            yield part
+    for child in model.children():
+        if is_of_transformers(child):
+            yield child
         else:
-            yield from _parts_of(part)
+            yield from _models_in(child)
 
 
 def takes_embeddings(model: nn.Module) -> bool:
@@ -229,7 +229,7 @@ def _takes_tokens(model: nn.Module) -> bool:
     return bool(parameters_of(type(model)) & {"input_ids", "inputs_embeds"})
 
 
-def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that process the sequence of tokens, with their names."""
     if is_pair(model):
         yield from model.named_modules()
@@ -237,9 +237,9 @@ def text_parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
     decoder = model
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
-        for each in (model, model.base_model):
-            if each is not decoder:
-                yield "", each
+        for outer in (model, model.base_model):
+            if outer is not decoder:
+                yield "", outer
     for name, module in decoder.named_modules():
         if not _TOWERS.search(name):
             yield f"{name}.", module
@@ -253,15 +253,15 @@ def _text_config(model: Any) -> Any:
         return model.config
 
 
-def _of_inputs(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
+def _input_reasons(model: Any, hooks: tuple[str, ...], *, joins_router: bool) -> Iterator[str]:
     """Yield reasons that lie in the arguments of the model's forward."""
-    given = parameters_of(type(model))
+    parameters = parameters_of(type(model))
     name = name_of(model)
     if not _takes_tokens(model):
         yield f"{name} takes no input_ids nor inputs_embeds: it has no sequence of tokens to split"
-    elif "decoder_input_ids" in given:
-        yield from of_pair(model)
-    elif not takes_positions(given, hooks):
+    elif "decoder_input_ids" in parameters:
+        yield from pair_reasons(model)
+    elif not takes_positions(parameters, hooks):
         yield f"{name} takes no position_ids: it would count a rank's tokens from 0"
     if getattr(_text_config(model), "output_router_logits", False) and not (
         joins_router and has_router_loss(model)
@@ -280,39 +280,41 @@ def has_router_loss(model: nn.Module) -> bool:
     return "load_balancing_loss_func" in names_in_forward(type(model))
 
 
-def _of_layers(
-    model: Any, parts: Mapping[str, nn.Module], layers: tuple[str, ...]
+def _layer_reasons(
+    model: Any, modules: Mapping[str, nn.Module], layers: tuple[str, ...]
 ) -> Iterator[str]:
     """Yield reasons that lie in layers which mix tokens in a way that a ring cannot."""
-    has_chunks = any(map(makes_chunks, parts.values()))
-    whole = {id(x) for y in parts.values() if is_recurrent(y) for x in y.modules()}
+    has_chunks = any(map(makes_chunks, modules.values()))
+    in_recurrent = {id(x) for y in modules.values() if is_recurrent(y) for x in y.modules()}
     served = {
         *SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ()),
-        *(_WHOLE_LAYERS if whole else ()),
+        *(_WHOLE_LAYERS if in_recurrent else ()),
     }  # fmt: skip
-    if others := sorted({*layers} - served):
+    if unserved := sorted({*layers} - served):
         yield (
-            f"layers of type {', '.join(others)} would see this rank's tokens only; "
+            f"layers of type {', '.join(unserved)} would see this rank's tokens only; "
             f"{' and '.join(SERVED_LAYERS)} are served"
         )
         return
-    if not any(map(has_attention, parts.values())):
+    if not any(map(has_attention, modules.values())):
         yield (
             f"{name_of(model)} calls no attention function of transformers' registry: its "
             f"layers would see this rank's tokens only, or attend with attention of their own"
         )
         return
-    if found := {type(x).__name__ for x in parts.values() if id(x) not in whole and _mixes(x)}:
-        yield f"modules {', '.join(sorted(found))} mix tokens that lie on other ranks"
-    for name, module in parts.items():
+    if mixers := {
+        type(x).__name__ for x in modules.values() if id(x) not in in_recurrent and _mixes(x)
+    }:
+        yield f"modules {', '.join(sorted(mixers))} mix tokens that lie on other ranks"
+    for name, module in modules.items():
         if isinstance(module, nn.ModuleList) and not is_pair(model):
-            has = [
+            attends = [
                 any(has_attention(x) or is_recurrent(x) for x in layer.modules())
                 for layer in module
             ]
-            if any(has) and not all(has) and layers == ("attention",) * len(layers):
-                yield f"layers {has.count(False)} of {len(has)} of {name} call no attention function"
-    config, types = model.config, {type(x).__name__ for x in parts.values()}
+            if any(attends) and not all(attends) and layers == ("attention",) * len(layers):
+                yield f"layers {attends.count(False)} of {len(attends)} of {name} call no attention function"
+    config, types = model.config, {type(x).__name__ for x in modules.values()}
     reasons = {
         "config.alibi: its slopes are made of a mask, which cannot be split": (
             getattr(config, "alibi", False) is True and "FalconAttention" in types
@@ -349,13 +351,13 @@ def _mixes(module: nn.Module) -> bool:
     )
 
 
-def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
+def _mask_reasons(modules: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterator[str]:
     """Yield reasons that lie in how the model makes, reads or adds masks and biases."""
-    attention = [x for x in parts.values() if has_attention(x)]
+    attention = [x for x in modules.values() if has_attention(x)]
     if not attention:
         return
-    makes = {n for x in parts.values() for n in names_in(type(x)) if is_mask_function(n)}
-    parameters = [parameters_of(type(x)) for x in parts.values() if makes_masks(type(x))]
+    makes = {n for x in modules.values() for n in names_in(type(x)) if is_mask_function(n)}
+    parameters = [parameters_of(type(x)) for x in modules.values() if makes_masks(type(x))]
     reasons = {
         "it makes its masks itself, not through transformers.masking_utils": not makes,
         "it has recurrent or convolutional layers, which would see this rank's tokens only": (
@@ -374,7 +376,7 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
         ),
     }  # fmt: skip
     yield from (reason for reason, applies in reasons.items() if applies)
-    for module in parts.values():
+    for module in modules.values():
         reads = reads_in_forward(type(module), "attention_mask") & {*_READS}
         # Recurrent layers are given the whole mask, which they may read.
         if reads and not is_recurrent(module):
@@ -384,11 +386,11 @@ def _of_masks(parts: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> Iterato
             )
 
 
-def _position_offset(parts: Mapping[str, nn.Module]) -> int:
+def _position_offset(modules: Mapping[str, nn.Module]) -> int:
     """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
     paddings = (
         getattr(x, "padding_idx", None)
-        for x in parts.values()
+        for x in modules.values()
         if "create_position_ids_from_input_ids" in names_in(type(x))
     )
     return next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)

@@ -26,7 +26,7 @@ from ring_torch.hf.models.releases import lacks
 
 
 @dataclass(frozen=True)
-class Written:
+class EagerAttentionSpec:
     """Facts about a class whose forward writes out its attention as matrix products and a softmax.
 
     Attributes:
@@ -42,7 +42,7 @@ class Written:
     slopes: str = ""
 
 
-_PLAIN = Written()
+_PLAIN = EagerAttentionSpec()
 
 #: Parameter names for a KV cache, and for the number of tokens in it: before transformers 5.24,
 #: and since.
@@ -50,17 +50,17 @@ CACHES = frozenset({"past_key_values", "cache"})
 PAST_LENGTHS = frozenset({"past_key_values_length", "cache_length"})
 
 #: Classes with written-out attention that are known to work, by name. ``tests/sweep`` runs each.
-WRITTEN: Mapping[str, Written] = MappingProxyType({
+EAGER_ATTENTION: Mapping[str, EagerAttentionSpec] = MappingProxyType({
     "BigBirdPegasusSelfAttention": _PLAIN,
     "BigBirdSelfAttention": _PLAIN,
-    "BloomAttention": Written(slopes="build_alibi_tensor"),
+    "BloomAttention": EagerAttentionSpec(slopes="build_alibi_tensor"),
     "CodeGenAttention": _PLAIN,
     "FalconAttention": _PLAIN,
     "GPTJAttention": _PLAIN,
-    "GPTNeoSelfAttention": Written(hides_by_itself=True, local="attention_type"),
+    "GPTNeoSelfAttention": EagerAttentionSpec(hides_by_itself=True, local="attention_type"),
     "GPTNeoXJapaneseAttention": _PLAIN,
     "MegatronBertSelfAttention": _PLAIN,
-    "MptAttention": Written(slopes="build_mpt_alibi_tensor"),
+    "MptAttention": EagerAttentionSpec(slopes="build_mpt_alibi_tensor"),
     "MvpAttention": _PLAIN,
     "RemBertSelfAttention": _PLAIN,
     "RoFormerSelfAttention": _PLAIN,
@@ -105,13 +105,13 @@ def is_recurrent(module: nn.Module) -> bool:
     return type(module).__name__ in RECURRENT
 
 
-def written_form(module: nn.Module) -> Written | None:
+def eager_attention_spec(module: nn.Module) -> EagerAttentionSpec | None:
     """Return the facts of a known module with written-out attention; ``None`` for other modules.
 
     A class may call transformers' attention registry in a newer release; then it is ``None`` too.
     """
-    form = WRITTEN.get(type(module).__name__)
-    return None if form is None or _calls_registry(type(module)) else form
+    spec = EAGER_ATTENTION.get(type(module).__name__)
+    return None if spec is None or _calls_registry(type(module)) else spec
 
 
 def makes_positions(module: nn.Module) -> bool:
@@ -141,28 +141,29 @@ def makes_bias(module: nn.Module) -> bool:
     return function is not None and "past_seen_tokens" in inspect.signature(function).parameters
 
 
-def hooks_for(model: Any, parts: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def hooks_for(model: Any, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Return the names of the hooks that a model needs, besides those for its batch and loss.
 
     Args:
         model: The model, without wrappers.
-        parts: Its modules that see the sequence of tokens, by name.
+        modules: Its modules that see the sequence of tokens, by name.
     """
-    modules = parts.values()
-    written = [form for x in modules if (form := written_form(x)) is not None]
-    takes = any("position_ids" in parameters_of(type(x)) for x in modules if makes_masks(type(x)))
+    specs = [spec for x in modules.values() if (spec := eager_attention_spec(x)) is not None]
+    takes_position_ids = any(
+        "position_ids" in parameters_of(type(x)) for x in modules.values() if makes_masks(type(x))
+    )
     hooks = {
         "encoder-decoder": is_pair(model),
-        "attention": bool(written),
-        "bias": any(map(makes_bias, modules)),
-        "alibi": any(form.slopes for form in written),
+        "attention": bool(specs),
+        "bias": any(map(makes_bias, modules.values())),
+        "alibi": any(spec.slopes for spec in specs),
         "positions": (
-            (not takes and any(map(makes_positions, modules)))
-            or (is_pair(model) and any(map(counts_positions, modules)))
+            (not takes_position_ids and any(map(makes_positions, modules.values())))
+            or (is_pair(model) and any(map(counts_positions, modules.values())))
         ),
-        "recurrent": any(map(is_recurrent, modules)),
-        "chunks": any(map(makes_chunks, modules)),
-        "offsets": any(map(counts_queries, modules)),
+        "recurrent": any(map(is_recurrent, modules.values())),
+        "chunks": any(map(makes_chunks, modules.values())),
+        "offsets": any(map(counts_queries, modules.values())),
     }
     return tuple(name for name, is_needed in hooks.items() if is_needed)
 
@@ -177,7 +178,7 @@ def is_pair(model: Any) -> bool:
     )
 
 
-def of_pair(model: Any) -> Iterator[str]:
+def pair_reasons(model: Any) -> Iterator[str]:
     """Yield the reasons, if any, why an encoder-decoder cannot be split."""
     name = name_of(model)
     if not is_pair(model):
@@ -186,32 +187,32 @@ def of_pair(model: Any) -> Iterator[str]:
             f"encoder alone"
         )
         return
-    given, parts = parameters_of(type(model)), (model.get_encoder(), model.get_decoder())
-    for part, wanted in zip(parts, ("position_ids", "decoder_position_ids"), strict=True):
-        if "position_ids" in parameters_of(type(part)) and wanted not in given:
-            yield f"{name} takes no {wanted}: its {type(part).__name__} would count from 0"
+    parameters, submodels = parameters_of(type(model)), (model.get_encoder(), model.get_decoder())
+    for submodel, argument in zip(submodels, ("position_ids", "decoder_position_ids"), strict=True):
+        if "position_ids" in parameters_of(type(submodel)) and argument not in parameters:
+            yield f"{name} takes no {argument}: its {type(submodel).__name__} would count from 0"
     if "encoder_attention_mask" not in parameters_of(type(model.get_decoder())):
         yield f"{name} has a decoder that takes no encoder_attention_mask"
-    if own := sorted({
+    if unknown := sorted({
         type(x).__name__
         for x in model.modules()
         if "Attention" in type(x).__name__ and not any(map(has_attention, x.modules()))
     }):  # fmt: skip
-        yield f"modules {', '.join(own)} attend in a way of their own, to a rank's tokens"
+        yield f"modules {', '.join(unknown)} attend in a way of their own, to a rank's tokens"
     if any("expert_capacity" in names_in(type(x)) for x in model.modules()):
         yield "its experts take as many tokens as fit, counted among a rank's own"
 
 
-def takes_positions(given: frozenset[str], hooks: tuple[str, ...]) -> bool:
+def takes_positions(parameters: frozenset[str], hooks: tuple[str, ...]) -> bool:
     """Return True if position ids reach a model's layers, as an argument or by hooks.
 
     Args:
-        given: Parameters of the model's forward. A ``**`` counts, except for models with
+        parameters: Parameters of the model's forward. A ``**`` counts, except for models with
             written-out attention, which may drop what it takes.
         hooks: The hooks that the model needs.
     """
     names = {"position_ids"} if "attention" in hooks else {"position_ids", "**"}
-    return bool({"positions", "alibi", "bias"} & {*hooks} or names & given)
+    return bool({"positions", "alibi", "bias"} & {*hooks} or names & parameters)
 
 
 def makes_chunks(module: nn.Module) -> bool:
@@ -219,14 +220,14 @@ def makes_chunks(module: nn.Module) -> bool:
     return {"create_chunked_causal_mask", "causal_mask_mapping"} <= names_in_forward(type(module))
 
 
-def has_written_attention(model: nn.Module) -> bool:
+def has_eager_attention(model: nn.Module) -> bool:
     """Return True if any module of a model has written-out attention."""
-    return any(map(written_form, model.modules()))
+    return any(map(eager_attention_spec, model.modules()))
 
 
 def has_attention(module: nn.Module) -> bool:
     """Return True if ring attention can compute a module's attention."""
-    return written_form(module) is not None or _calls_registry(type(module))
+    return eager_attention_spec(module) is not None or _calls_registry(type(module))
 
 
 def _calls_registry(cls: type) -> bool:
@@ -252,31 +253,35 @@ def name_of(model: nn.Module) -> str:
 def pooling_of(model: Any) -> str | None:
     """Return the name of the output or head that makes one entry a sequence, or ``None``."""
     heads = [base.__name__ for base in type(model).__mro__]
-    if found := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
-        return found[0]
-    own = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
+    if pooled := [word for word in _POOLED_HEADS if any(word in head for head in heads)]:
+        return pooled[0]
+    class_name = next(x.__name__ for x in type(model).__mro__ if "forward" in vars(x))
     # Annotations of some heads name another output class than they return: trust the head's name.
-    if any(word in own for word in _TOKEN_HEADS):
+    if any(word in class_name for word in _TOKEN_HEADS):
         return None
     for output in _output_types(model):
         if any(word in output.__name__ for word in _POOLED_TYPES):
             return str(output.__name__)
-        for each in fields(output):
-            if each.name in _POOLED and getattr(model, "pooler", model) is not None:
-                return _POOLED[each.name]
+        for output_field in fields(output):
+            if output_field.name in _POOLED and getattr(model, "pooler", model) is not None:
+                return _POOLED[output_field.name]
     return None
 
 
 def _output_types(model: Any) -> list[Any]:
     """Return the dataclasses in the return annotation of a model's ``forward``."""
     try:
-        kind = typing.get_type_hints(forward_of(type(model))).get("return")
+        annotation = typing.get_type_hints(forward_of(type(model))).get("return")
     except (NameError, TypeError, AttributeError):
         return []
-    return [x for x in (kind, *typing.get_args(kind)) if isinstance(x, type) and is_dataclass(x)]
+    return [
+        x
+        for x in (annotation, *typing.get_args(annotation))
+        if isinstance(x, type) and is_dataclass(x)
+    ]
 
 
-def pooled_words(model: Any, pooling: str) -> str:
+def pooling_reason(model: Any, pooling: str) -> str:
     """Return the reason why a model that pools is not exact on split sequences, and what to do."""
     name = name_of(model)
     if pooling == "pooler_output":
@@ -304,24 +309,24 @@ _RECURRENT_OTHERS = CACHES | {
 }  # fmt: skip
 
 
-def missing_names(model: Any, parts: Mapping[str, nn.Module]) -> Iterator[str]:
+def missing_names(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield a reason for each name that a hook of this model needs, and its code does not have.
 
     Args:
         model: The model, without wrappers.
-        parts: Its modules that see the sequence of tokens, by name.
+        modules: Its modules that see the sequence of tokens, by name.
     """
-    for module in parts.values():
+    for module in modules.values():
         yield from (lacks(type(module).__name__, name) for name in _missing_in(module))
-    for name in {form.slopes for x in parts.values() if (form := written_form(x))} - {""}:
-        owners = [type(x) for x in parts.values() if callable(vars(type(x)).get(name))]
+    for name in {spec.slopes for x in modules.values() if (spec := eager_attention_spec(x))} - {""}:
+        owners = [type(x) for x in modules.values() if callable(vars(type(x)).get(name))]
         if not any(name in names_in_forward(cls) for cls in owners):
             yield lacks(name_of(model), f"{name}()")
     if is_pair(model):
         yield from _missing_in_pair(model)
-    if not any(_COUNTER in names_in(type(x)) for x in parts.values()) and any(
+    if not any(_COUNTER in names_in(type(x)) for x in modules.values()) and any(
         isinstance(x, nn.Embedding) and x.padding_idx is not None and "position" in name
-        for name, x in parts.items()
+        for name, x in modules.items()
     ):
         yield lacks(f"{name_of(model)}, whose position embeddings have a padding_idx,", _COUNTER)
 
@@ -330,10 +335,10 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
     """Yield the names that the hooks of one module need and do not find in its code."""
     names, parameters = names_in_forward(type(module)), parameters_of(type(module))
     config = getattr(module, "config", None)
-    form = written_form(module)
-    if form is not None and form.local and not hasattr(module, form.local):
-        yield form.local
-    if form is not None and form.local and not hasattr(config, "window_size"):
+    spec = eager_attention_spec(module)
+    if spec is not None and spec.local and not hasattr(module, spec.local):
+        yield spec.local
+    if spec is not None and spec.local and not hasattr(config, "window_size"):
         yield "config.window_size"
     if makes_chunks(module):
         yield from sorted({"attention_mask", "position_ids"} - parameters)
@@ -346,8 +351,8 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
     if is_recurrent(module):
         if not _RECURRENT_INPUTS & parameters:
             yield f"argument {' or '.join(sorted(_RECURRENT_INPUTS))}"
-        if others := sorted(parameters - _RECURRENT_INPUTS - _RECURRENT_OTHERS):
-            yield f"known use of its argument {', '.join(others)}"
+        if unknown := sorted(parameters - _RECURRENT_INPUTS - _RECURRENT_OTHERS):
+            yield f"known use of its argument {', '.join(unknown)}"
 
 
 def _missing_for_bias(module: nn.Module, names: frozenset[str]) -> Iterator[str]:
@@ -377,13 +382,15 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
     """Yield reasons against an encoder-decoder: missing arguments, or no use of positions."""
     for name in sorted({"attention_mask", "decoder_attention_mask"} - parameters_of(type(model))):
         yield lacks(name_of(model), f"argument {name}")
-    for part in (model.get_encoder(), model.get_decoder()):
-        if any(_COUNTER not in names_in_forward(type(x)) for x in filter(_counts, part.modules())):
-            yield lacks(type(part).__name__, f"module that calls its {_COUNTER}")
-        if "position_ids" not in parameters_of(type(part)) and not any(
-            makes_positions(x) or counts_positions(x) or makes_bias(x) for x in part.modules()
+    for submodel in (model.get_encoder(), model.get_decoder()):
+        if any(
+            _COUNTER not in names_in_forward(type(x)) for x in filter(_counts, submodel.modules())
         ):
-            yield lacks(type(part).__name__, "position_ids, nor module that makes positions")
+            yield lacks(type(submodel).__name__, f"module that calls its {_COUNTER}")
+        if "position_ids" not in parameters_of(type(submodel)) and not any(
+            makes_positions(x) or counts_positions(x) or makes_bias(x) for x in submodel.modules()
+        ):
+            yield lacks(type(submodel).__name__, "position_ids, nor module that makes positions")
 
 
 def _counts(module: nn.Module) -> bool:

@@ -83,10 +83,10 @@ def names_in(cls: type) -> frozenset[str]:
 
 
 @_cache
-def reads_global(cls: type, kind: str) -> bool:
-    """Return True if a class's methods, or functions they use, read a global of type ``kind``."""
+def reads_global(cls: type, class_name: str) -> bool:
+    """Return True if a class's methods, or functions they use, read a global of that class."""
     return any(
-        type(function.__globals__.get(name)).__name__ == kind
+        type(function.__globals__.get(name)).__name__ == class_name
         for function in _functions_of(cls)
         for code in _with_inner(function.__code__)
         for name in code.co_names
@@ -131,14 +131,16 @@ def _functions_of(cls: type) -> Iterator[FunctionType]:
             function = _undecorated(value) if callable(value) else value
             if isinstance(function, FunctionType) and name not in _SKIPPED:
                 yield function
-                yield from _beside(function)
+                yield from _functions_named_in(function)
 
 
-def _beside(function: FunctionType) -> Iterator[FunctionType]:
+def _functions_named_in(function: FunctionType) -> Iterator[FunctionType]:
     """Yield the functions of the same module that a function names."""
-    found = (function.__globals__.get(name) for name in function.__code__.co_names)
-    plain = (inspect.unwrap(x) if callable(x) else x for x in found)
-    return (x for x in plain if isinstance(x, FunctionType) and x.__module__ == function.__module__)
+    values = (function.__globals__.get(name) for name in function.__code__.co_names)
+    functions = (inspect.unwrap(x) if callable(x) else x for x in values)
+    return (
+        x for x in functions if isinstance(x, FunctionType) and x.__module__ == function.__module__
+    )
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

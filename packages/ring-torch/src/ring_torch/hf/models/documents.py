@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
+def stated_documents(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     """Return the segment ids ``[B, T]`` of a batch that states its documents, else ``None``.
 
     They are stated by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or by an
@@ -28,7 +28,7 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | No
     well.
 
     Args:
-        given: The batch, from which entries are removed.
+        batch: The batch, from which entries are removed.
         shape: ``(B, T)``.
 
     Raises:
@@ -36,17 +36,17 @@ def stated_documents(given: dict[str, Any], shape: tuple[int, int]) -> Ints | No
         UnsupportedError: ``cu_seq_lens_*`` beside several rows, or documents beside a mask of
             padding.
     """
-    offsets = given.pop("cu_seq_lens_q", None), given.pop("cu_seq_lens_k", None)
+    offsets = batch.pop("cu_seq_lens_q", None), batch.pop("cu_seq_lens_k", None)
     _check_longest(
-        {name: given.pop(name, None) for name in ("max_length_q", "max_length_k")}, offsets[0]
+        {name: batch.pop(name, None) for name in ("max_length_q", "max_length_k")}, offsets[0]
     )
-    found = {
+    by_entry = {
         "cu_seq_lens_q": None if offsets == (None, None) else _of_offsets(*offsets, shape),
-        "seq_idx": None if (ids := given.pop("seq_idx", None)) is None else _of_ids(ids, shape),
-        "attention_mask": _of_mask(given, shape),
+        "seq_idx": None if (ids := batch.pop("seq_idx", None)) is None else _of_ids(ids, shape),
+        "attention_mask": _of_mask(batch, shape),
     }  # fmt: skip
-    stated = {name: x for name, x in found.items() if x is not None}
-    if "attention_mask" in given and stated:
+    stated = {name: x for name, x in by_entry.items() if x is not None}
+    if "attention_mask" in batch and stated:
         raise UnsupportedError(
             f"attention_mask with padding beside {' and '.join(stated)}: transformers takes a row "
             f"for one document then; leave the mask out"
@@ -84,17 +84,17 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
             raise ValueError(f"{name} is {int(length)}, and a document of cu_seq_lens_q is longer")
 
 
-def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
+def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     """Return segment ids from an ``attention_mask`` that numbers documents; ``None`` for others.
 
     A mask that was read, and one of ones alone, is removed from the batch.
     """
-    mask = given.get("attention_mask")
+    mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         return None
     values = mask.detach().cpu().numpy()
     if (values == 1).all():
-        del given["attention_mask"]
+        del batch["attention_mask"]
         return None
     if values.max(initial=0) <= 1 or values.min(initial=0) < 0 or mask.is_floating_point():
         return None
@@ -102,7 +102,7 @@ def _of_mask(given: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     last_real = np.maximum.accumulate(np.where(values > 0, np.arange(shape[1]), 0), axis=1)
     segments = _runs(np.take_along_axis(values, last_real, axis=1))
     segments[values == 0] = -1
-    del given["attention_mask"]
+    del batch["attention_mask"]
     return segments
 
 

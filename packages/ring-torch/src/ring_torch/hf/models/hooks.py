@@ -20,8 +20,8 @@ from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.parts import is_merged, split_labels, split_pair, split_text
+from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.hf.models.releases import lacks
-from ring_torch.hf.models.sealed import ShardedMask
 from ring_torch.hf.models.training import (
     attention_dropout_rates,
     averaging_wrapper,
@@ -44,7 +44,7 @@ _SWITCHES = ("fused_lm_head", "output_router_logits", "skip_logits")
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ForwardState:
     """Facts about the forward under way, kept from its pre-hook for its later hooks.
 
     Attributes:
@@ -55,7 +55,7 @@ class _Call:
             token has none.
         has_labels: True if a loss is computed.
         has_router_loss: True if a router's loss is computed, of the whole sequence.
-        kept: Rows of the whole sequence's logits that are asked for; ``None`` for all.
+        logit_rows: Rows of the whole sequence's logits that are asked for; ``None`` for all.
     """
 
     mask: ShardedMask
@@ -63,7 +63,7 @@ class _Call:
     is_shifted_here: bool
     has_labels: bool
     has_router_loss: bool
-    kept: slice | Tensor | None
+    logit_rows: slice | Tensor | None
 
 
 @dataclass(eq=False)
@@ -83,9 +83,9 @@ class ModelHooks(ReductionChoice):
         undivided_share: Factor of losses that are not divided by a label count: 1, or ``1 /
             cp_size`` under a Trainer that multiplies the loss by the number of all ranks.
         is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
-        call: Facts about the forward under way. With activation checkpointing, parts of a forward
-            run again in the backward, when ``call`` may be a later batch's. So hooks that run again
-            take all they need from arguments.
+        state: Facts about the forward under way. With activation checkpointing, parts of a forward
+            run again in the backward, when ``state`` may be a later batch's. So hooks that run
+            again take all they need from arguments.
     """
 
     sharding: Sharding
@@ -98,7 +98,7 @@ class ModelHooks(ReductionChoice):
     takes_merged: bool = False
     undivided_share: float = 1.0
     is_evaluating_logits: bool = False
-    call: _Call | None = None
+    state: _ForwardState | None = None
 
     def __deepcopy__(self, _: object) -> ModelHooks:
         """Return self: a copy of the model is split over the same ranks."""
@@ -156,53 +156,53 @@ class ModelHooks(ReductionChoice):
             UnsupportedError: An argument cannot be honoured on split sequences.
             RankMismatchError: Ranks were given different batches.
         """
-        given = self._checked(module, by_name(module, args, kwargs))
-        switches = {name: given.pop(name) for name in _SWITCHES if name in given}
+        batch = self._checked(module, by_name(module, args, kwargs))
+        switches = {name: batch.pop(name) for name in _SWITCHES if name in batch}
         has_router_loss = self._has_router_loss(module, switches)
-        kept = self._kept(module, given)
+        logit_rows = self._logit_rows(module, batch)
         if not self.divides_by_items(module):
-            given.pop("num_items_in_batch", None)
-        shard, mask, is_whole = self._shard(module, given)
-        self.call = _Call(
+            batch.pop("num_items_in_batch", None)
+        shard, mask, is_whole = self._shard(module, batch)
+        self.state = _ForwardState(
             mask,
             is_whole=is_whole,
-            is_shifted_here=self.shifts_labels and given.get("shift_labels") is None,
+            is_shifted_here=self.shifts_labels and batch.get("shift_labels") is None,
             has_labels=shard.get("labels") is not None,
             has_router_loss=has_router_loss,
-            kept=kept,
+            logit_rows=logit_rows,
         )
         # The head computes the router's loss of the whole sequence, so it gets the whole mask; the
         # part below it gets the split one, by `split_mask`.
         if has_router_loss:
-            padding = given.get("attention_mask")
+            padding = batch.get("attention_mask")
             shard["attention_mask"] = None if padding is None else (padding != 0).to(padding.dtype)
-        takes = parameters_of(type(unwrapped(module)))
-        if "use_cache" in takes:
+        parameters = parameters_of(type(unwrapped(module)))
+        if "use_cache" in parameters:
             shard.setdefault("use_cache", False)
         for name in ("position_ids", "decoder_position_ids"):
-            if name not in takes and self.report.hooks:
-                if given.get(name) is not None:
+            if name not in parameters and self.report.hooks:
+                if batch.get(name) is not None:
                     raise UnsupportedError(f"{name}: {type(module).__name__} takes none")
                 shard.pop(name, None)
         return (), {**switches, **shard}
 
     def _shard(
-        self, module: nn.Module, given: dict[str, Any]
+        self, module: nn.Module, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], ShardedMask, bool]:
         """Return this rank's batch, its mask, and True if embeddings are still to be split."""
         seed, weight = self._dropout_seed(module), weight_checksum(module)
-        rest = self.sharding, unwrapped(module), given, self.report, seed, weight
-        if "recurrent" in self.report.hooks and (stated := {*STATED} & given.keys()):
+        arguments = self.sharding, unwrapped(module), batch, self.report, seed, weight
+        if "recurrent" in self.report.hooks and (stated := {*STATED} & batch.keys()):
             raise UnsupportedError(
                 f"{', '.join(sorted(stated))}: recurrent layers of {type(module).__name__} are not "
                 f"told of documents on a ring; leave them out"
             )
         if self.is_pair:
-            shard = split_pair(*rest)
+            shard = split_pair(*arguments)
             return shard, shard["decoder_attention_mask"], False
-        if self.takes_merged and is_merged(given):
-            return *split_labels(*rest), True
-        shard = split_batch(self.sharding, given, self.report, seed, weight)
+        if self.takes_merged and is_merged(batch):
+            return *split_labels(*arguments), True
+        shard = split_batch(self.sharding, batch, self.report, seed, weight)
         return shard, shard["attention_mask"], False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -210,10 +210,10 @@ class ModelHooks(ReductionChoice):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Split the arguments of a multimodal model's text model, if the batch is whole so far."""
-        if self.call is None or not self.call.is_whole:
+        if self.state is None or not self.state.is_whole:
             return args, kwargs
-        self.call = replace(self.call, is_whole=False)
-        return split_text(self.call.mask, module, args, kwargs)
+        self.state = replace(self.state, is_whole=False)
+        return split_text(self.state.mask, module, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(
@@ -224,20 +224,20 @@ class ModelHooks(ReductionChoice):
         Raises:
             UnsupportedError: There are labels, and the output has no ``loss``.
         """
-        call = self._ended()
+        state = self._take_state()
         # Join logits if they are wanted, and TRL's outputs of each token in any case. Where labels
         # were shifted here, TRL expects no entry for a row's last token.
         for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
             value = output.get(name)
-            if isinstance(value, Tensor) and value.shape[:2] == call.mask.shape:
+            if isinstance(value, Tensor) and value.shape[:2] == state.mask.shape:
                 output[name] = self.whole(
-                    value, call.mask.length - (name in _PER_TOKEN and call.is_shifted_here)
+                    value, state.mask.length - (name in _PER_TOKEN and state.is_shifted_here)
                 )
-        if call.kept is not None and isinstance(output.get("logits"), Tensor):
-            output["logits"] = output["logits"][:, call.kept]
+        if state.logit_rows is not None and isinstance(output.get("logits"), Tensor):
+            output["logits"] = output["logits"][:, state.logit_rows]
         if isinstance(output.get("loss"), Tensor):
-            output["loss"] = self._whole_loss(module, output, call)
-        elif call.has_labels:  # under another name it would be this rank's part of the loss
+            output["loss"] = self._whole_loss(module, output, state)
+        elif state.has_labels:  # under another name it would be this rank's part of the loss
             raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
@@ -246,8 +246,8 @@ class ModelHooks(ReductionChoice):
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give the base model the split mask; its head, with a router's loss, has the whole one."""
-        if self.call is not None and self.call.has_router_loss:
-            kwargs = {**kwargs, "attention_mask": replace(self.call.mask, joins_router=True)}
+        if self.state is not None and self.state.has_router_loss:
+            kwargs = {**kwargs, "attention_mask": replace(self.state.mask, joins_router=True)}
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -259,9 +259,9 @@ class ModelHooks(ReductionChoice):
         Raises:
             UnsupportedError: The module returns no router logits of every token.
         """
-        if self.call is None or not self.call.has_router_loss:
+        if self.state is None or not self.state.has_router_loss:
             return output
-        mask = self.call.mask
+        mask = self.state.mask
         shape, logits = mask.shape, output.get("router_logits")
         if not logits or any(x.shape[:-1].numel() != math.prod(shape) for x in logits):
             raise UnsupportedError(
@@ -277,7 +277,7 @@ class ModelHooks(ReductionChoice):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Join the per-token output of a classifier's ``score``, of which one row is picked."""
-        return self.whole(output, self._ended().mask.length)
+        return self.whole(output, self._take_state().mask.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
         """Join all ranks' parts of a tensor along ``dim``, and cut it to ``length``.
@@ -285,26 +285,28 @@ class ModelHooks(ReductionChoice):
         Every rank then computes the same loss from it, so in the backward each rank keeps its own
         slice of the gradient, times :attr:`factor`, and nothing is summed.
         """
-        x = _Replaced.apply(x, x, self.factor) if x.is_floating_point() else x
+        x = _ReplaceValue.apply(x, x, self.factor) if x.is_floating_point() else x
         return self.sharding.unshard(x, dim=dim, grad="slice").narrow(dim, 0, length)
 
-    def total_of(self, part: Tensor) -> Tensor:
+    def total_of(self, local_loss: Tensor) -> Tensor:
         """Return the sum of a loss over the ranks, whose gradient is that of this rank's part."""
-        total, ring = part.detach().clone(), self.sharding.ring
+        total, ring = local_loss.detach().clone(), self.sharding.ring
         if ring.size > 1:
             with collective(ring, "loss"):
                 dist.all_reduce(total, group=ring.group)
-        joined: Tensor = _Replaced.apply(part, total, self.factor)
+        joined: Tensor = _ReplaceValue.apply(local_loss, total, self.factor)
         return joined
 
-    def _whole_loss(self, module: nn.Module, output: Mapping[str, Any], call: _Call) -> Tensor:
+    def _whole_loss(
+        self, module: nn.Module, output: Mapping[str, Any], state: _ForwardState
+    ) -> Tensor:
         """Return the loss of the whole batch.
 
         A router's loss in it is computed from the whole sequence on every rank, so it is not
         summed.
         """
         loss: Tensor = output["loss"]
-        if not (call.has_router_loss and call.has_labels):
+        if not (state.has_router_loss and state.has_labels):
             return self.total_of(loss)
         router = output.get("aux_loss")
         if not isinstance(router, Tensor):
@@ -312,21 +314,21 @@ class ModelHooks(ReductionChoice):
         router = router * router_loss_weight(module)
         return self.total_of(loss - router) + router * self.undivided_share
 
-    def _ended(self) -> _Call:
+    def _take_state(self) -> _ForwardState:
         """Return the facts about the forward that has ended, and forget them."""
-        call, self.call = self.call, None
-        assert call is not None
-        return call
+        state, self.state = self.state, None
+        assert state is not None
+        return state
 
-    def _checked(self, module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    def _checked(self, module: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch's arguments after checking that they can be split."""
-        if isinstance(given.get("attention_mask"), ShardedMask):
+        if isinstance(batch.get("attention_mask"), ShardedMask):
             raise ValueError(
                 "the model takes whole batches since hf.parallelize, and this one was split by "
                 "hf.shard_batch: give the whole batch, or handle.remove() first"
             )
         config = getattr(unwrapped(module), "config", None)
-        if given.get("return_dict", getattr(config, "return_dict", True)) is False:
+        if batch.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
         is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
         if is_summed and torch.is_grad_enabled() and (wrapper := averaging_wrapper(module)):
@@ -334,7 +336,7 @@ class ModelHooks(ReductionChoice):
                 f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
                 f"gradients over its ranks: give reduction='mean'"
             )
-        return given
+        return batch
 
     def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
         """Return True if the call or the config asks for a router's loss.
@@ -343,39 +345,39 @@ class ModelHooks(ReductionChoice):
             UnsupportedError: It does, and the loss cannot be computed from the whole sequence.
         """
         config = getattr(unwrapped(module), "config", None)
-        asked = switches.get("output_router_logits")
-        if asked is None:
-            asked = getattr(config and config.get_text_config(), "output_router_logits", False)
-        if asked and not self.joins_router:
+        is_asked = switches.get("output_router_logits")
+        if is_asked is None:
+            is_asked = getattr(config and config.get_text_config(), "output_router_logits", False)
+        if is_asked and not self.joins_router:
             raise UnsupportedError(
                 f"output_router_logits: {type(unwrapped(module)).__name__} has no router's loss that "
                 f"could be computed of the whole sequence; leave it out"
             )
-        return bool(asked)
+        return bool(is_asked)
 
-    def _kept(self, module: nn.Module, given: dict[str, Any]) -> slice | Tensor | None:
+    def _logit_rows(self, module: nn.Module, batch: dict[str, Any]) -> slice | Tensor | None:
         """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
 
         Raises:
             UnsupportedError: Logits are not joined, or there are labels, whose loss needs all
                 logits.
         """
-        kept = given.get("logits_to_keep")
+        logits_to_keep = batch.get("logits_to_keep")
         if "logits_to_keep" not in parameters_of(type(unwrapped(module))):
             return None  # `split_batch` refuses it then
-        given.pop("logits_to_keep", None)
-        if kept is None or (isinstance(kept, int) and kept == 0):
+        batch.pop("logits_to_keep", None)
+        if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             return None
         if not self.joins_logits:
             raise UnsupportedError(
-                f"logits_to_keep={kept!r} asks for logits of the whole sequence, and each rank has a "
+                f"logits_to_keep={logits_to_keep!r} asks for logits of the whole sequence, and each rank has a "
                 f"part of them: give logits='gather' to hf.parallelize, or leave it out"
             )
-        if given.get("labels") is not None:
+        if batch.get("labels") is not None:
             raise UnsupportedError(
                 "logits_to_keep beside labels: the loss is of all tokens; leave one of them out"
             )
-        return slice(-kept, None) if isinstance(kept, int) else kept
+        return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
     def check_reduction(self) -> None:
         """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
@@ -409,7 +411,7 @@ def hooks_of(model: nn.Module) -> ModelHooks | None:
     return next((owner for owner in hooks_in(model) if isinstance(owner, ModelHooks)), None)
 
 
-class _Replaced(torch.autograd.Function):
+class _ReplaceValue(torch.autograd.Function):
     """Autograd function that returns another value for ``x``, with the gradient times a factor."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from ring_torch.hf.models.batch import split_batch, tokens_of
 from ring_torch.hf.models.check import ModelReport, takes_embeddings
 from ring_torch.hf.models.code import by_name, parameters_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.models.sealed import CrossMask, Sealed, ShardedMask
+from ring_torch.hf.models.placeholders import CrossMask, Placeholder, ShardedMask
 from ring_torch.sharding import Sharding
 
 #: Entries of an encoder-decoder's batch, mapped to the names of a single sequence's batch: of the
@@ -52,7 +52,7 @@ _ALONG = ("inputs_embeds", "input_ids", "visual_pos_masks")
 def split_pair(
     sharding: Sharding,
     model: Any,
-    given: dict[str, Any],
+    batch: dict[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
     weight: float,
@@ -62,7 +62,7 @@ def split_pair(
     Args:
         sharding: Which rank holds which tokens.
         model: The model, without wrappers.
-        given: The whole batch.
+        batch: The whole batch.
         report: The model's report.
         dropout_seed: Seed of the decoder's attention dropout; the encoder's differs from it.
         weight: Checksum of the weights, which ranks compare.
@@ -72,28 +72,28 @@ def split_pair(
             a mask.
         UnsupportedError: The batch has entries that cannot be split.
     """
-    given = {name: x for name, x in given.items() if x is not None}
-    if not {"decoder_input_ids", "decoder_inputs_embeds"} & given.keys():
-        if "labels" not in given:
+    batch = {name: x for name, x in batch.items() if x is not None}
+    if not {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys():
+        if "labels" not in batch:
             raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
-        given["decoder_input_ids"] = _shifted(model, given["labels"])
+        batch["decoder_input_ids"] = _shifted(model, batch["labels"])
     report = replace(report, shifts_labels=False)
-    known = {*_SOURCE, *_TARGET, *_KEPT}
-    if more := sorted(given.keys() - known):
+    supported = {*_SOURCE, *_TARGET, *_KEPT}
+    if unsupported := sorted(batch.keys() - supported):
         raise UnsupportedError(
-            f"an encoder-decoder's batch is split where it holds {', '.join(sorted(known))} "
-            f"alone, and this one has {', '.join(more)}"
+            f"an encoder-decoder's batch is split where it holds {', '.join(sorted(supported))} "
+            f"alone, and this one has {', '.join(unsupported)}"
         )
-    parts = []
+    shards = []
     for names, seed in (
         (_SOURCE, None if dropout_seed is None else dropout_seed ^ 1),
         (_TARGET, dropout_seed),
     ):
-        batch = {inner: given[name] for name, inner in names.items() if name in given}
-        _check_padding(model, batch)
-        shard = split_batch(sharding, batch, report, seed, weight, with_ids=True)
-        parts.append({name: shard[inner] for name, inner in names.items() if inner in shard})
-    return {name: given[name] for name in _KEPT if name in given} | parts[0] | parts[1]
+        sequence = {inner: batch[name] for name, inner in names.items() if name in batch}
+        _check_padding(model, sequence)
+        shard = split_batch(sharding, sequence, report, seed, weight, with_ids=True)
+        shards.append({name: shard[inner] for name, inner in names.items() if inner in shard})
+    return {name: batch[name] for name in _KEPT if name in batch} | shards[0] | shards[1]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -108,15 +108,15 @@ def tell_keys(
     Raises:
         UnsupportedError: The decoder is not given both masks.
     """
-    given = by_name(module, args, kwargs)
-    masks = [given.get(name) for name in ("attention_mask", "encoder_attention_mask")]
+    arguments = by_name(module, args, kwargs)
+    masks = [arguments.get(name) for name in ("attention_mask", "encoder_attention_mask")]
     queries, keys = masks
     if not isinstance(queries, ShardedMask) or not isinstance(keys, ShardedMask):
         raise UnsupportedError(
             f"{type(module).__name__} is given {' and '.join(type(x).__name__ for x in masks)} for "
             f"the masks of its batch's two sequences: cross attention would not know its keys"
         )
-    return (), {**given, "encoder_attention_mask": CrossMask(queries, keys)}
+    return (), {**arguments, "encoder_attention_mask": CrossMask(queries, keys)}
 
 
 def _shifted(model: Any, labels: Tensor) -> Tensor:
@@ -141,9 +141,9 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     Raises:
         ValueError: There are some.
     """
-    found = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
+    makes_mask = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    is_told = not found or padding is None or "attention_mask" in batch
+    is_told = not makes_mask or padding is None or "attention_mask" in batch
     if not is_told and "input_ids" in batch and bool((batch["input_ids"] == padding).any()):
         raise ValueError(
             f"tokens of padding and no mask: {type(model).__name__} would make one of them; give "
@@ -151,10 +151,10 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
         )
 
 
-def is_merged(given: Mapping[str, Any]) -> bool:
+def is_merged(batch: Mapping[str, Any]) -> bool:
     """Return True if a batch has images or sound, or multimodal positions ``[n, B, T]``."""
-    names = {name for name, x in given.items() if x is not None}
-    positions = given.get("position_ids")
+    names = {name for name, x in batch.items() if x is not None}
+    positions = batch.get("position_ids")
     return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
         isinstance(positions, Tensor) and positions.ndim == _ROWS
     )
@@ -163,7 +163,7 @@ def is_merged(given: Mapping[str, Any]) -> bool:
 def split_labels(
     sharding: Sharding,
     module: nn.Module,
-    given: Mapping[str, Any],
+    batch: Mapping[str, Any],
     report: ModelReport,
     dropout_seed: int | None,
     weight: float,
@@ -173,7 +173,7 @@ def split_labels(
     Args:
         sharding: Which rank holds which tokens.
         module: The model, without wrappers.
-        given: The whole batch.
+        batch: The whole batch.
         report: The model's report.
         dropout_seed: Seed of attention dropout, if there is any.
         weight: Checksum of the weights, which ranks compare.
@@ -182,10 +182,10 @@ def split_labels(
         UnsupportedError: The model's forward has no argument of an entry's name, or
             ``attention_mask`` numbers documents.
     """
-    given = {name: x for name, x in given.items() if x is not None}
-    if more := sorted(given.keys() - parameters_of(type(module)) - {*_TEXT}):
-        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(more)}")
-    text = {name: given[name] for name in _TEXT if name in given}
+    batch = {name: x for name, x in batch.items() if x is not None}
+    if unknown := sorted(batch.keys() - parameters_of(type(module)) - {*_TEXT}):
+        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(unknown)}")
+    text = {name: batch[name] for name in _TEXT if name in batch}
     positions = text.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == _ROWS:
         del text["position_ids"]
@@ -194,10 +194,12 @@ def split_labels(
     mask = text.get("attention_mask")
     if isinstance(mask, Tensor) and int(mask.max()) > 1:
         raise UnsupportedError("attention_mask that numbers documents, beside images")
-    others = {name: x for name, x in given.items() if name not in text}
-    shard = split_batch(sharding, text, report, dropout_seed, weight, others)
-    whole = {name: x for name, x in given.items() if name not in (*_LABELS, *STATED)}
-    return whole | {name: shard[name] for name in _LABELS if name in shard}, shard["attention_mask"]
+    other_entries = {name: x for name, x in batch.items() if name not in text}
+    shard = split_batch(sharding, text, report, dropout_seed, weight, other_entries)
+    unsplit = {name: x for name, x in batch.items() if name not in (*_LABELS, *STATED)}
+    return unsplit | {name: shard[name] for name in _LABELS if name in shard}, shard[
+        "attention_mask"
+    ]
 
 
 def split_text(
@@ -208,21 +210,21 @@ def split_text(
     Raises:
         UnsupportedError: Its tokens are not the batch's, or an argument cannot be split.
     """
-    given = by_name(module, args, kwargs)
-    tokens = tokens_of(given)
+    arguments = by_name(module, args, kwargs)
+    tokens = tokens_of(arguments)
     shape = (mask.shape[0], mask.length)
     if not isinstance(tokens, Tensor) or tuple(tokens.shape[:2]) != shape:
         raise UnsupportedError(
             f"{type(module).__name__} is given other tokens than the batch's [B, T] = {shape}"
         )
-    out = {
-        name: _split(mask, module, name, x, given.get("visual_pos_masks"))
-        for name, x in given.items()
+    split_arguments = {
+        name: _split(mask, module, name, x, arguments.get("visual_pos_masks"))
+        for name, x in arguments.items()
     }
-    if out.get("position_ids") is None:
-        out["position_ids"] = mask.position_ids
-    out["attention_mask"] = mask
-    return (), out
+    if split_arguments.get("position_ids") is None:
+        split_arguments["position_ids"] = mask.position_ids
+    split_arguments["attention_mask"] = mask
+    return (), split_arguments
 
 
 def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tensor | None) -> Any:
@@ -238,7 +240,7 @@ def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tens
     Raises:
         UnsupportedError: It is not known which dimension of it is the sequence.
     """
-    if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Sealed):
+    if x is None or name in _LABELS or isinstance(x, bool | int | float | str | Placeholder):
         return x
     if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
         return None  # replaced by the split batch's mask

@@ -54,7 +54,7 @@ def weight_checksum(module: nn.Module) -> float:
 
 def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
     """Return the attention dropout rates in the configs of a model's modules, nested ones too."""
-    configs = (getattr(part, "config", None) for part in module.modules())
+    configs = (getattr(submodule, "config", None) for submodule in module.modules())
     by_id = {id(x): x for x in configs if hasattr(x, "__dict__")}
     nested = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
     return (
@@ -72,8 +72,8 @@ def router_loss_weight(module: nn.Module) -> float:
         UnsupportedError: No module has an attribute of transformers' name for it,
             ``router_aux_loss_coef``.
     """
-    for part in module.modules():
-        weight = getattr(part, "router_aux_loss_coef", None)
+    for submodule in module.modules():
+        weight = getattr(submodule, "router_aux_loss_coef", None)
         if isinstance(weight, int | float):
             return weight
     raise UnsupportedError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_core import WrongResultError
 from ring_torch.hf.models.classes import name_of
-from ring_torch.hf.verification.runs import Run, Runner
+from ring_torch.hf.verification.runs import ModelRun, Runner
 from ring_torch.hf.verification.trace import LEAST_FLOOR, Difference, Key, Trace
 
 #: Fraction of a typical gradient below which one counts as zero.
@@ -40,12 +40,12 @@ class VerifyReport:
     modules: int
 
     def __str__(self) -> str:
-        parts = {"loss": self.loss, "logits": self.logits, "gradients": self.gradients}
-        return "; ".join(f"{name} {x}" for name, x in parts.items() if x is not None)
+        differences = {"loss": self.loss, "logits": self.logits, "gradients": self.gradients}
+        return "; ".join(f"{name} {x}" for name, x in differences.items() if x is not None)
 
 
 @dataclass(frozen=True)
-class Runs:
+class ComparedRuns:
     """Results of the three runs that are compared.
 
     Attributes:
@@ -55,9 +55,9 @@ class Runs:
             ``whole`` is the noise.
     """
 
-    split: Run
-    whole: Run
-    other: Run
+    split: ModelRun
+    whole: ModelRun
+    other: ModelRun
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Fault:
 
 def judge(
     runner: Runner,
-    runs: Runs,
+    runs: ComparedRuns,
     outputs: Mapping[Key, Difference],
     gradients: Mapping[str, Difference],
 ) -> VerifyReport:
@@ -97,18 +97,18 @@ def judge(
         x for (name, _, kind, _), x in outputs.items() if (name, kind) == ("", "returned")
     ])  # fmt: skip
     loss = _loss_difference(runs, logits, runner)
-    shown = (loss, logits, _worst([*gradients.values()]))
+    reported = (loss, logits, _worst([*gradients.values()]))
     fault = _first_fault(runs.split.trace, outputs, gradients)
     names = [name for name, _ in runner.model.named_modules()]
     # Ranks exchange numbers: order, module and difference of their first fault, and three numbers
     # each of the differences to report.
     numbers = [float(fault.order), float(names.index(fault.module)), *fault.difference.numbers]
-    for x in shown:
+    for x in reported:
         numbers += (0.0, 0.0, 0.0) if x is None else x.numbers
     by_rank = runner.gather(numbers)
     merged = [
         None if x is None else _worst([Difference(*row[n : n + 3]) for row in by_rank])
-        for n, x in zip((5, 8, 11), shown, strict=True)
+        for n, x in zip((5, 8, 11), reported, strict=True)
     ]
     report = VerifyReport(merged[0], merged[1], merged[2], len({key[0] for key in outputs}))
     _check_comparable(runner, report)
@@ -144,12 +144,14 @@ def gradient_differences(
     noise = (noise / sizes).maximum(common)
     rows = torch.stack([errors / sizes, noise], dim=1).tolist()
     return {
-        name: Difference.of(error, noise_of_it, floor)
-        for name, (error, noise_of_it) in zip(runner.parameters, rows, strict=True)
+        name: Difference.of(error, noise_level, floor)
+        for name, (error, noise_level) in zip(runner.parameters, rows, strict=True)
     }
 
 
-def _loss_difference(runs: Runs, logits: Difference | None, runner: Runner) -> Difference | None:
+def _loss_difference(
+    runs: ComparedRuns, logits: Difference | None, runner: Runner
+) -> Difference | None:
     """Return the difference of losses, relative to the whole run's; ``None`` if a run has no loss.
 
     The noise of a single number may be small by chance. So it is at least the noise of the logits
@@ -158,11 +160,11 @@ def _loss_difference(runs: Runs, logits: Difference | None, runner: Runner) -> D
     if runs.split.loss is None or runs.whole.loss is None or runs.other.loss is None:
         return None
     size = max(abs(runs.whole.loss), 1e-30)
-    mean = float(runner.sequences[-1].real.sum()) ** -0.5
+    mean_factor = float(runner.sequences[-1].real.sum()) ** -0.5
     noise = abs(runs.other.loss - runs.whole.loss) / size
     if logits is not None:
-        noise = max(noise, logits.noise * mean)
-    floor = max(runs.whole.trace.floor * mean, LEAST_FLOOR)
+        noise = max(noise, logits.noise * mean_factor)
+    floor = max(runs.whole.trace.floor * mean_factor, LEAST_FLOOR)
     return Difference.of(abs(runs.split.loss - runs.whole.loss) / size, noise, floor)
 
 
@@ -181,8 +183,8 @@ def _first_fault(
     wrong = {name: x for name, x in gradients.items() if not x.is_within}
     if wrong and len(wrong) < len(gradients):
         returns = {name: n for n, name in enumerate(split.calls)}
-        last = max(wrong, key=lambda name: returns.get(name.rpartition(".")[0], -1))
-        return _Fault(_GRADIENT_ORDER, last.rpartition(".")[0], wrong[last])
+        culprit = max(wrong, key=lambda name: returns.get(name.rpartition(".")[0], -1))
+        return _Fault(_GRADIENT_ORDER, culprit.rpartition(".")[0], wrong[culprit])
     return _Fault(_MODEL_ORDER, "", Difference(0.0, 0.0, 0.0))
 
 
@@ -204,21 +206,23 @@ def _check_comparable(runner: Runner, report: VerifyReport) -> None:
 
 def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
     """Return the error message: the differences, and the module to blame."""
-    part = runner.model.get_submodule(fault.module)
-    name = f"{fault.module} ({name_of(part)})" if fault.module else name_of(part)
-    where = f"the first module whose output differs is {name}, by {fault.difference} of its size"
+    module = runner.model.get_submodule(fault.module)
+    name = f"{fault.module} ({name_of(module)})" if fault.module else name_of(module)
+    description = (
+        f"the first module whose output differs is {name}, by {fault.difference} of its size"
+    )
     if fault.order >= _MODEL_ORDER:
-        where = (
+        description = (
             f"the outputs of its modules agree, and {name} makes another loss or gradient of them"
         )
     elif fault.order >= _GRADIENT_ORDER:
-        where = (
+        description = (
             f"the outputs of its modules agree; the first gradient that differs, in the order of the "
             f"backward, is of {name}, by {fault.difference} of its size"
         )
     return (
         f"verify: {name_of(runner.inner)}, split over {runner.ring.size} ranks, does not compute what "
-        f"it does whole: {where}. {report}. A module that mixes tokens by other means than attention "
+        f"it does whole: {description}. {report}. A module that mixes tokens by other means than attention "
         f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns"
     )
 

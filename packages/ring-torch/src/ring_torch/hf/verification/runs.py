@@ -16,7 +16,7 @@ from ring_core import UnsupportedError, divisor_of
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.check import is_of_transformers, unwrapped
-from ring_torch.hf.models.classes import has_written_attention
+from ring_torch.hf.models.classes import has_eager_attention
 from ring_torch.hf.models.code import parameters_of
 from ring_torch.hf.models.hooks import ModelHooks
 from ring_torch.hf.verification.state import SavedFields
@@ -47,7 +47,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """Results of one forward and backward.
 
     Attributes:
@@ -92,9 +92,9 @@ class Runner:
     @property
     def has_sdpa(self) -> bool:
         """True if every part of the model can compute its attention with torch's SDPA."""
-        parts = [x for x in self.inner.modules() if is_of_transformers(x)]
-        return not has_written_attention(self.inner) and all(
-            getattr(x, "_supports_sdpa", False) for x in parts
+        models = [x for x in self.inner.modules() if is_of_transformers(x)]
+        return not has_eager_attention(self.inner) and all(
+            getattr(x, "_supports_sdpa", False) for x in models
         )
 
     @contextmanager
@@ -108,8 +108,8 @@ class Runner:
         finally:
             fields.restore()
 
-    def run(self, attention: str | None = None, *, perturbs: bool = False) -> Run:
-        """Run forward and backward, and leave no gradients behind.
+    def run(self, attention: str | None = None, *, perturbs: bool = False) -> ModelRun:
+        """ModelRun forward and backward, and leave no gradients behind.
 
         Args:
             attention: Attention of transformers, for a whole run inside :meth:`unhooked`; ``None``
@@ -119,10 +119,10 @@ class Runner:
         Raises:
             UnsupportedError: A rank has too little memory; raised on all ranks of the ring alike.
         """
-        if attention is not None and not has_written_attention(self.inner):
+        if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
         kind = "split" if attention is None else "whole"
-        run: Run | None = None
+        run: ModelRun | None = None
         try:
             run = self._run(perturbs=perturbs, is_split=attention is None)
         except (RuntimeError, MemoryError) as error:
@@ -143,8 +143,8 @@ class Runner:
             ) from None
         return run
 
-    def _run(self, *, perturbs: bool, is_split: bool) -> Run:
-        """Run forward and backward once, and return their results."""
+    def _run(self, *, perturbs: bool, is_split: bool) -> ModelRun:
+        """ModelRun forward and backward once, and return their results."""
         with self.recorder.recording(perturbs=perturbs) as trace:
             output = self.model(**self.batch)
         loss = output.get("loss")
@@ -154,7 +154,7 @@ class Runner:
         gradients = {name: x.grad for name, x in self.parameters.items() if x.grad is not None}
         if is_split:
             gradients = self._summed(gradients)
-        return Run(trace, None if total is not loss else float(total.detach()), gradients)
+        return ModelRun(trace, None if total is not loss else float(total.detach()), gradients)
 
     def _stand_in_loss(self, output: Mapping[str, Any]) -> Tensor:
         """Return a loss for a model that has none: a fixed random weighting of per-token outputs.
@@ -197,7 +197,7 @@ class Runner:
             summed[name] = total.div_(self.hooks.factor).to(local.dtype)
         return summed
 
-    def gradient_distances(self, run: Run | None, whole: Run) -> Tensor:
+    def gradient_distances(self, run: ModelRun | None, whole: ModelRun) -> Tensor:
         """Return the norm of ``run - whole`` of each parameter's gradient, float64 ``[P]``.
 
         Args:
@@ -216,12 +216,12 @@ class Runner:
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of every rank of the ring, by rank."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ring))
+        local = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ring))
         if self.ring.size == 1:
-            return [mine.tolist()]
-        by_rank = [torch.empty_like(mine) for _ in range(self.ring.size)]
+            return [local.tolist()]
+        by_rank = [torch.empty_like(local) for _ in range(self.ring.size)]
         with collective(self.ring, "verify"):
-            dist.all_gather(by_rank, mine, group=self.ring.group)
+            dist.all_gather(by_rank, local, group=self.ring.group)
         return [x.tolist() for x in by_rank]
 
     def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
@@ -242,7 +242,7 @@ def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
         if tokens is None:
             continue
         length, device = tokens.shape[1], tokens.device
-        padded = length + -length % divisor_of(sharding.layout_name, sharding.ring.size)
+        padded = length + -length % divisor_of(sharding.layout, sharding.ring.size)
         positions = sharding.positions(padded, device=device)
         local_positions = (positions < length).nonzero().flatten()
         real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=device)

@@ -26,8 +26,8 @@ class SavedFields:
     def __init__(self, model: nn.Module) -> None:
         modules = [*model.modules()]
         self._public = [(x, _public_fields(x)) for x in modules]
-        configs = {id(x): x for module in modules for x in _configs(module)}
-        self._configs = [(x, dict(vars(x))) for x in configs.values()]
+        configs = {id(x): x for module in modules for x in _configs_in(module)}
+        self._configs_in = [(x, dict(vars(x))) for x in configs.values()]
         self._dicts = [(vars(x)[name], dict(vars(x)[name])) for x in modules for name in _DICTS]
 
     def restore(self) -> None:
@@ -36,13 +36,13 @@ class SavedFields:
             for name in _public_fields(owner).keys() - before.keys():
                 del vars(owner)[name]
             vars(owner).update(before)
-        for config, before in self._configs:
+        for config, before in self._configs_in:
             vars(config).clear()
             vars(config).update(before)
         for current, before in self._dicts:
-            more = {key: x for key, x in current.items() if key not in before}
+            added = {key: x for key, x in current.items() if key not in before}
             current.clear()
-            current.update(before | more)
+            current.update(before | added)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _public_fields(module: nn.Module) -> dict[str, Any]:
     return {name: x for name, x in vars(module).items() if not name.startswith("_")}
 
 
-def _configs(module: nn.Module) -> Iterator[Any]:
+def _configs_in(module: nn.Module) -> Iterator[Any]:
     """Yield the config of a module, if it has one, and the configs nested in it."""
     config = getattr(module, "config", None)
     if hasattr(config, "to_dict"):

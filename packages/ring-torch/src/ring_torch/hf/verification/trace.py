@@ -183,8 +183,8 @@ class Recorder:
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Keep a module's arguments as its caller gave them, before every other hook of it."""
-        given = dict(_tensors(_arguments(module, args, kwargs)))
-        self._open.append((name, self._started[name], given))
+        caller_arguments = dict(_tensors(_arguments(module, args, kwargs)))
+        self._open.append((name, self._started[name], caller_arguments))
         self._started[name] += 1
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -192,13 +192,15 @@ class Recorder:
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record a module's arguments after its other pre-hooks, which may have replaced some."""
-        given = self._open[-1][2]
-        taken = dict(_tensors(_arguments(module, args, kwargs)))
+        caller_arguments = self._open[-1][2]
+        arguments = dict(_tensors(_arguments(module, args, kwargs)))
         caller = self._open[-2][0] if len(self._open) > 1 else name
-        own = {path for path, x in taken.items() if given.get(path) is not x}
-        self._add("given", name, {path: x for path, x in taken.items() if path in own})
-        self._add("given", caller, {path: x for path, x in taken.items() if path not in own})
-        given.clear()
+        replaced = {path for path, x in arguments.items() if caller_arguments.get(path) is not x}
+        self._add("given", name, {path: x for path, x in arguments.items() if path in replaced})
+        self._add(
+            "given", caller, {path: x for path, x in arguments.items() if path not in replaced}
+        )
+        caller_arguments.clear()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
@@ -231,7 +233,9 @@ class Recorder:
         x = torch.view_as_real(x) if x.is_complex() else x
         shape = x.shape
         projections: dict[int | None, Tensor] = {None: self._projected(x.reshape(1, shape[0], -1))}
-        lengths = {n for one in self.sequences for n in (one.length, one.local_length)}
+        lengths = {
+            n for sequence in self.sequences for n in (sequence.length, sequence.local_length)
+        }
         for dim, size in enumerate(shape):
             if dim and size in lengths:
                 rows = shape[0] if shape[0] in (1, self.rows) else 1
@@ -267,20 +271,22 @@ def compare_traces(
     """
     keys, values, floors = [], [], []
     floor = LEAST_FLOOR
-    for key, mine in split.records.items():
-        record, second = whole.records.get(key), other.records.get(key)
-        if record is None or second is None or record.shape != second.shape:
+    for key, split_record in split.records.items():
+        whole_record, other_record = whole.records.get(key), other.records.get(key)
+        if whole_record is None or other_record is None or whole_record.shape != other_record.shape:
             continue
-        found = _sequence_of(mine.shape, record.shape, sequences, rows)
-        if found is None:
+        match = _sequence_of(split_record.shape, whole_record.shape, sequences, rows)
+        if match is None:
             continue
-        dim, tokens = found
-        triple = [x.rows[dim] for x in (mine, record, second) if dim in x.rows]
-        if len(triple) < len((mine, record, second)):
+        dim, tokens = match
+        projections = [
+            x.rows[dim] for x in (split_record, whole_record, other_record) if dim in x.rows
+        ]
+        if len(projections) < len((split_record, whole_record, other_record)):
             continue
-        floor = max(floor, record.floor)  # later values are computed from this one
+        floor = max(floor, whole_record.floor)  # later values are computed from this one
         keys.append(key)
-        values.append(_errors(triple[0], triple[1], triple[2], tokens))
+        values.append(_errors(projections[0], projections[1], projections[2], tokens))
         floors.append(floor)
     numbers = torch.stack(values).tolist() if values else []
     return {
@@ -309,36 +315,38 @@ def _sequence_of(
     for dim in unlike or range(len(split) - 1, -1, -1):
         # Batch and sequence may be merged into one dimension, the first: [B * T, ...].
         times = 1 if dim or whole[dim] % rows or split[dim] % rows else rows
-        fits = [
-            one if unlike else _held_whole(one)
-            for one in sequences
+        matches = [
+            sequence if unlike else _held_whole(sequence)
+            for sequence in sequences
             if (split[dim], whole[dim])
             in {
-                (n * (one.local_length if unlike else one.length), n * one.length)
+                (n * (sequence.local_length if unlike else sequence.length), n * sequence.length)
                 for n in (1, times)
             }
         ]
         # If an encoder's and a decoder's sequence have one length, either may be meant: leave out
         # tokens that are padding in any of them.
-        if fits:
-            real = torch.stack([one.real for one in fits]).all(dim=0)
-            return dim, replace(fits[0], real=real)
+        if matches:
+            real = torch.stack([sequence.real for sequence in matches]).all(dim=0)
+            return dim, replace(matches[0], real=real)
     return None if unlike else (None, None)
 
 
-def _held_whole(one: Tokens) -> Tokens:
+def _held_whole(sequence: Tokens) -> Tokens:
     """Return a sequence as one that this rank holds whole."""
-    every = torch.arange(one.length, device=one.positions.device)
-    return replace(one, local_length=one.length, positions=every, local_positions=every)
+    indices = torch.arange(sequence.length, device=sequence.positions.device)
+    return replace(
+        sequence, local_length=sequence.length, positions=indices, local_positions=indices
+    )
 
 
-def _errors(mine: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
+def _errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
     """Return the largest error and the largest noise of a token, relative to its norm, ``[2]``.
 
     A token with less than the median norm counts as one of median norm.
 
     Args:
-        mine: Split run's projections of this rank's part, ``[B, T_local, k]``.
+        split: Split run's projections of this rank's part, ``[B, T_local, k]``.
         whole: Whole run's projections, ``[B, T, k]``.
         other: Projections of the second whole run, ``[B, T, k]``.
         tokens: Sequence of the dimension; ``None`` if no dimension is split.
@@ -351,10 +359,10 @@ def _errors(mine: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -
     size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
     noise = _largest(other - whole, size, real)
     if tokens is not None:
-        real = _real(tokens, max(len(mine), len(whole)))[:, tokens.positions]
+        real = _real(tokens, max(len(split), len(whole)))[:, tokens.positions]
         whole, size = whole[:, tokens.positions], size[:, tokens.positions]
-        mine = mine[:, tokens.local_positions]
-    difference = (mine - whole).where(whole.isfinite(), 0.0)
+        split = split[:, tokens.local_positions]
+    difference = (split - whole).where(whole.isfinite(), 0.0)
     return torch.stack([_largest(difference, size, real), noise])
 
 

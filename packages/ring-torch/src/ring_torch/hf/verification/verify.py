@@ -12,7 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ring_core import UnsupportedError
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.verification.judgement import Runs, VerifyReport, gradient_differences, judge
+from ring_torch.hf.verification.judgement import (
+    ComparedRuns,
+    VerifyReport,
+    gradient_differences,
+    judge,
+)
 from ring_torch.hf.verification.runs import Runner, Target
 from ring_torch.hf.verification.state import unchanged
 from ring_torch.hf.verification.trace import compare_traces
@@ -46,7 +51,7 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
         )
     outputs = compare_traces(split.trace, whole.trace, other.trace, runner.sequences, runner.rows)
     gradients = gradient_differences(errors, noise, sizes, runner, whole.trace.floor)
-    return judge(runner, Runs(split, whole, other), outputs, gradients)
+    return judge(runner, ComparedRuns(split, whole, other), outputs, gradients)
 
 
 def _check_batch(batch: object) -> None:

@@ -8,17 +8,28 @@ functions of the library (:mod:`ring_torch.kernels.fa4.private`).
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
+from ring_torch.kernels.api import BackwardLaunch, OwnSpans
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel, aligned
-from ring_torch.kernels.library import HeadDims, Options, Pass, capability, padded_to
+from ring_torch.kernels.flash import FlashKernel, aligned, is_aligned
+from ring_torch.kernels.library import (
+    FlashLibrary,
+    ForwardLaunch,
+    HeadDims,
+    ItemBackward,
+    Options,
+    Pass,
+    capability,
+    padded_to,
+)
 from ring_torch.options import Window
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
@@ -27,7 +38,7 @@ _WIDE = 128  # head dims above this have kernels of their own, on Hopper alone
 _VERSIONS = " or ".join(private.VERSIONS)
 
 
-class Flash4:
+class Flash4(FlashLibrary):
     """Calls of the library: by private functions if this version's are known, or else public."""
 
     def __init__(self) -> None:
@@ -48,6 +59,28 @@ class Flash4:
         modded = modded_of("forward", q, v, options)
         self._compiled.forward(q, k, v, place.out, place.lse if has_lse else None, options, modded)
         return place.out, place.lse
+
+    def prepare_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, place: AttentionState, options: Options
+    ) -> ForwardLaunch | None:
+        """Return the compiled function of a forward like this one, if private ones are known."""
+        if not private.is_known() or options.softcap is not None:
+            return None
+        has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
+        modded = modded_of("forward", q, v, options)
+        return self._compiled.prepared_forward(
+            q, k, v, place.out, place.lse if has_lse else None, options, modded
+        )
+
+    def prepare_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return the compiled functions of a backward like this one, if private ones are known."""
+        is_plain = options.softcap is None and q.shape[-1] == v.shape[-1]
+        if not (private.is_known() and is_plain):
+            return None
+        return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, place)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -137,7 +170,9 @@ def _missing() -> str | None:
 class HopperSplitBackward:
     """Split backward on Hopper: a :class:`ring_torch.kernels.api.SplitBackward`."""
 
-    def applies(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams) -> bool:
+    def applies(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
+    ) -> bool:
         """Return True if every launch of a call can use the split backward, the same on all ranks.
 
         Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
@@ -146,7 +181,7 @@ class HopperSplitBackward:
         fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
         plain = params.softcap is None and not params.deterministic
         known = private.is_known() and _is_hopper(q.device)
-        return known and fits and plain and _in_whole_tiles(plan)
+        return known and fits and plain and _in_whole_tiles(plan, splits)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -154,13 +189,42 @@ class HopperSplitBackward:
     ) -> None:  # fmt: skip
         """Run an item's backward in one launch: write ``dq``, and add to the sums of dK and dV."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
-        is_causal = item.window == (None, 0)  # compiled functions have a flag for it
-        sides: Window = (None, None) if is_causal else item.window
-        given = tuple(side is not None for side in sides)
-        group = q.shape[2] // k.shape[2]
-        functions = private.split_functions(q.dtype, q.shape[3], group, is_causal, given)
+        functions, sides = _split_functions(q, k, item)
         lse = upstream.lse.contiguous()
         functions.accumulate(q, k, v, dout, upstream.out, lse, dq, sums, params.scale, sides)
+
+    def prepare(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
+        items: Sequence[WorkItem], params: KernelParams,
+    ) -> BackwardLaunch | None:  # fmt: skip
+        """Return one launch of all items, if each has as many rows, one after the other."""
+        q, k = rows.q, columns.k
+        count = q.shape[1] // max(len(items), 1)
+        in_turn = all(
+            (item.q_start, item.q_stop) == (n * count, (n + 1) * count)
+            for n, item in enumerate(items)
+        )
+        covered = in_turn and count * len(items) == q.shape[1]
+        tensors = q, k, columns.v, upstream.dout, upstream.out
+        if not (covered and all(map(is_aligned, tensors))) or (q.shape[0] > 1 and len(items) > 1):
+            return None
+        functions = [_split_functions(q, k, item) for item in items]
+        first = functions[0][0]
+        if any((x.tile, x.dim) != (first.tile, first.dim) for x, _ in functions):
+            return None
+        launches = [
+            private.SplitLaunch(
+                item.k_start, item.k_stop - item.k_start, params.scale, sides, found
+            )
+            for item, (found, sides) in zip(items, functions, strict=True)
+        ]  # fmt: skip
+        return partial(private.accumulate_all, launches)
+
+    def prepare_round(
+        self, spans: OwnSpans, params: KernelParams
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """Return one launch for dK and one for dV of all spans, which are its batch if B = 1."""
+        return partial(private.round_all, spans, params.scale)
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
@@ -170,9 +234,18 @@ class HopperSplitBackward:
         It is the same for any number of query heads, and taken from a compilation for two.
         """
         dtype, dim = places[0].dtype, sums[0].shape[3]
-        functions = private.split_functions(dtype, dim, 2, True, (False, False))
+        functions = private.rounding_functions(dtype, dim)
         for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
             functions.round(x, place, scale)
+
+
+def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[private.SplitFunctions, Window]:
+    """Return the compiled functions of an item, and its window in the form that they take."""
+    is_causal = item.window == (None, 0)  # compiled functions have a flag for it
+    sides: Window = (None, None) if is_causal else item.window
+    bounded = tuple(side is not None for side in sides)
+    group = q.shape[2] // k.shape[2]
+    return private.split_functions(q.dtype, q.shape[3], group, is_causal, bounded), sides
 
 
 @lru_cache(maxsize=64)
@@ -181,9 +254,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _in_whole_tiles(plan: Plan) -> bool:
+def _in_whole_tiles(plan: Plan, splits: bool) -> bool:
     """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
-    programs = [gather_program(plan, rank) for rank in range(plan.cp_size)]
+    programs = [gather_program(plan, rank, splits=splits) for rank in range(plan.cp_size)]
     items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
     fetches = [one for gather in programs for one in gather.fetches]
     spans = [item.k_slice for item in items]

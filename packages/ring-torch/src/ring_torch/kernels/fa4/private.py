@@ -26,9 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
     Documents,
+    ForwardLaunch,
+    ItemBackward,
     Options,
     Pass,
     capability,
@@ -42,6 +45,7 @@ Calls = list[tuple[Function, tuple[Any, ...]]]
 #: Queries of a block in block lists, in both passes.
 BLOCK_Q = 128
 _MOST_LAUNCHES = 256
+_SINKS = 8  # index of the sinks among a compiled forward's arguments after ``lse``
 # One thread at a time records calls: the library's caches of functions are replaced meanwhile.
 _NOTING = RLock()
 
@@ -227,11 +231,7 @@ class CompiledFlash4:
         if not _can_note(q, k, v, out, modded.sinks):
             _library_forward(q, k, v, out, lse, options, modded)
             return
-        key = (
-            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
-            _documents_key(options.documents), modded.key,
-        )  # fmt: skip
+        key = _forward_key(q, k, v, out, lse, options, modded)
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
@@ -243,6 +243,58 @@ class CompiledFlash4:
             found = _forward_of(calls, q, k, v, out, lse, options, modded)
             _remember(self._forwards, key, found)
 
+    def prepared_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options,
+        modded: Modded,
+    ) -> ForwardLaunch | None:  # fmt: skip
+        """Return a launch for calls with tensors like these, of which one was made before.
+
+        It is ``None`` if there was none, and for calls with documents, lists or functions.
+        """
+        if options.documents is not None or modded._replace(sinks=None) != PLAIN:
+            return None
+        if not _can_note(q, k, v, out, modded.sinks):
+            return None
+        known = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
+        if known is None:
+            return None
+        launch, has_lse = known.launch, lse is not None
+        rest = known.arguments(q, k, v, out, lse, options, PLAIN, (None, None))[5:]
+        before, after = rest[:_SINKS], rest[_SINKS + 1 :]
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+        ) -> None:
+            launch(
+                q.detach() if q.requires_grad else q, k, v, out, lse if has_lse else None, *before,
+                sinks, *after,
+            )  # fmt: skip
+
+        return run
+
+    def prepared_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return a launch for calls with tensors like these, of which one was made before.
+
+        It is ``None`` if there was none, and for calls with documents.
+        """
+        if options.documents is not None or not _can_note(dout, q, k, v, out, lse, place):
+            return None
+        key = _backward_key(dout, q, k, v, out, lse, options, PLAIN, place)
+        known = self._backwards.get(key)
+        if known is None:
+            return None
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            _, dk, dv = known(dout, q, k, v, out, lse, options, PLAIN, dq)
+            return dk, dv
+
+        return run
+
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, modded: Modded, place: Tensor | None,
@@ -251,12 +303,7 @@ class CompiledFlash4:
         given = dout, q, k, v, out, lse, options, modded, place
         if not _can_note(dout, q, k, v, out, lse, place):
             return _library_backward(*given)
-        key = (
-            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
-            options.scale, options.window, options.deterministic,
-            _documents_key(options.documents), modded.key,
-        )  # fmt: skip
+        key = _backward_key(*given)
         launch = self._backwards.get(key)
         if launch is not None:
             return launch(*given)
@@ -269,6 +316,30 @@ class CompiledFlash4:
             grads = _library_backward(*given)
         _remember(self._backwards, key, _backward_of(calls, grads, *given[:-1]))
         return grads
+
+
+def _forward_key(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: Options, modded: Modded
+) -> object:  # fmt: skip
+    """Return a key of a forward: calls with equal keys have the same compiled function."""
+    return (
+        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
+        _documents_key(options.documents), modded.key,
+    )  # fmt: skip
+
+
+def _backward_key(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+    modded: Modded, place: Tensor | None,
+) -> object:  # fmt: skip
+    """Return a key of a backward: calls with equal keys have the same compiled functions."""
+    return (
+        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
+        options.scale, options.window, options.deterministic,
+        _documents_key(options.documents), modded.key,
+    )  # fmt: skip
 
 
 def _library_forward(
@@ -423,6 +494,24 @@ def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Te
     return [torch.zeros(x, dtype=torch.float32, device=q.device) for x in (k, v)]
 
 
+class SplitLaunch(NamedTuple):
+    """One launch of a split backward over some columns of the gathered keys.
+
+    Attributes:
+        k_start: First column.
+        keys: Number of columns.
+        scale: Factor of the scores.
+        window: Window in the form that ``main`` takes.
+        functions: Compiled functions of the launch; those of all launches have one tile.
+    """
+
+    k_start: int
+    keys: int
+    scale: float
+    window: Window
+    functions: SplitFunctions
+
+
 class SplitFunctions(NamedTuple):
     """Compiled functions of a split backward, which sums dK/dV over several launches."""
 
@@ -454,6 +543,84 @@ class SplitFunctions(NamedTuple):
     def round(self, x: Tensor, to: Tensor, scale: float) -> None:
         """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
         self.round_dkv(x.flatten(2), to, scale, None, None, None, None)
+
+
+def accumulate_all(
+    launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
+    lse: Tensor, dq: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
+    """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
+
+    Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
+    several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
+    alone is launched for each.
+    """
+    batch, length, heads, dim = q.shape
+    runs, functions = len(launches), launches[0].functions
+    rows = length // runs
+    many, shape = batch * runs, (batch * runs, rows, heads, dim)
+    padded = -(-rows // functions.tile) * functions.tile
+    dq_sums = _empty(q, (many, heads, padded * functions.dim))
+    delta, lse_log2 = _empty(q, (2, many, heads, padded)).unbind()
+    # Libraries misread lse if it is not contiguous.
+    if runs > 1:
+        lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
+    dq = dq.view(shape)
+    functions.prepare(
+        *_prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
+    )
+    kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
+    head, sequence = columns * dim, kv_heads * columns * dim
+    strides = sequence, head, 1
+    parts = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+    parts += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
+    # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
+    # launch goes first, as in the forward in reverse.
+    for one, q_n, dout_n, *numbers in reversed([*zip(launches, *parts, strict=True)]):
+        size = batch, kv_heads, one.keys * dim
+        first = start + one.k_start * dim
+        one.functions.main(
+            q_n, k.narrow(1, one.k_start, one.keys), v.narrow(1, one.k_start, one.keys), dout_n,
+            *numbers,
+            sums.as_strided(size, strides, first),
+            sums.as_strided(size, strides, first + batch * sequence),
+            one.scale, None, None, None, None, *one.window, *one.functions.rest,
+        )  # fmt: skip
+    functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
+
+
+def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
+
+    The spans become the batch of one launch; with several sequences each span has its own.
+    """
+    batch, length, heads, dim = dk.shape
+    functions = rounding_functions(dk.dtype, dim)
+    head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
+    row, whole = heads * dim, batch * heads * spans.length * dim
+    size, place = (heads, spans.keys * dim), (spans.keys, heads, dim)
+    at_once = batch == 1
+    for n in range(1 if at_once else spans.number):
+        count = spans.number if at_once else batch
+        steps = (spans.target_step * dim, spans.source_step * row)
+        if not at_once:
+            steps = heads * head, length * row
+        start = first + n * spans.target_step * dim
+        to = (spans.source + n * spans.source_step) * row
+        for x, grad, factor in ((start, dk, scale), (start + whole, dv, 1.0)):
+            functions.round_dkv(
+                sums.as_strided((count, *size), (steps[0], head, 1), x),
+                grad.as_strided((count, *place), (steps[1], row, dim, 1), grad.storage_offset() + to),
+                factor, None, None, None, None,
+            )  # fmt: skip
+
+
+def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
+    """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
+
+    It is the same for any number of query heads, and taken from a compilation for two.
+    """
+    return split_functions(dtype, dim, 2, True, (False, False))
 
 
 @lru_cache(maxsize=32)

@@ -19,31 +19,31 @@ from ring_torch.sharding import Sharding
 IGNORED = -100  # the label of a token that has nothing to predict
 
 
-class SealedError(UnsupportedError, AttributeError):
+class PlaceholderError(UnsupportedError, AttributeError):
     """Error for reading a stand-in. As an ``AttributeError`` it makes ``hasattr`` return False."""
 
 
-class Sealed:
+class Placeholder:
     """Base of the stand-ins: indexing, attributes, comparisons and torch functions raise an error.
 
-    Subclasses define ``_words``, the message, and what they do allow.
+    Subclasses define ``_refusal``, the message, and what they do allow.
     """
 
-    _words: ClassVar[str]
+    _refusal: ClassVar[str]
 
     def __getattr__(self, name: str) -> Never:
-        raise SealedError(f"{self._words} (asked for {name!r})")
+        raise PlaceholderError(f"{self._refusal} (asked for {name!r})")
 
     def __getitem__(self, _: object) -> Never:
-        raise SealedError(self._words)
+        raise PlaceholderError(self._refusal)
 
     def __eq__(self, other: object) -> bool:
         """Return True for the same object; refuse a comparison with anything but a stand-in.
 
         A tensor would answer element by element, and a plain object with False.
         """
-        if not isinstance(other, Sealed):
-            raise SealedError(self._words)
+        if not isinstance(other, Placeholder):
+            raise PlaceholderError(self._refusal)
         return self is other
 
     __hash__ = object.__hash__
@@ -51,10 +51,10 @@ class Sealed:
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         """Refuse every function of torch."""
-        raise SealedError(cls._words)
+        raise PlaceholderError(cls._refusal)
 
 
-class AnyDevice(Sealed):
+class AnyDevice(Placeholder):
     """Stand-in that a model may move to any device and cast to any dtype."""
 
     def to(self, *_: object, **__: object) -> Self:
@@ -69,7 +69,7 @@ class ShiftedLabels(AnyDevice):
     it for ``None`` to decide if there is a loss.
     """
 
-    _words = (
+    _refusal = (
         "labels were shifted before the sequence was split, and are in shift_labels: a loss that "
         "reads labels would shift them again, within each rank's part. Models whose loss reads "
         "shift_labels work; for others compute the loss from logits and shift_labels"
@@ -77,7 +77,7 @@ class ShiftedLabels(AnyDevice):
 
 
 @dataclass(frozen=True, eq=False)
-class UnshiftedLabels(Sealed):
+class UnshiftedLabels(Placeholder):
     """Labels of this rank, whose cross entropy is divided by the label count of the whole batch.
 
     Many models take the mean over the labels that they are given, whatever ``num_items_in_batch``
@@ -91,7 +91,7 @@ class UnshiftedLabels(Sealed):
     values: Tensor
     items: int | Tensor
 
-    _words = (
+    _refusal = (
         "these labels are a rank's part of the batch's, and cross entropy of logits of every token "
         "is all that can be done with them: for another loss leave labels out of the batch, and "
         "compute it on every rank from ContextParallel.unshard(logits, grad='slice')"
@@ -114,7 +114,7 @@ class UnshiftedLabels(Sealed):
     def view(self, *shape: int) -> UnshiftedLabels:
         """Return the labels flattened; ``view(-1)`` is the only view that is allowed."""
         if shape != (-1,):
-            raise SealedError(f"{self._words} (asked for view{shape})")
+            raise PlaceholderError(f"{self._refusal} (asked for view{shape})")
         return replace(self, values=self.values.reshape(-1))
 
     reshape = view
@@ -137,7 +137,7 @@ class UnshiftedLabels(Sealed):
     ) -> Tensor:
         """Return this rank's part of the cross entropy; refuse all other functions of torch."""
         if func is not cross_entropy or len(args) > len(("input", "target")):
-            raise SealedError(cls._words)
+            raise PlaceholderError(cls._refusal)
         given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
         target, reduction = given.get("target"), given.get("reduction", "mean")
         if (
@@ -146,7 +146,7 @@ class UnshiftedLabels(Sealed):
             or given.get("ignore_index", IGNORED) != IGNORED
             or reduction not in ("mean", "sum")
         ):
-            raise SealedError(cls._words)
+            raise PlaceholderError(cls._refusal)
         total: Tensor = cross_entropy(
             given["input"], target.values, ignore_index=IGNORED, reduction="sum",
             label_smoothing=given.get("label_smoothing", 0.0),
@@ -155,7 +155,7 @@ class UnshiftedLabels(Sealed):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedMask(Sealed):
+class ShardedMask(Placeholder):
     """Stand-in for ``attention_mask``: documents and padding of a batch whose sequences are split.
 
     Attributes:
@@ -199,7 +199,7 @@ class ShardedMask(Sealed):
 
     ndim = 2  # of a mask [B, T_local]
 
-    _words = (
+    _refusal = (
         "this batch is split over ranks by hf.shard_batch, and its attention_mask "
         "can only be read by ring attention: give the model attn_implementation="
         "ring_torch.hf.register(). If it has that, something else in it reads the mask (chunked "
@@ -222,7 +222,7 @@ class ShardedMask(Sealed):
         """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make."""
         if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
             return self
-        raise SealedError(self._words)
+        raise PlaceholderError(self._refusal)
 
     def contiguous(self) -> ShardedMask:
         """Return self."""
@@ -262,7 +262,7 @@ class ShardedMask(Sealed):
     def view(self, *shape: int) -> ShardedMask:
         """Return self for ``view(B, -1)``, by which some models ensure the shape of a mask."""
         if shape not in ((self.shape[0], -1), self.shape):
-            raise SealedError(f"{self._words} (asked for view{shape})")
+            raise PlaceholderError(f"{self._refusal} (asked for view{shape})")
         return self
 
     def long(self) -> ShardedMask:
@@ -299,7 +299,7 @@ class CrossMask(AnyDevice):
 
     ndim = 2  # of a mask of keys, [B, T_local]
 
-    _words = ShardedMask._words  # noqa: SLF001 - of the same module
+    _refusal = ShardedMask._refusal  # noqa: SLF001 - of the same module
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,0 +1,535 @@
+"""Movements of rows between ranks, for layers that look at neighbours or want other tokens.
+
+A shift, a halo and a relayout are one thing: ``out[target] = x[source]`` for rows of all ranks, and
+a fill where there is no source. Sources are the runs of a layout. Targets are runs as well, named
+by the positions of the tokens that they want: a shift's lie ``n`` earlier, a halo's begin ``left``
+earlier and are longer, a relayout's are those of another layout. Two runs are evenly spaced, so
+they meet in evenly spaced rows: a plan has a few slices for each pair of runs, and one more for
+each border of documents, however many tokens there are.
+
+The return of a movement swaps sources and targets. It is the movement's adjoint, and so its
+backward: a row that was copied to several places gets the sum of what returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from ring_core.base.arguments import (
+    SIZE_LIMIT,
+    Ints,
+    check_index,
+    check_size,
+    describe_value,
+    is_finite,
+    is_integer,
+)
+from ring_core.base.errors import UnsupportedError
+from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.masks import mask as masks
+
+
+class RowCopy(NamedTuple):
+    """Copies of evenly spaced rows, as slices that are read and slices that are written.
+
+    Attributes:
+        source: First row that each slice reads, int64 ``[slices]``.
+        target: First row that it writes, likewise.
+        length: Number of its rows, likewise; at least 1.
+        source_step: Distance of the rows that are read.
+        target_step: Distance of the rows that are written.
+    """
+
+    source: Ints
+    target: Ints
+    length: Ints
+    source_step: int
+    target_step: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that are copied."""
+        return int(self.length.sum())
+
+    def reversed(self) -> RowCopy:
+        """Return the copies that go the other way."""
+        return RowCopy(self.target, self.source, self.length, self.target_step, self.source_step)
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the slice that is read and the slice that is written, pair by pair."""
+        starts = zip(*(x.tolist() for x in self[:3]), strict=True)
+        for source, target, length in starts:
+            yield (
+                slice(source, source + self.source_step * (length - 1) + 1, self.source_step),
+                slice(target, target + self.target_step * (length - 1) + 1, self.target_step),
+            )
+
+    def indices(self) -> tuple[Ints, Ints]:
+        """Return the rows that are read and the rows that are written, int64 ``[rows]`` each."""
+        inside = _counts_up(self.length)
+        source, target = (np.repeat(x, self.length) for x in self[:2])
+        return source + self.source_step * inside, target + self.target_step * inside
+
+
+class Exchange(NamedTuple):
+    """One rank's part in a movement.
+
+    It copies rows that stay; packs those that leave, in the order of the ranks that get them; and
+    unpacks what arrives, in the order of the ranks that sent it.
+
+    Attributes:
+        local: Copies from the operand to the result.
+        pack: Copies from the operand to the buffer of rows that leave.
+        unpack: Copies from the buffer of rows that arrive to the result.
+        sent: ``(rank, rows)`` for each rank that rows leave for, ascending.
+        received: ``(rank, rows)`` for each rank that rows arrive from, ascending.
+    """
+
+    local: RowCopy
+    pack: RowCopy
+    unpack: RowCopy
+    sent: tuple[tuple[int, int], ...]
+    received: tuple[tuple[int, int], ...]
+
+    def reversed(self) -> Exchange:
+        """Return this rank's part in the return of the movement."""
+        return Exchange(
+            self.local.reversed(), self.unpack.reversed(), self.pack.reversed(),
+            self.received, self.sent,
+        )  # fmt: skip
+
+
+class RowTable(NamedTuple):
+    """Rows of all ranks' messages over one distance, as tables of slices for one traced program.
+
+    Row ``i`` of rank ``r``'s message, if ``offset[r, s]`` is the last one that is at most ``i``, is
+    row ``start[r, s] + step * (i - offset[r, s])``. A rank with fewer slices repeats its last one.
+
+    Attributes:
+        start: First row of each slice, int64 ``[P, S]``.
+        offset: Where each slice begins in the message, likewise, ascending.
+        rows: Number of rows of each rank's message, int64 ``[P]``.
+        step: Distance of the rows.
+    """
+
+    start: Ints
+    offset: Ints
+    rows: Ints
+    step: int
+
+
+class Hop(NamedTuple):
+    """Messages of a movement to the ranks ``distance`` ahead; of distance 0 rows that stay.
+
+    Attributes:
+        distance: How far the receivers are ahead, round the ring.
+        pieces: ``(start, stop, receivers)``, ascending: rows of the message that the same ranks
+            get. Messages are of unequal lengths, and a program sends pieces of one length.
+        read: Rows of the operand that each rank sends.
+        written: Rows of the result in which each rank puts what arrives.
+    """
+
+    distance: int
+    pieces: tuple[tuple[int, int, tuple[int, ...]], ...]
+    read: RowTable
+    written: RowTable
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the longest message."""
+        return self.pieces[-1][1]
+
+
+class _Runs(NamedTuple):
+    """Runs of all ranks, as arrays ``[runs]``: :class:`ring_core.Run` by columns.
+
+    Local row ``local + i`` of a rank holds, or wants, position ``start + stride * i``.
+    """
+
+    rank: Ints
+    local: Ints
+    length: Ints
+    start: Ints
+    stride: int
+
+    @property
+    def last(self) -> Ints:
+        """Last position of each run."""
+        return self.start + self.stride * (self.length - 1)
+
+    def of(self, rank: int) -> _Runs:
+        """Return the runs of one rank."""
+        return self.take(self.rank == rank)
+
+    def take(self, which: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
+        """Return some of the runs."""
+        rank, local, length, start = (x[which] for x in self[:4])
+        return _Runs(rank, local, length, start, self.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """Rows of a source and of a target on all ranks, and which of the target's come from where.
+
+    :func:`shift`, :func:`halo` and :func:`relayout` make one.
+
+    Attributes:
+        source: Runs that the ranks hold.
+        target: Runs that the ranks want.
+        source_rows: Number of rows that each rank holds.
+        target_rows: Number of rows that each rank wants.
+        allowed: Ranges of positions that move; ``None`` for all.
+        repeats: True if a source row may be copied to several places.
+    """
+
+    source: _Runs
+    target: _Runs
+    source_rows: int
+    target_rows: int
+    allowed: _Runs | None = None
+    repeats: bool = False
+
+    def exchange(self, rank: int) -> Exchange:
+        """Return one rank's part.
+
+        >>> from ring_core import Layout
+        >>> from ring_core.movement import shift
+        >>> part = shift(Layout("contiguous", seq_len=8, cp_size=2), 1).exchange(1)
+        >>> part.received, list(part.unpack.slices())
+        (((0, 1),), [(slice(0, 1, 1), slice(0, 1, 1))])
+        >>> list(part.local.slices())
+        [(slice(0, 3, 1), slice(1, 4, 1))]
+        """
+        # Sender and receiver find the same slices, and order them alike: by peer, then by target.
+        held = _meet(self._allowed(self.source.of(rank)), self.target)
+        leaving = RowCopy(held.local_a, held.local_b, held.length, held.step_a, held.step_b)
+        peers = self.target.rank[held.b]
+        pack, sent = _by_peer(leaving, peers, peers != rank)
+        wanted = _meet(self._allowed(self.target.of(rank)), self.source)
+        landing = RowCopy(
+            wanted.local_b, wanted.local_a, wanted.length, wanted.step_b, wanted.step_a
+        )
+        peers = self.source.rank[wanted.b]
+        unpack, received = _by_peer(landing, peers, peers != rank)
+        local, _ = _by_peer(landing, peers, peers == rank)
+        # In a buffer the rows of all slices lie one behind the other.
+        pack = pack._replace(target=_offsets(pack.length), target_step=1)
+        unpack = unpack._replace(source=_offsets(unpack.length), source_step=1)
+        return Exchange(local, pack, unpack, sent, received)
+
+    def _allowed(self, runs: _Runs) -> _Runs:
+        """Return the parts of runs whose positions may move."""
+        if self.allowed is None:
+            return runs
+        parts = _meet(runs, self.allowed)
+        rank = runs.rank[parts.a]
+        return _Runs(rank, parts.local_a, parts.length, parts.start, runs.stride)
+
+
+def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
+    """Return a movement as messages of all ranks, by distance.
+
+    >>> from ring_core import Layout
+    >>> moves = hops(shift(Layout("contiguous", seq_len=8, cp_size=2), 1), 2)
+    >>> [(hop.distance, hop.pieces) for hop in moves]
+    [(0, ((0, 3, (0, 1)),)), (1, ((0, 1, (1,)),))]
+    """
+    sent: dict[int, dict[int, RowCopy]] = {}
+    received: dict[int, dict[int, RowCopy]] = {}
+    for rank in range(cp_size):
+        part = movement.exchange(rank)
+        for peer, copies in _messages(part.pack, part.pack.target, part.sent):
+            sent.setdefault((peer - rank) % cp_size, {})[rank] = copies
+        for peer, copies in _messages(part.unpack, part.unpack.source, part.received):
+            received.setdefault((rank - peer) % cp_size, {})[rank] = copies
+        if len(part.local.length):
+            sent.setdefault(0, {})[rank] = received.setdefault(0, {})[rank] = part.local
+    return tuple(
+        Hop(
+            distance, _pieces({rank: x.rows for rank, x in received[distance].items()}),
+            _table({rank: x.reversed() for rank, x in sent[distance].items()}, cp_size),
+            _table(received[distance], cp_size),
+        )
+        for distance in sorted(received)
+    )  # fmt: skip
+
+
+def _messages(
+    copies: RowCopy, offsets: Ints, counts: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, RowCopy]]:
+    """Yield each peer with its slices, of those whose ``offsets`` in a buffer are by peer."""
+    start = 0
+    for peer, rows in counts:
+        first, stop = np.searchsorted(offsets, (start, start + rows))
+        source, target, length = (x[first:stop] for x in copies[:3])
+        yield peer, RowCopy(source, target, length, *copies[3:])
+        start += rows
+
+
+def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Cut messages at the ends of the shorter ones, from the rows that each rank gets."""
+    ends = sorted(set(rows.values()))
+    return tuple(
+        (start, stop, tuple(sorted(rank for rank, count in rows.items() if count >= stop)))
+        for start, stop in zip([0, *ends], ends, strict=False)
+    )
+
+
+def _table(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
+    """Return where messages are written, by rank; ranks without one have no rows."""
+    slices = max(len(x.length) for x in copies.values())
+    start, offset = np.zeros((2, cp_size, slices), dtype=np.int64)
+    rows, step = np.zeros(cp_size, dtype=np.int64), 1
+    for rank, x in copies.items():
+        missing = (0, slices - len(x.length))
+        start[rank] = np.pad(x.target, missing, mode="edge")
+        offset[rank] = np.pad(_offsets(x.length), missing, mode="edge")
+        rows[rank], step = x.rows, x.target_step
+    return RowTable(start, offset, rows, step)
+
+
+def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> Movement:
+    """Return the movement ``out[t] = x[t - n]`` over positions, inside of documents.
+
+    Args:
+        layout: The layout of both.
+        n: How far tokens move, of either sign.
+        cu_seqlens: Offsets of the documents, which tokens do not leave.
+
+    Raises:
+        ValueError: ``n`` is no integer, or ``cu_seqlens`` are malformed or end elsewhere.
+    """
+    check_steps(n)
+    source = _runs_of(layout)
+    allowed = None
+    offsets = check_documents(layout, cu_seqlens)
+    if offsets is not None:
+        # Positions whose shifted position is in the same document.
+        start = np.maximum(offsets[:-1], offsets[:-1] - n)
+        allowed = _ranges(start, np.minimum(offsets[1:], offsets[1:] - n))
+    target = source._replace(start=source.start - n)
+    return Movement(source, target, layout.local_len, layout.local_len, allowed)
+
+
+def halo(layout: Layout, left: int, right: int) -> Movement:
+    """Return the movement that gives each run the ``left`` rows before and ``right`` rows behind.
+
+    Args:
+        layout: A layout whose runs are of consecutive tokens.
+        left: Number of rows before a run.
+        right: Number of rows behind it.
+
+    Raises:
+        ValueError: A side is no integer >= 0.
+        UnsupportedError: The layout has no runs of consecutive tokens.
+    """
+    check_sides(left, right)
+    check_consecutive(layout.name, layout.cp_size)
+    source = _runs_of(layout)
+    width = layout.run_length + left + right
+    rows = layout.num_runs * width
+    local = np.tile(np.arange(0, rows, width, dtype=np.int64), layout.cp_size)
+    target = source._replace(
+        local=local, length=np.full_like(local, width), start=source.start - left
+    )
+    return Movement(source, target, layout.local_len, rows, repeats=left + right > 0)
+
+
+def halo_ids(
+    layout: Layout, left: int, right: int, rank: int, cu_seqlens: tuple[int, ...] | None = None
+) -> tuple[Ints, Ints]:
+    """Return the position and the document of each row of a halo, ``[runs, left + L + right]``.
+
+    Both are -1 outside of the sequence. Without ``cu_seqlens`` it is document 0.
+
+    Raises:
+        ValueError: ``cu_seqlens`` are malformed or end elsewhere.
+    """
+    check_index("rank", rank, layout.cp_size)
+    steps = np.arange(-left, layout.run_length + right, dtype=np.int64)
+    positions = layout.run_positions(rank).reshape(-1, 1) + steps
+    inside = (positions >= 0) & (positions < layout.seq_len)
+    offsets = check_documents(layout, cu_seqlens)
+    documents = np.zeros_like(positions)
+    if offsets is not None:
+        documents = np.searchsorted(offsets, positions, side="right") - 1
+    return np.where(inside, positions, -1), np.where(inside, documents, -1)
+
+
+def relayout(source: Layout, target: Layout) -> Movement:
+    """Return the movement from one layout of a sequence to another.
+
+    Raises:
+        ValueError: They have unlike lengths.
+    """
+    if source.seq_len != target.seq_len:
+        raise ValueError(
+            f"both layouts must be of one sequence, got {source.seq_len} and {target.seq_len} tokens"
+        )
+    return Movement(_runs_of(source), _runs_of(target), source.local_len, target.local_len)
+
+
+def check_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
+    """Return the offsets of documents that are not empty; ``None`` without ``cu_seqlens``.
+
+    Raises:
+        ValueError: They are malformed, or do not end with the sequence.
+    """
+    if cu_seqlens is None:
+        return None
+    mask = masks.Mask(cu_seqlens=cu_seqlens)
+    masks.check_documents(mask, layout.seq_len, layout.seq_len)
+    return mask.document_offsets
+
+
+def check_steps(n: object) -> None:
+    """Check how far a shift moves tokens.
+
+    Raises:
+        ValueError: It is no integer, or out of range.
+    """
+    if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:  # type: ignore[operator] # integers
+        raise ValueError(
+            f"n must be an integer, how many positions tokens move (to earlier ones if negative), "
+            f"got {describe_value(n)}"
+        )
+
+
+def check_sides(left: object, right: object) -> None:
+    """Check how many rows a halo has on each side.
+
+    Raises:
+        ValueError: A side is no integer >= 0.
+    """
+    check_size("left", left, low=0)
+    check_size("right", right, low=0)
+
+
+def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
+    """Check the number that a shift puts where no token comes from.
+
+    Args:
+        fill: The number.
+        dtype: Name of the dtype of the rows, for the message.
+        low: Lowest number of that dtype; an ``int`` if it holds integers alone.
+        high: Highest one, likewise.
+
+    Raises:
+        ValueError: It is no number, or not one of this dtype.
+    """
+    whole = isinstance(low, int)
+    fits = (
+        isinstance(fill, int | float)
+        and (low <= fill <= high or (not whole and not is_finite(fill)))
+        and not (whole and isinstance(fill, float))
+    )
+    if not fits:
+        raise ValueError(
+            f"fill must be {'an integer' if whole else 'a number'} in [{low}, {high}], as x is of "
+            f"{dtype}, got {describe_value(fill)}"
+        )
+
+
+def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
+    """Refuse a layout whose ranks hold no consecutive tokens.
+
+    Raises:
+        UnsupportedError: It is striped.
+    """
+    if layout == "striped" and cp_size > 1:
+        raise UnsupportedError(
+            f"halo gives rows to runs of consecutive tokens, and in the {layout} layout over "
+            f"{cp_size} ranks no two neighbours are on one rank. Instead: relayout to "
+            f"'contiguous' around the layer, as in cp.relayout(x, to='contiguous')"
+        )
+
+
+class _Meeting(NamedTuple):
+    """Positions that runs ``a`` and runs ``b`` share, a slice for each pair that shares any.
+
+    Attributes:
+        a, b: The runs of each slice, int64 ``[slices]``.
+        local_a, local_b: Local rows of its first position.
+        length: Number of its positions.
+        start: Its first position.
+        step_a, step_b: Distances of its rows.
+    """
+
+    a: Ints
+    b: Ints
+    local_a: Ints
+    local_b: Ints
+    length: Ints
+    start: Ints
+    step_a: int
+    step_b: int
+
+
+def _meet(a: _Runs, b: _Runs) -> _Meeting:
+    """Intersect evenly spaced runs; if ``b`` are sorted by their starts, their ends ascend, too."""
+    # Which pairs overlap: of the runs b, in the order of their starts, one range for each run a.
+    order = np.argsort(b.start, kind="stable")
+    first = np.searchsorted(b.last[order], a.start, side="left")
+    stop = np.searchsorted(b.start[order], a.last, side="right")
+    counts = np.maximum(stop - first, 0)
+    i = np.repeat(np.arange(len(counts)), counts)
+    j = order[np.repeat(first, counts) + _counts_up(counts)]
+    # Of which positions: those that both spacings hit, from the later start to the earlier end.
+    (a_start, b_start), divisor = (a.start[i], b.start[j]), gcd(a.stride, b.stride)
+    step = a.stride * b.stride // divisor
+    period = b.stride // divisor
+    distance = b_start - a_start
+    skipped = distance // divisor * pow(a.stride // divisor, -1, period) % period
+    start = a_start + a.stride * skipped
+    start += -((start - np.maximum(a_start, b_start)) // step) * step
+    length = (np.minimum(a.last[i], b.last[j]) - start) // step + 1
+    hit = (distance % divisor == 0) & (length > 0)
+    i, j, start, length = i[hit], j[hit], start[hit], length[hit]
+    return _Meeting(
+        i, j, a.local[i] + (start - a.start[i]) // a.stride,
+        b.local[j] + (start - b.start[j]) // b.stride,
+        length, start, step // a.stride, step // b.stride,
+    )  # fmt: skip
+
+
+def _by_peer(
+    copies: RowCopy, peers: Ints, which: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
+    """Return some of the copies by peer and then by target, and the rows of each peer."""
+    order = np.flatnonzero(which)
+    order = order[np.lexsort((copies.target[order], peers[order]))]
+    source, target, length = (x[order] for x in copies[:3])
+    ranks, first = np.unique(peers[order], return_index=True)
+    rows = np.add.reduceat(length, first) if len(first) else first
+    counts = tuple(zip(ranks.tolist(), rows.tolist(), strict=True))
+    return RowCopy(source, target, length, *copies[3:]), counts
+
+
+def _runs_of(layout: Layout) -> _Runs:
+    """Return the runs of all ranks of a layout."""
+    ranks, size = np.arange(layout.cp_size, dtype=np.int64), layout.num_runs
+    local = np.tile(np.asarray(layout.run_starts, dtype=np.int64), layout.cp_size)
+    start = layout.run_positions(ranks).reshape(-1)
+    length = np.full_like(local, layout.run_length)
+    return _Runs(np.repeat(ranks, size), local, length, start, layout.stride)
+
+
+def _ranges(start: Ints, stop: Ints) -> _Runs:
+    """Return ascending ranges of positions as runs of no rank, without the empty ones."""
+    start, length = start[stop > start], (stop - start)[stop > start]
+    return _Runs(np.zeros_like(start), np.zeros_like(start), length, start, 1)
+
+
+def _offsets(length: Ints) -> Ints:
+    """Return where each of some slices begins if they lie one behind the other."""
+    return np.cumsum(length) - length
+
+
+def _counts_up(counts: Ints) -> Ints:
+    """Return ``0, 1, ..., count - 1`` for each count, one behind the other."""
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(_offsets(counts), counts)

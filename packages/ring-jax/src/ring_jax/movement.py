@@ -1,0 +1,311 @@
+"""Shift, halo, join and relayout of shards inside ``shard_map``, for layers beside attention.
+
+The plan is :mod:`ring_core.movement`'s, as messages by distance: one ``ppermute`` for each distance
+over which any rows travel, and one more for each unequal length there, among the devices that have
+so many rows. Devices run one program, so a device looks its rows up in small tables of slices. JAX
+derives the backward: rows go back the same way, and sum where they were copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ring_core import Layout, LayoutSpec, divisor_of
+from ring_core.layouts.layout import check_layout
+from ring_core.masks.mask import mask_of
+from ring_core.movement import (
+    Movement,
+    RowTable,
+    check_consecutive,
+    check_fill,
+    check_sides,
+    check_steps,
+    halo as halo_movement,
+    halo_ids,
+    hops,
+    relayout as relayout_movement,
+    shift as shift_movement,
+)
+from ring_jax.collectives import Ranks, match_varying, varying_axes
+from ring_jax.prepare import axis_size, described_as
+from ring_jax.records import Array
+from ring_jax.search import searchsorted
+
+
+class Halo(NamedTuple):
+    """Runs of consecutive tokens with rows of their neighbours, as :func:`halo` returns.
+
+    Attributes:
+        rows: One row for each run, ``[B * R, ..., left + L + right, ...]``; zeros outside of the
+            sequence.
+        positions: Global position of each token in it, int32 ``[B * R, left + L + right]``; -1
+            outside.
+        documents: Number of the document of each token, counted without empty ones, likewise; 0
+            without ``cu_seqlens``, -1 outside.
+    """
+
+    rows: Array
+    positions: Array
+    documents: Array
+
+
+def shift(
+    x: Array, n: int, *, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
+    dim: int = 1, fill: float = 0, cu_seqlens: Sequence[int] | None = None,
+) -> Array:  # fmt: skip
+    """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
+
+    Called inside ``jax.shard_map`` with this device's shard; sends only rows that change device.
+
+    Args:
+        x: ``[..., T_local, ...]``, of any dtype.
+        n: How far; negative for tokens that look ahead, as ``n=-1`` gives each the next one's.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        layout: Which device holds which tokens, as in :func:`ring_attention`.
+        dim: Dimension of the sequence.
+        fill: Number in rows that no token moves to.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
+            layout.
+    """
+    dim, place = _place(x, dim, axis_name, layout)
+    check_shift(x, n, fill)
+    return _moved(x, dim, shift_movement(place, n, offsets_of(cu_seqlens)), axis_name, place, fill)
+
+
+def halo(
+    x: Array, left: int, right: int, *, axis_name: Hashable | None,
+    layout: LayoutSpec = "contiguous", dim: int = 1, cu_seqlens: Sequence[int] | None = None,
+) -> Halo:  # fmt: skip
+    """Return each run of consecutive tokens with its neighbours, as a row of a batch.
+
+    Called inside ``jax.shard_map``. A device holds ``R`` runs of ``L = T_local / R`` consecutive
+    tokens: ``R`` is 2 for ``zigzag``, 1 for ``contiguous``. A layer with a bounded reach, as a
+    convolution, computes all rows alike; :func:`join` brings its outputs back.
+
+    Args:
+        x: ``[B, ..., T_local, ...]``, of any dtype; ``[T_local, ...]`` with ``dim=0``.
+        left: Number of tokens before each run.
+        right: Number of tokens behind it.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        layout: Which device holds which tokens, as in :func:`ring_attention`.
+        dim: Dimension of the sequence.
+        cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change ``documents``
+            alone: rows of other documents are in ``rows``, for the layer to mask.
+
+    Returns:
+        ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
+        outside of the sequence, or ``[R, left + L + right, ...]`` with ``dim=0``; and int32
+        ``[B * R, left + L + right]``, the global position and the document of each token, -1
+        outside.
+
+    Raises:
+        ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
+            layout.
+        UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
+    """
+    dim, place = _place(x, dim, axis_name, layout)
+    documents = offsets_of(cu_seqlens)
+    movement = halo_movement(place, left, right)
+    ids = np.stack([halo_ids(place, left, right, r, documents) for r in range(place.cp_size)])
+    moved = _moved(x, dim, movement, axis_name, place, 0).reshape(
+        (*x.shape[:dim], place.num_runs, -1, *x.shape[dim + 1 :])
+    )
+    batch = 1 if dim == 0 else x.shape[0]
+    own = jnp.asarray(ids, jnp.int32)[Ranks(axis_name, place.cp_size).rank()]  # [2, R, W]
+    positions, numbers = jnp.tile(own, (1, batch, 1))
+    return Halo(moved if dim == 0 else _merged(moved, dim), positions, numbers)
+
+
+def join(
+    y: Array, *, axis_name: Hashable | None, layout: LayoutSpec = "contiguous", dim: int = 1
+) -> Array:
+    """Bring what a layer made of each run of :func:`halo` back to this device's shard.
+
+    Args:
+        y: A row for each run, ``[B * R, ..., L, ...]``; ``[R, L, ...]`` with ``dim=0``.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        layout: Which device holds which tokens, as in :func:`ring_attention`.
+        dim: Dimension of the tokens.
+
+    Returns:
+        ``[B, ..., R * L, ...]``. Nothing is sent.
+
+    Raises:
+        ValueError: ``y`` has no such dimension, or not a row for each run.
+        UnsupportedError: The layout is ``striped``.
+    """
+    size = axis_size(axis_name)
+    dim = check_dim(y, dim)
+    runs = check_rows(y, dim, layout, size, 1)
+    if dim == 0:
+        return y.reshape((-1, *y.shape[2:]))
+    split = y.reshape((y.shape[0] // runs, runs, *y.shape[1:]))
+    moved = jnp.moveaxis(split, 1, dim)
+    return moved.reshape((*moved.shape[:dim], -1, *moved.shape[dim + 2 :]))
+
+
+def relayout(
+    x: Array, *, to: LayoutSpec, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
+    dim: int = 1,
+) -> Array:  # fmt: skip
+    """Return this device's tokens in another layout, for layers that want other tokens on a device.
+
+    Called inside ``jax.shard_map`` with this device's shard; sends only rows that change device.
+
+    Args:
+        x: ``[..., T_local, ...]``, of any dtype.
+        to: The layout that it gets.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        layout: The layout that it has.
+        dim: Dimension of the sequence.
+
+    Returns:
+        An array like ``x``.
+
+    Raises:
+        ValueError: An argument is malformed, or the size of ``x`` is no device's part in one of
+            the layouts.
+    """
+    dim, place = _place(x, dim, axis_name, layout)
+    check_layout(to)
+    movement = relayout_movement(place, Layout(to, place.seq_len, place.cp_size))
+    return _moved(x, dim, movement, axis_name, place, 0)
+
+
+def check_shift(x: Array, n: object, fill: object) -> None:
+    """Check how far a shift of ``x`` goes, and what it fills with.
+
+    Raises:
+        ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
+    """
+    check_steps(n)
+    low: float = 0
+    high: float = 1
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+        low = -high
+    elif x.dtype != jnp.bool_:
+        limits = np.iinfo(x.dtype)
+        low, high = int(limits.min), int(limits.max)
+    check_fill(fill, str(x.dtype), low, high)
+
+
+def check_dim(x: Array, dim: object) -> int:
+    """Check that ``dim`` is a dimension of the array ``x``, and return it, not negative.
+
+    Raises:
+        ValueError: It is not.
+    """
+    described_as("x", x)
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+        )
+    return dim % x.ndim
+
+
+def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
+    """Check the sides of a halo, and that devices hold consecutive tokens.
+
+    Raises:
+        ValueError: A side is no integer >= 0.
+        UnsupportedError: The layout is striped.
+    """
+    check_sides(left, right)
+    check_consecutive(layout, size)
+
+
+def check_rows(y: Array, dim: int, layout: LayoutSpec, size: int, devices: int) -> int:
+    """Check that ``y`` has a row for each run, and return the number of runs a device.
+
+    Args:
+        y: The rows.
+        dim: Dimension of the tokens, not negative.
+        layout: The layout.
+        size: Number of devices that share a sequence.
+        devices: Number of devices whose rows these are.
+
+    Raises:
+        ValueError: It has not.
+        UnsupportedError: The layout is striped.
+    """
+    check_consecutive(check_layout(layout), size)
+    runs = divisor_of(layout, size) // size
+    rows = runs * devices
+    if y.shape[0] % rows or (dim == 0 and y.shape[0] != rows) or y.ndim < 2:
+        raise ValueError(
+            f"y must have a row for each of the {rows} runs of the {layout} layout "
+            f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "
+            f"them, got shape {list(y.shape)}"
+        )
+    return runs
+
+
+def _place(
+    x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec
+) -> tuple[int, Layout]:
+    """Return the checked dimension, and the layout of the whole sequence."""
+    size, dim = axis_size(axis_name), check_dim(x, dim)
+    return dim, Layout(check_layout(layout), x.shape[dim] * size, size)
+
+
+def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the offsets of documents as a tuple of integers."""
+    return mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens).cu_seqlens
+
+
+def _merged(x: Array, dim: int) -> Array:
+    """Return ``[B, ..., R, W, ...]``, with ``R`` at ``dim``, as ``[B * R, ..., W, ...]``."""
+    moved = jnp.moveaxis(x, dim, 1)
+    return moved.reshape((-1, *moved.shape[2:]))
+
+
+def _moved(
+    x: Array, dim: int, movement: Movement, axis_name: Hashable | None, layout: Layout, fill: float
+) -> Array:
+    """Return the rows of this device after a movement, along a dimension."""
+    ranks = Ranks(axis_name, layout.cp_size)
+    rank = ranks.rank()
+    rows = jnp.moveaxis(x, dim, 0)
+    shape = (movement.target_rows, *rows.shape[1:])
+    axes = varying_axes((x, rank))
+    rows, out = match_varying((rows, jnp.full(shape, fill, x.dtype)), axes)
+    for hop in hops(movement, layout.cp_size):
+        # Each device picks what it sends over this distance, up to the longest message ...
+        read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
+        message = rows.at[read].get(mode="fill", fill_value=0, unique_indices=True)
+        # ... sends it, cut where shorter messages end, and the devices that get one write it beside
+        # what they have; rows that fill a message up are beyond the end, and dropped.
+        if hop.distance:
+            pieces = [
+                ranks.move(message[start:stop], hop.distance, receivers)
+                for start, stop, receivers in hop.pieces
+            ]
+            message = jnp.concatenate(pieces)
+        written = _row_numbers(hop.written, rank, hop.rows, movement.target_rows)
+        out = out.at[written].set(message, mode="drop", unique_indices=True)
+    return jnp.moveaxis(out, 0, dim)
+
+
+def _row_numbers(table: RowTable, rank: Array, rows: int, end: int) -> Array:
+    """Return the rows of a rank's message, int32 ``[rows]``; beyond ``end`` behind its last."""
+    steps = jnp.arange(rows, dtype=jnp.int32)
+    start, offset = (jnp.asarray(x, jnp.int32)[rank] for x in (table.start, table.offset))
+    if len(table.start[0]) == 1:
+        numbers = start[0] + table.step * steps
+    else:
+        piece = searchsorted(offset, steps, "right") - 1
+        numbers = start[piece] + table.step * (steps - offset[piece])
+    if (table.rows == rows).all():
+        return numbers
+    return jnp.where(steps < jnp.asarray(table.rows, jnp.int32)[rank], numbers, end + steps)

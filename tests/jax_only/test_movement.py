@@ -1,0 +1,356 @@
+"""Layers that look at neighbours: shifts, halos and relayouts against whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import ring_jax
+from ring_core import ChunkLayout, Layout, LayoutSpec
+
+T, SIZE = 48, 4
+CHUNKS = ChunkLayout(((1, 7), (0, 2), (3, 6), (4, 5)))
+LAYOUTS: dict[str, LayoutSpec] = {
+    "contiguous": "contiguous", "zigzag": "zigzag", "striped": "striped", "chunks": CHUNKS,
+}  # fmt: skip
+DOCUMENTS = (0, 1, 1, 7, 23, 24, 30, T)
+
+
+def shifted(x: jax.Array, n: int, fill: float, offsets: tuple[int, ...] | None) -> jax.Array:
+    """The definition: ``out[:, t] = x[:, t - n]`` inside of documents."""
+    out = []
+    for start, stop in pairwise(offsets or (0, T)):
+        for t in range(start, stop):
+            there = start <= t - n < stop
+            out.append(x[:, t - n] if there else jnp.full_like(x[:, 0], fill))
+    return jnp.stack(out, 1)
+
+
+def numbers(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def order(layout: LayoutSpec) -> np.ndarray[Any, Any]:
+    """Positions in the order in which devices hold them."""
+    place = Layout(layout, T, SIZE)
+    return np.concatenate([place.positions(rank) for rank in range(SIZE)])
+
+
+ALONG = P(None, "cp")
+
+
+def local(function: Callable[..., Any], *, out: Any = ALONG) -> Callable[..., Any]:
+    """A function of shards along ``cp``, as one of arrays ``[B, T, C]`` in layout order."""
+    mesh = jax.make_mesh((SIZE,), ("cp",), (AxisType.Auto,))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ALONG, out_specs=out))
+
+
+STEPS = (0, 1, -2, 17, -37, 60)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
+    layout = LAYOUTS[name]
+    at, x = order(layout), numbers(0, 2, T, 3)
+    y = [numbers(n, 2, T, 3) for n in range(2 * len(STEPS))]
+    moves = [(n, offsets) for n in STEPS for offsets in (None, DOCUMENTS)]
+
+    def move(x: jax.Array) -> list[jax.Array]:
+        return [
+            ring_jax.shift(x, n, axis_name="cp", layout=layout, fill=0.5, cu_seqlens=offsets)
+            for n, offsets in moves
+        ]
+
+    like, back = jax.vjp(lambda x: [shifted(x, n, 0.5, offsets) for n, offsets in moves], x)
+    out, returned = jax.vjp(local(move), x[:, at])
+    for got, expected in zip(out, like, strict=True):
+        np.testing.assert_array_equal(got, expected[:, at])
+    (grad,), (expected,) = returned([z[:, at] for z in y]), back(y)
+    np.testing.assert_allclose(grad, expected[:, at], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (1, 2), (30, 20)])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "chunks"])
+def test_a_halo_holds_the_tokens_that_it_says(name: str, left: int, right: int) -> None:
+    layout = LAYOUTS[name]
+    x = numbers(0, 2, T, 3)
+
+    def both(x: jax.Array) -> tuple[jax.Array, ...]:
+        rows, positions, documents = ring_jax.halo(
+            x, left, right, axis_name="cp", layout=layout, cu_seqlens=DOCUMENTS
+        )
+        own = rows[:, left : rows.shape[1] - right]
+        return rows, positions, documents, ring_jax.join(own, axis_name="cp", layout=layout)
+
+    run = local(both, out=(P("cp"), P("cp"), P("cp"), P(None, "cp")))
+    rows, positions, documents, joined = run(x[:, order(layout)])
+    runs = Layout(layout, T, SIZE).num_runs
+    assert rows.shape == (2 * runs * SIZE, left + T // SIZE // runs + right, 3)
+    padded = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
+    batch = np.arange(len(rows)) // runs % 2
+    np.testing.assert_array_equal(rows, padded[batch[:, None], positions])
+    starts = np.unique(DOCUMENTS)
+    numbered = np.searchsorted(starts, positions, side="right") - 1
+    np.testing.assert_array_equal(documents, np.where(positions >= 0, numbered, -1))
+    np.testing.assert_array_equal(joined, x[:, order(layout)])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_relayout_gives_the_tokens_of_the_other_layout(name: str) -> None:
+    layout, x = LAYOUTS[name], jnp.arange(2 * T * 3).reshape(2, T, 3)
+
+    def move(x: jax.Array) -> list[jax.Array]:
+        return [
+            ring_jax.relayout(x, to=to, axis_name="cp", layout=layout) for to in LAYOUTS.values()
+        ]
+
+    for moved, to in zip(local(move)(x[:, order(layout)]), LAYOUTS.values(), strict=True):
+        np.testing.assert_array_equal(moved, x[:, order(to)])
+
+
+def movements(layout: LayoutSpec) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """Movements of a shard ``[2, T / P, 3]``."""
+    place: Any = {"axis_name": "cp", "layout": layout}
+    return {
+        "shift": lambda x: ring_jax.shift(x, -3, cu_seqlens=DOCUMENTS, **place),
+        "relayout": lambda x: ring_jax.relayout(x, to="contiguous", **place),
+        "halo": lambda x: ring_jax.halo(x, 5, 9, **place).rows,
+    }
+
+
+@pytest.mark.parametrize("name", ["shift", "relayout", "halo"])
+def test_derivatives_and_transforms(name: str) -> None:
+    """``<M x, y> == <x, M' y>``, ``M`` is its own tangent, and it goes through vmap and scan."""
+    along = {"shift": P(None, "cp"), "relayout": P(None, "cp"), "halo": P("cp")}[name]
+    move = local(movements(CHUNKS)[name], out=along)
+    x, tangent = numbers(0, 2, T, 3), numbers(1, 2, T, 3)
+    moved, of_tangent = jax.jvp(move, (x,), (tangent,))
+    np.testing.assert_array_equal(of_tangent, move(tangent))
+    y = numbers(2, *moved.shape)
+    (returned,) = jax.vjp(move, x)[1](y)
+    assert abs(np.vdot(moved, y)) > 1e-3
+    np.testing.assert_allclose(np.vdot(moved, y), np.vdot(x, returned), rtol=1e-4)
+    many = jnp.stack([x, tangent])
+    np.testing.assert_array_equal(jax.vmap(move)(many), jnp.stack([moved, of_tangent]))
+    scanned = jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(move)(x)), 0, many)[1]
+    np.testing.assert_array_equal(scanned, jnp.stack([moved, of_tangent]))
+
+
+def sent(jaxpr: Any) -> int:
+    """Rows that a program's messages hold, over all devices."""
+    rows = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "ppermute":
+            rows += equation.invars[0].aval.shape[0] * len(equation.params["perm"])
+        assert name not in {"all_gather", "psum", "all_to_all"}
+        inner = (getattr(x, "jaxpr", x) for x in equation.params.values())
+        rows += sum(sent(x) for x in inner if hasattr(x, "eqns"))
+    return rows
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_rows_that_change_device_are_sent(name: str) -> None:
+    layout = LAYOUTS[name]
+    owner = np.empty(T, int)
+    owner[order(layout)] = np.repeat(np.arange(SIZE), T // SIZE)
+    place: Any = {"axis_name": "cp", "layout": layout}
+    rows = {
+        "relayout": (lambda x: ring_jax.relayout(x, to="contiguous", **place),
+                     (owner != np.arange(T) // (T // SIZE)).sum()),
+        "shift": (lambda x: ring_jax.shift(x, 1, **place), (owner[1:] != owner[:-1]).sum()),
+    }  # fmt: skip
+    x = numbers(0, 2, T, 3)
+    for move, crossing in rows.values():
+        assert sent(jax.make_jaxpr(local(move))(x).jaxpr) == crossing
+        # The backward sends them back.
+        back = jax.make_jaxpr(lambda y, m=move: jax.vjp(local(m), x)[1](y))(x)
+        assert sent(back.jaxpr) == 2 * crossing
+
+
+DTYPES = (jnp.bool_, jnp.uint8, jnp.bfloat16, jnp.complex64)
+
+
+def test_rows_of_every_dtype_move() -> None:
+    cp = context("auto", "zigzag")
+    for dtype in DTYPES:
+        x = jnp.arange(2 * T).reshape(2, T) % 2
+        like = jnp.pad(x, ((0, 0), (1, 0)), constant_values=1)[:, :-1].astype(dtype)
+        out = cp.unshard(cp.shift(cp.shard(x.astype(dtype)), 1, fill=1))
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(out, like)
+
+
+WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "n": (lambda cp, x: cp.shift(x, 1.0), "n must be an integer"),
+    "an array": (lambda cp, x: cp.shift(x, jnp.int32(1)), "n must be an integer"),
+    "dim": (lambda cp, x: cp.shift(x, 1, dim=3), "dim must be a dimension of x"),
+    "no array": (lambda cp, _: cp.shift([1], 1), "x must be a jax.Array"),
+    "fill": (lambda cp, x: cp.shift(x, 1, fill="0"), "fill must be a number"),
+    "a fraction": (lambda cp, x: cp.shift(x.astype(int), 1, fill=0.5), "fill must be an integer"),
+    "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(1, 4)), "cu_seqlens must start at 0"),
+    "their end": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
+    "end in halo": (lambda cp, x: cp.halo(x, 1, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
+    "left": (lambda cp, x: cp.halo(x, -1, 0), "left must be at least 0"),
+    "right": (lambda cp, x: cp.halo(x, 0, None), "right must be at least 0"),
+    "striped": (lambda _, x: context("auto", "striped").halo(x, 1, 0), "Instead: relayout to"),
+    "rows": (lambda cp, x: cp.join(x), "y must have a row for each of the 8 runs"),
+    "rows of dim 0": (lambda cp, _: cp.join(jnp.ones((16, 2)), dim=0), "y must have a row for"),
+    "to": (lambda cp, x: cp.relayout(x, to="zag"), "unknown layout"),
+    "to chunks": (
+        lambda cp, x: cp.relayout(x, to=ChunkLayout(((0,), (1,)))), "chunks for 2 ranks"
+    ),
+    "no part": (lambda cp, x: cp.shift(x[:, :4], 1), "is not a positive multiple of 8"),
+    "axis": (lambda _, x: ring_jax.shift(x, 1, axis_name="cp"), "is not a mesh axis here"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name: str) -> None:
+    call, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        call(context("auto", "zigzag"), numbers(0, 2, 16, 3))
+
+
+def test_one_device_moves_rows_too() -> None:
+    x = numbers(0, 2, 5, 3)
+    for layout in ("contiguous", "zigzag", "striped"):
+        place: Any = {"axis_name": None, "layout": layout}
+        np.testing.assert_array_equal(ring_jax.shift(x, -2, **place), shifted(x, -2, 0, (0, 5)))
+        rows, positions, documents = ring_jax.halo(x, 2, 1, cu_seqlens=(0, 2, 5), **place)
+        assert positions.tolist() == [[-1, -1, 0, 1, 2, 3, 4, -1]] * 2
+        assert documents.tolist() == [[-1, -1, 0, 0, 1, 1, 1, -1]] * 2
+        np.testing.assert_array_equal(ring_jax.join(rows[:, 2:-1], **place), x)
+        np.testing.assert_array_equal(ring_jax.relayout(x, to="contiguous", **place), x)
+
+
+MESHES = {
+    "auto": ((SIZE,), ("cp",), AxisType.Auto), "explicit": ((SIZE,), ("cp",), AxisType.Explicit),
+    "auto-2d": ((2, SIZE), ("dp", "cp"), AxisType.Auto),
+    "explicit-2d": ((2, SIZE), ("dp", "cp"), AxisType.Explicit),
+}  # fmt: skip
+
+
+def context(mesh: str, layout: LayoutSpec) -> ring_jax.ContextParallel:
+    shape, names, kind = MESHES[mesh]
+    return ring_jax.ContextParallel(
+        jax.make_mesh(shape, names, (kind,) * len(shape)), "cp", layout=layout
+    )
+
+
+def on_mesh(cp: ring_jax.ContextParallel, x: jax.Array, dim: int) -> jax.Array:
+    """An array in layout order; its batch is split too, where there is an axis for it."""
+    batch = ("dp",) if "dp" in cp.mesh.axis_names and dim % x.ndim else (None,)
+    return cp.shard(jax.device_put(x, jax.NamedSharding(cp.mesh, P(*batch))), dim=dim)
+
+
+@pytest.mark.nightly(unless=["auto-zigzag", "explicit-2d-chunks"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_global_arrays_are_moved(mesh: str, name: str) -> None:
+    cp, at = context(mesh, LAYOUTS[name]), order(LAYOUTS[name])
+    other = context(mesh, "contiguous")
+    for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+        x = numbers(0, *shape)
+        whole = jnp.moveaxis(x, dim, 1) if x.ndim > 1 else x[None]
+
+        def back(y: jax.Array, dim: int = dim, shape: Any = shape) -> jax.Array:
+            return jnp.moveaxis(y, 1, dim) if len(shape) > 1 else y[0]
+
+        mine = on_mesh(cp, x, dim)
+        out = cp.shift(mine, -5, dim=dim, fill=2, cu_seqlens=DOCUMENTS)
+        np.testing.assert_array_equal(out, back(shifted(whole, -5, 2, DOCUMENTS)[:, at]))
+        moved = cp.relayout(mine, to=other if dim else "contiguous", dim=dim)
+        np.testing.assert_array_equal(moved, x)
+        np.testing.assert_array_equal(other.relayout(moved, to=cp, dim=dim), mine)
+        if name == "striped":
+            continue
+        rows, positions, _ = cp.halo(mine, 3, 1, dim=dim)
+        place = cp.layout_of(T)
+        assert positions.shape == (
+            (1 if dim == 0 else 2) * place.num_runs * SIZE,
+            4 + place.run_length,
+        )
+        np.testing.assert_array_equal(
+            np.asarray(positions)[:, 3:-1]
+            .reshape(SIZE, -1, place.num_runs, place.run_length)[:, 0]
+            .reshape(-1),
+            at,
+        )
+        tokens = 1 if dim in {0, 1} else 2
+        own = jax.lax.slice_in_dim(rows, 3, rows.shape[tokens] - 1, axis=tokens)
+        np.testing.assert_array_equal(cp.join(own, dim=dim), mine)
+
+
+class Model:
+    """Attention, multi-token prediction of two depths, and a causal convolution over documents."""
+
+    def __init__(self, attend: Any, shift: Any, halo: Any, join: Any) -> None:
+        self.attend, self.shift, self.halo, self.join = attend, shift, halo, join
+
+    def loss(self, weights: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        """The sum over tokens."""
+        states = jax.nn.one_hot(tokens, 11) @ weights["embed"]
+        q, k, v = (
+            x.reshape((*x.shape[:2], 2, 4)) for x in jnp.split(states @ weights["qkv"], 3, -1)
+        )
+        hidden = states + self.attend(q, k, v).reshape(states.shape)
+        rows, ids = self.halo(hidden)
+        windows = jnp.stack([rows[:, n : rows.shape[1] - 3 + n] for n in range(4)], -1)
+        places = jnp.stack([ids[:, n : ids.shape[1] - 3 + n] for n in range(4)], -1)
+        same = (places == places[..., -1:])[:, :, None]
+        hidden = self.join((windows * same * weights["taps"][None, None]).sum(-1))
+        labels, loss = tokens, jnp.zeros(())
+        for depth in (1, 2):
+            labels = self.shift(labels, -1, -1)
+            logits = jax.nn.log_softmax(hidden @ weights["out"])
+            loss = loss - (jax.nn.one_hot(labels, 11) * logits).sum()  # nothing of -1
+            ahead = self.shift(states, -depth, 0)
+            hidden = jnp.tanh(jnp.concatenate([hidden, ahead], -1) @ weights["join"])
+        return jnp.asarray(loss)
+
+
+@pytest.mark.nightly(unless=["explicit-2d-chunks"])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "chunks"])
+@pytest.mark.parametrize("mesh", ["auto", "explicit-2d"])
+def test_a_model_has_the_loss_and_gradients_of_one_device(mesh: str, name: str) -> None:
+    offsets = (0, 7, 23, 24, 30, T)
+    weights = {
+        "embed": numbers(0, 11, 8), "qkv": numbers(1, 8, 24), "taps": numbers(2, 8, 4),
+        "out": numbers(3, 8, 11), "join": numbers(4, 16, 8),
+    }  # fmt: skip
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, 11, (2, T)), jnp.int32)
+    document = np.searchsorted(offsets, np.arange(T), side="right")
+    options: Any = {"causal": True, "cu_seqlens": offsets}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k) / 2
+        same = np.equal.outer(document, document) & np.tril(np.ones((T, T), bool))
+        scores = jnp.where(np.broadcast_to(same, scores.shape), scores, -jnp.inf)
+        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
+
+    whole = Model(
+        attend, lambda x, n, fill: shifted(x, n, fill, offsets),
+        lambda x: (jnp.pad(x, ((0, 0), (3, 0), (0, 0))), jnp.tile(np.pad(document, (3, 0)), (2, 1))),
+        lambda y: y,
+    )  # fmt: skip
+    cp = context(mesh, LAYOUTS[name])
+    mine = Model(
+        lambda *qkv: cp.attention(*qkv, **options),
+        lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
+        lambda x: cp.halo(x, 3, 0, cu_seqlens=offsets)[::2], cp.join,
+    )  # fmt: skip
+    expected, like = jax.value_and_grad(whole.loss)(weights, tokens)
+    if mesh.startswith("explicit"):
+        weights = jax.device_put(weights, jax.NamedSharding(cp.mesh, P()))
+    loss = jax.jit(jax.value_and_grad(jax.checkpoint(mine.loss)))
+    got, grads = loss(weights, on_mesh(cp, tokens, 1))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), grads, like)

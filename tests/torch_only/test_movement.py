@@ -1,0 +1,510 @@
+"""Layers that look at neighbours: shifts, halos and relayouts against one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import ChunkLayout, LayoutSpec, RankMismatchError
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+T = 48
+CHUNKS = {
+    2: ChunkLayout(((0, 1, 5), (2, 3, 4))), 4: ChunkLayout(((1, 7), (0, 2), (3, 6), (4, 5))),
+}  # fmt: skip
+DOCUMENTS = (0, 1, 1, 7, 23, 24, 30, T)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def pool(request: Any) -> Iterator[LocalRanks]:
+    with LocalRanks(request.param) as ranks:
+        yield ranks
+
+
+def layouts(size: int) -> list[LayoutSpec]:
+    return ["contiguous", "zigzag", "striped", CHUNKS[size]]
+
+
+def shifted(x: Tensor, n: int, dim: int, fill: float, offsets: tuple[int, ...] | None) -> Tensor:
+    """The definition: ``out[t] = x[t - n]`` inside of documents."""
+    rows = x.movedim(dim, 0)
+    out = []
+    for start, stop in pairwise(offsets or (0, T)):
+        for t in range(start, stop):
+            there = start <= t - n < stop
+            out.append(rows[t - n] if there else torch.full_like(rows[0], fill))
+    return torch.stack(out).movedim(0, dim)
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _shift(_: int, size: int, n: int) -> None:
+    for layout in layouts(size):
+        cp = ContextParallel(layout=layout)
+        for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+            for offsets in (None, DOCUMENTS):
+                whole, grad = numbers(0, *shape).requires_grad_(), numbers(1, *shape)
+                expected = shifted(whole, n, dim, 0.5, offsets)
+                (like,) = torch.autograd.grad(expected + 0 * whole, whole, grad)
+                x = cp.shard(whole.detach(), dim=dim).requires_grad_()
+                out = cp.shift(x, n, dim=dim, fill=0.5, cu_seqlens=offsets)
+                (got,) = torch.autograd.grad(out, x, cp.shard(grad, dim=dim))
+                assert torch.equal(out, cp.shard(expected.detach(), dim=dim)), (layout, dim)
+                assert torch.equal(got, cp.shard(like, dim=dim)), (layout, dim)
+
+
+@pytest.mark.parametrize("n", [0, 1, -1, -2, 5, 25, -37, 60])
+def test_a_shift_is_that_of_the_whole_sequence(n: int, pool: LocalRanks) -> None:
+    pool.run(_shift, len(pool), n)
+
+
+def _halo(_: int, size: int, left: int, right: int) -> None:
+    for layout in layouts(size):
+        if layout == "striped":
+            continue
+        cp = ContextParallel(layout=layout)
+        runs = cp.layout_of(T).num_runs
+        for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+            whole, at = numbers(0, *shape), dim % len(shape)
+            x = cp.shard(whole, dim=dim).requires_grad_()
+            rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
+            width = left + T // size // runs + right
+            batch = 1 if at == 0 else shape[0]
+            assert positions.shape == documents.shape == (batch * runs, width)
+            assert rows.shape == (
+                (runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :])
+            )
+            # Every token is that of its position, and what is outside is zero.
+            tokens = torch.cat(
+                [whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1
+            )
+            for row, places in enumerate(positions):
+                like = tokens[places] if at == 0 else tokens[row // runs][..., places]
+                got = rows[row] if at == 0 else rows[row].movedim(at - 1, -1)
+                assert torch.equal(got, like), (layout, dim, row)
+            inside = positions >= 0
+            assert torch.equal(inside, documents >= 0)
+            ends = torch.tensor(DOCUMENTS).unique()
+            assert torch.equal(
+                torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside]
+            )
+            # Own tokens come back by join, from the middle of each row.
+            middle = rows.narrow(1 if at == 0 else at, left, width - left - right)
+            assert torch.equal(cp.join(middle, dim=dim), x)
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (3, 0), (1, 2), (20, 30), (0, 70)])
+def test_a_halo_holds_the_tokens_that_it_says(left: int, right: int, pool: LocalRanks) -> None:
+    pool.run(_halo, len(pool), left, right)
+
+
+def _relayout(_: int, size: int) -> None:
+    for layout in layouts(size):
+        for to in layouts(size):
+            cp, other = ContextParallel(layout=layout), ContextParallel(layout=to)
+            for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
+                whole, grad = numbers(0, *shape), numbers(1, *shape)
+                x = cp.shard(whole, dim=dim).requires_grad_()
+                out = cp.relayout(x, to=other if dim else to, dim=dim)
+                (got,) = torch.autograd.grad(out, x, other.shard(grad, dim=dim))
+                assert torch.equal(out, other.shard(whole, dim=dim))
+                assert torch.equal(got, cp.shard(grad, dim=dim))
+
+
+def test_a_relayout_gives_the_tokens_of_the_other_layout(pool: LocalRanks) -> None:
+    pool.run(_relayout, len(pool))
+
+
+def _adjoint(rank: int, size: int) -> None:
+    """Over all ranks ``<M x, y> == <x, M' y>``, in graphs too."""
+    for layout in layouts(size):
+        cp = ContextParallel(layout=layout)
+        moves: dict[str, Any] = {
+            "shift": lambda x, cp=cp: cp.shift(x, -3, cu_seqlens=DOCUMENTS),
+            "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
+        }
+        if layout != "striped":
+            moves["halo"] = lambda x, cp=cp: cp.halo(x, 13, 30).rows
+        for name, move in moves.items():
+            runs = [move]
+            if layout == CHUNKS[2] and name == "relayout":  # others are in compiled models
+                torch._dynamo.reset()
+                runs.append(torch.compile(move, backend="aot_eager", fullgraph=True))
+            for run in runs:
+                x = numbers(rank, 2, T // size, 3).requires_grad_()
+                moved = run(x)
+                y = numbers(size + rank, *moved.shape)
+                (grad,) = torch.autograd.grad(moved, x, y)
+                sums = torch.stack([(moved.detach() * y).sum(), (x.detach() * grad).sum()])
+                dist.all_reduce(sums)
+                assert sums[0].abs() > 1e-3
+                torch.testing.assert_close(sums[0], sums[1], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_backward_of_a_movement_is_its_adjoint(pool: LocalRanks) -> None:
+    pool.run(_adjoint, len(pool))
+
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
+    torch.complex64, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def _dtypes(_: int) -> None:
+    for number, dtype in enumerate(DTYPES):
+        cp = ContextParallel(layout=("zigzag", "contiguous", "striped")[number % 3])
+        whole = torch.arange(2 * T * 3).reshape(2, T, 3).remainder(2).to(dtype)
+        # Views that are not contiguous.
+        x = cp.shard(whole).transpose(0, 2).contiguous().transpose(0, 2)
+        plain = ContextParallel(layout="contiguous")
+        back = plain.relayout(cp.relayout(x, to=plain), to=cp)
+        assert torch.equal(back.view(torch.uint8), x.contiguous().view(torch.uint8)), dtype
+        if dtype != torch.float8_e4m3fn:
+            like = cp.shard(torch.cat([torch.ones_like(whole[:, :1]), whole[:, :-1]], 1))
+            out = cp.shift(x, 1, fill=1)
+            assert out.dtype == dtype
+            assert torch.equal(out, like), dtype
+
+
+def test_rows_of_every_dtype_move() -> None:
+    with LocalRanks(3) as ranks:
+        ranks.run(_dtypes)
+
+
+class Sent(TorchDispatchMode):
+    """Bytes of the messages that a block sends, but for the header of its one pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent = -2048
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "c10d::send":
+            self.sent += sum(x.nbytes for x in args[0])
+        else:
+            assert not name.startswith("c10d::") or name == "c10d::recv_", name
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
+    """What a rank sends in each movement and its backward, and what it has to, in bytes."""
+    counts = []
+    for layout in layouts(size):
+        cp = ContextParallel(layout=layout)
+        place = cp.layout_of(T)
+        owner = torch.empty(T, dtype=torch.int64)
+        for other in range(size):
+            owner[torch.as_tensor(place.positions(other))] = other
+        wanted: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
+        goes = {"shift": owner, "relayout": torch.arange(T) // (T // size)}
+        moves: dict[str, Any] = {
+            "shift": lambda x, cp=cp: cp.shift(x, 5),
+            "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
+        }
+        for name, move in moves.items():
+            (source,) = wanted[name]
+            inside = source >= 0
+            senders, receivers = owner[source[inside]], goes[name][inside]
+            crossing = senders != receivers
+            forth = int((crossing & (senders == rank)).sum())
+            back = int((crossing & (receivers == rank)).sum())
+            x = torch.ones(2, T // size, 3, requires_grad=True)
+            move(x).sum().backward()  # ranks have agreed from here on
+            with Sent() as seen:
+                out = move(x)
+            counts.append((str(layout), name, seen.sent, forth * 2 * 3 * 4))
+            with Sent() as seen:
+                out.sum().backward()
+            counts.append((str(layout), name, seen.sent, back * 2 * 3 * 4))
+    return counts
+
+
+def test_only_rows_that_change_rank_are_sent(pool: LocalRanks) -> None:
+    every = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
+    for layout, name, sent, needed in every:
+        assert sent == needed, (layout, name)
+    assert sum(needed for *_, needed in every) > 0
+
+
+class Heads(nn.Module):
+    """A language model of one attention layer with two depths of multi-token prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8, dtype=torch.float64)
+        self.qkv = nn.Linear(8, 24, dtype=torch.float64)
+        self.heads = nn.ModuleList(nn.Linear(16, 8, dtype=torch.float64) for _ in range(2))
+        self.out = nn.Linear(8, 11, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, attend: Any, shift: Any) -> Tensor:
+        """The sum of the losses of the next token and of the two behind it."""
+        q, k, v = self.qkv(self.embed(tokens)).unflatten(-1, (3, 2, 4)).unbind(2)
+        hidden = attend(q, k, v).flatten(2)
+        labels = shift(tokens, -1, -100)
+        loss = self._loss(hidden, labels)
+        for depth, head in enumerate(self.heads, 1):
+            # Each token's state beside the embedding of the token that it predicts so far.
+            ahead = shift(self.embed(tokens), -depth, 0)
+            hidden = head(torch.cat([hidden, ahead], -1)).tanh()
+            labels = shift(labels, -1, -100)
+            loss = loss + 0.5**depth * self._loss(hidden, labels)
+        return loss
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def _whole_attention(offsets: tuple[int, ...], *qkv: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    document = torch.bucketize(torch.arange(T), torch.tensor(offsets), right=True)
+    mask = (document[:, None] == document) & torch.ones(T, T).tril().bool()
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+def _same_gradients(cp: ContextParallel, mine: nn.Module, whole: nn.Module) -> None:
+    cp.reduce_gradients(mine)
+    for (name, weight), like in zip(mine.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, like.grad, msg=name)
+
+
+def _predict(_: int, size: int, compiled: bool) -> None:
+    tokens = torch.randint(11, (2, T), generator=torch.Generator().manual_seed(3))
+    offsets = (0, 7, 23, 24, 30, T)
+    whole = Heads()
+    expected = whole(
+        tokens, partial(_whole_attention, offsets),
+        lambda x, n, fill: shifted(x, n, 1, fill, offsets),
+    )  # fmt: skip
+    expected.backward()
+    for layout in layouts(size) if not compiled else layouts(size)[1::2]:
+        torch._dynamo.reset()
+        cp, mine = ContextParallel(layout=layout), Heads()
+        options: Any = {"causal": True, "cu_seqlens": offsets}
+
+        def predict(tokens: Tensor, cp: Any = cp, mine: Any = mine, options: Any = options) -> Any:
+            return mine(
+                tokens, lambda *qkv: cp.attention(*qkv, **options),
+                lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
+            )  # fmt: skip
+
+        run = torch.compile(predict, backend="aot_eager", fullgraph=True) if compiled else predict
+        loss = run(cp.shard(tokens))
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach())
+        _same_gradients(cp, mine, whole)
+
+
+@pytest.mark.nightly(only=["4 ranks-compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_multi_token_prediction_is_that_of_one_process(compiled: bool, pool: LocalRanks) -> None:
+    pool.run(_predict, len(pool), compiled)
+
+
+class Convolution(nn.Module):
+    """A causal depthwise convolution that stays inside documents, as of hybrid models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(6, 6, dtype=torch.float64)
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.behind = nn.Linear(6, 6, dtype=torch.float64)
+
+    def taps(self, rows: Tensor, documents: Tensor) -> Tensor:
+        """Sum the taps of each token that lie in its document: ``[B, 3 + L, C] -> [B, L, C]``."""
+        windows, ids = rows.unfold(1, 4, 1), documents.unfold(1, 4, 1)
+        same = (ids == ids[..., -1:])[:, :, None]
+        return (windows * same * self.weight.T).sum(-1)
+
+    def forward(self, x: Tensor, halo: Any, join: Any) -> Tensor:
+        """Mix neighbours, three tokens back."""
+        rows, documents = halo(self.before(x))
+        mixed: Tensor = self.behind(join(self.taps(rows, documents)).sin())
+        return mixed
+
+
+def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
+    x, target, whole = numbers(0, 2, T, 6), numbers(1, 2, T, 6), Convolution()
+    ids = torch.bucketize(torch.arange(T), torch.tensor(DOCUMENTS).unique(), right=True)
+
+    def pad(y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.pad(y, (0, 0, 3, 0)), torch.cat([ids.new_zeros(3), ids]).repeat(
+            2, 1
+        )
+
+    expected = whole(x, pad, lambda y: y)
+    (expected * target).sum().backward()
+    for layout in layouts(size):
+        if layout == "striped":
+            continue
+        torch._dynamo.reset()
+        cp, mine = ContextParallel(layout=layout), Convolution()
+
+        def halo(y: Tensor, cp: Any = cp) -> tuple[Tensor, Tensor]:
+            rows, _, documents = cp.halo(y, 3, 0, cu_seqlens=DOCUMENTS)
+            return rows, documents
+
+        def run(x: Tensor, cp: Any = cp, mine: Any = mine, halo: Any = halo) -> Tensor:
+            result: Tensor = mine(x, halo, cp.join)
+            return result
+
+        if compiled:
+            out = torch.compile(run, backend="aot_eager", fullgraph=True)(cp.shard(x))
+        else:
+            local = cp.shard(x).requires_grad_(reentrant)
+            out = checkpoint(run, local, use_reentrant=reentrant)
+        torch.testing.assert_close(out, cp.shard(expected.detach()))
+        (out * cp.shard(target)).sum().backward()
+        _same_gradients(cp, mine, whole)
+
+
+@pytest.mark.nightly(only=["4 ranks-compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "reentrant"), [(False, False), (False, True), (True, False)],
+    ids=["checkpointed", "checkpointed reentrantly", "compiled"],
+)  # fmt: skip
+def test_a_causal_convolution_over_documents_is_that_of_one_process(
+    compiled: bool, reentrant: bool, pool: LocalRanks
+) -> None:
+    pool.run(_convolve, len(pool), compiled, reentrant)
+
+
+def _one_graph(rank: int) -> int:
+    """How many graphs are compiled for documents and steps that change from call to call."""
+    torch._dynamo.reset()
+    cp, graphs = ContextParallel(), []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def both(x: Tensor, n: int, offsets: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return cp.shift(x, n, cu_seqlens=offsets), *cp.halo(x, n, 2, cu_seqlens=offsets)
+
+    run: Any = torch.compile(both, backend=keep, fullgraph=True)
+    x = numbers(rank, 2, T // 2, 3)
+    for n, stop in ((2, 5), (3, 9), (4, 30), (5, 31)):
+        got, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
+        for one, other in zip(got, like, strict=True):
+            assert torch.equal(one, other)
+    return len(graphs)
+
+
+def test_a_graph_takes_all_steps_and_documents() -> None:
+    with LocalRanks(2) as ranks:
+        assert max(ranks.run(_one_graph)) <= 2
+
+
+UNLIKE: dict[str, tuple[Any, str]] = {
+    "n": (lambda cp, x: cp.shift(x, 2), r"n is [12] there"),
+    "fill": (lambda cp, x: cp.shift(x, 1, fill=7), r"fill is [07] there"),
+    "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 3, 12)), r"cu_seqlens is "),
+    "movement": (lambda cp, x: cp.halo(x, 1, 0), r"pass is '(halo|shift)' there"),
+    "to": (lambda cp, x: cp.relayout(x, to="striped"), r"pass is '(relayout|shift)' there"),
+    "dim": (lambda cp, x: cp.shift(x, 1, dim=2), "dim is [12] there"),
+    "shape": (lambda cp, x: cp.shift(x[:, :2], 1), r"shape is \[1, [24], 4\] there"),
+    "no part": (lambda cp, x: cp.shift(x[:, :3], 1), r"shape is \[1, [34], 4\] there"),
+    "dtype": (lambda cp, x: cp.shift(x.double(), 1), "dtype is 'float(32|64)' there"),
+    "gradient": (lambda cp, x: cp.shift(x.requires_grad_(), 1), "needs_grad is (True|False)"),
+}  # fmt: skip
+
+
+def _unlike(rank: int, name: str) -> tuple[str, bool]:
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    cp, x = ContextParallel(group), torch.ones(1, 4, 4)
+    words = "a result"
+    try:
+        UNLIKE[name][0](cp, x) if rank == 2 else cp.shift(x, 1)
+    except (RuntimeError, ValueError) as error:
+        words = f"{type(error).__name__}: {error}"
+    # Nothing was sent: the group goes on.
+    return words, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
+
+
+def test_unlike_movements_are_named_on_all_ranks() -> None:
+    with LocalRanks(3) as ranks:
+        for name, (_, words) in UNLIKE.items():
+            for message, is_usable in ranks.run(_unlike, name):
+                assert message.startswith(RankMismatchError.__name__), (name, message)
+                assert re.search(words, message), (name, message)
+                assert is_usable
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "n": (lambda cp, x: cp.shift(x, 1.0), "n must be an integer"),
+    "a flag": (lambda cp, x: cp.shift(x, True), "n must be an integer"),
+    "dim": (lambda cp, x: cp.shift(x, 1, dim=3), "dim must be a dimension of x"),
+    "no tensor": (lambda cp, _: cp.shift([1], 1), "x must be a torch.Tensor"),
+    "fill": (lambda cp, x: cp.shift(x, 1, fill="0"), "fill must be a number"),
+    "a fraction": (lambda cp, x: cp.shift(x.int(), 1, fill=0.5), "fill must be an integer"),
+    "a large fill": (lambda cp, x: cp.shift(x.to(torch.uint8), 1, fill=-100), r"in \[0, 255\]"),
+    "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(1, 4)), "cu_seqlens must start at 0"),
+    "their end": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
+    "end in halo": (lambda cp, x: cp.halo(x, 1, 1, cu_seqlens=(0, 9)), "cu_seqlens must end at"),
+    "left": (lambda cp, x: cp.halo(x, -1, 0), "left must be at least 0"),
+    "right": (lambda cp, x: cp.halo(x, 0, None), "right must be at least 0"),
+    "striped": (
+        lambda _, x: ContextParallel(layout="striped").halo(x, 1, 0), r"Instead: relayout to"
+    ),
+    "rows": (lambda cp, x: cp.join(x), "y must have a row for each of the 2 runs"),
+    "rows of dim 0": (lambda cp, x: cp.join(x.repeat(4, 1, 1), dim=0), "y must have a row for"),
+    "to": (lambda cp, x: cp.relayout(x, to="zag"), "unknown layout"),
+    "to chunks": (lambda cp, x: cp.relayout(x, to=CHUNKS[4]), "chunks for 4 ranks"),
+    "no part": (lambda cp, x: cp.shift(x[:, :3], 1), "is not a positive multiple of 4"),
+    "no part there": (
+        lambda _, x: ContextParallel(layout="contiguous").relayout(x[:, :3], to="zigzag"),
+        "is not a positive multiple of 4",
+    ),
+}  # fmt: skip
+
+
+def _refused(_: int) -> list[str]:
+    cp, every = ContextParallel(), []
+    for name, (call, words) in WRONG.items():
+        try:
+            call(cp, torch.ones(1, 4, 3))
+        except ValueError as error:
+            every += [] if re.search(words, str(error)) else [f"{name}: {error}"]
+        else:
+            every.append(f"{name}: no error")
+    assert cp.shift(torch.ones(1, 4), 0).sum() == 4
+    return every
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with LocalRanks(2) as ranks:
+        assert ranks.run(_refused) == [[], []]
+
+
+def test_one_process_moves_rows_too() -> None:
+    for layout in ("contiguous", "zigzag", "striped"):
+        cp, x = ContextParallel(layout=layout), numbers(0, 2, 5, 3)
+        for n in (0, 2, -7):
+            assert torch.equal(cp.shift(x, n), shifted(x, n, 1, 0, (0, 5)))
+        rows, positions, documents = cp.halo(x, 2, 1, cu_seqlens=(0, 2, 5))
+        assert torch.equal(rows[:, 2:-1], x)
+        assert positions.tolist() == [[-1, -1, 0, 1, 2, 3, 4, -1]] * 2
+        assert documents.tolist() == [[-1, -1, 0, 0, 1, 1, 1, -1]] * 2
+        assert torch.equal(cp.join(rows)[:, 2:-1], x)
+        assert torch.equal(cp.relayout(x, to="contiguous"), x)
