@@ -15,7 +15,7 @@ copyright = author  # noqa: A001 - Sphinx gives the name
 release = ring_core.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generated"]
-exclude_patterns = ["_ext"]
+exclude_patterns = ["_ext", "_static"]
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(collections|jax|numpy|torch)\..*"),  # their documentation is elsewhere
@@ -38,6 +38,8 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_js_files = ["filter.js"]
 html_title = f"Ring {release}"
 html_copy_source = False
 html_show_sphinx = False

@@ -6,7 +6,7 @@ Losses of one process are written down, and those of a ring compared with them::
 
     python examples/finetune_hf.py --write losses.json
     torchrun --nproc-per-node 2 examples/finetune_hf.py --compare losses.json
-    torchrun --nproc-per-node 8 examples/finetune_hf.py --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 8 examples/finetune_hf.py --dtype bfloat16
 
 The exit code is 0, or 1 if losses were compared and differ.
 """
@@ -43,6 +43,12 @@ def documents(options: argparse.Namespace) -> list[dict[str, list[int]]]:
     """Topics, each cut to an equal share of a sequence."""
     most = options.seq_len // options.documents
     return [{"input_ids": [*text.encode()[:most]]} for text in topics.values()]
+
+
+def default_device() -> str:
+    """Return ``cuda`` if there is a GPU for each process of this machine, else ``cpu``."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
 
 
 def train(options: argparse.Namespace) -> list[float]:
@@ -102,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--write", type=Path, help="a file for the losses")
     parser.add_argument("--compare", type=Path, help="such a file, of another run")
     options = parser.parse_args(argv)

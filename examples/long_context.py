@@ -6,7 +6,7 @@ process, so twice the processes take twice the sequence; time grows with its squ
 
     python examples/long_context.py
     python examples/long_context.py --cp 1
-    torchrun --nproc-per-node 8 examples/long_context.py --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 8 examples/long_context.py --dtype bfloat16
 
 Before each length the memory that it needs is estimated from the two lengths before, so that no
 process runs out of it. On the CPU time ends the search first, unless ``--seconds`` is large.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
-from train_bytes import HEAD_DIM, run_apart, run_here, train
+from train_bytes import HEAD_DIM, default_device, run_apart, run_here, train
 from train_bytes_report import Config, Run
 
 from ring_core import LAYOUTS
@@ -144,7 +144,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layout", choices=LAYOUTS, default="zigzag", help="which process holds which bytes")
     add("--window", type=int, metavar="LEFT", help="how many bytes back a byte sees")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if each process has a GPU")
     add("--layers", type=int, default=2, help="of the model")
     add("--dim", type=int, default=64, help="width of the model")
     add("--first", type=int, default=1024, help="tokens a process to begin with")
@@ -154,6 +154,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seconds", type=float, default=60.0, help="that a step may take")
     options = parser.parse_args(argv)
+    options.device = options.device or default_device(options.cp)
     if options.dim < 1 or options.dim % (2 * HEAD_DIM):
         parser.error(f"--dim must be a multiple of {2 * HEAD_DIM}, got {options.dim}")
     if min(options.cp, options.layers) < 1 or options.first < 2 or options.first % 2:

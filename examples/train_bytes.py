@@ -8,7 +8,7 @@ code then runs on one process, with a ring of one::
     nox -s demo
     python examples/train_bytes.py --layout striped
     python examples/train_bytes.py --packed --window 512
-    torchrun --nproc-per-node 4 examples/train_bytes.py --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 4 examples/train_bytes.py --dtype bfloat16
     torchrun --nproc-per-node 4 --max-restarts 3 examples/train_bytes.py --checkpoint out/checkpoint
 
 With ``--checkpoint`` a run that was cut off goes on where it last saved, with the same losses.
@@ -258,6 +258,12 @@ def train_all(_: int, configs: Sequence[Config]) -> list[Run]:
     return [train(config) for config in configs]
 
 
+def default_device(processes: int) -> str:
+    """Return ``cuda`` if there is a GPU for each process of this machine, else ``cpu``."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= processes else "cpu"
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(usage="%(prog)s [options]")
@@ -271,7 +277,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--packed", action="store_true", help="keep help topics apart, with cu_seqlens")
     add("--steps", type=int, default=24, help="sequences to train on")
     add("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if each process has a GPU")
     add("--layers", type=int, default=2, help="of the model")
     add("--dim", type=int, default=64, help="width of the model")
     add("--lr", type=float, default=3e-3, help="learning rate")
@@ -282,6 +288,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compare", action=argparse.BooleanOptionalAction, default=not world, help="to 1 process")
     add("--no-float64", action="store_true", help="compare in --dtype only")
     options = parser.parse_args(argv)
+    options.device = options.device or default_device(options.cp)
     if wrong := next(mistakes(options, world), None):
         parser.error(wrong)
     return options

@@ -45,8 +45,8 @@ def close(got: Any, expected: Any) -> None:
 
 
 def all_close(got: Any, expected: Any) -> None:
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        close(mine, theirs)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        close(a, b)
 
 
 def dense(**options: Any) -> Any:
@@ -62,5 +62,5 @@ def program(function: Callable[..., Any], **arguments: Any) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    every = inspect.signature(function).parameters.values()
-    return {parameter.name: (parameter.kind, parameter.default) for parameter in every}
+    all_parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: (parameter.kind, parameter.default) for parameter in all_parameters}

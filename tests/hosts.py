@@ -223,10 +223,10 @@ def started(job: Job, made: Sequence[Host]) -> Iterator[list[Started]]:
                     running.append(Started(process, output))
             yield running
         finally:
-            for one in running:
+            for process_of_rank in running:
                 with suppress(ProcessLookupError):
-                    os.killpg(one.process.pid, signal.SIGKILL)
-                one.process.wait()
+                    os.killpg(process_of_rank.process.pid, signal.SIGKILL)
+                process_of_rank.process.wait()
 
 
 def finish(running: Sequence[Started], seconds: float) -> list[int]:
@@ -237,24 +237,27 @@ def finish(running: Sequence[Started], seconds: float) -> list[int]:
     """
     until = time.monotonic() + seconds
     try:
-        return [one.process.wait(max(0.1, until - time.monotonic())) for one in running]
+        return [
+            rank_process.process.wait(max(0.1, until - time.monotonic()))
+            for rank_process in running
+        ]
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"not done in {seconds:.0f} s\n{tails(running)}") from error
 
 
 def tails(running: Sequence[Started]) -> str:
     """The last that each has said."""
-    return "\n".join(one.text[-1500:] for one in running)
+    return "\n".join(rank_process.text[-1500:] for rank_process in running)
 
 
 def left(made: Sequence[Host]) -> list[str]:
     """Processes that are still on hosts; they get a moment."""
     for _ in range(50):
-        found = [pid for host in made for pid in run("ip", "netns", "pids", host.name).split()]
-        if not found:
+        pids = [pid for host in made for pid in run("ip", "netns", "pids", host.name).split()]
+        if not pids:
             break
         time.sleep(0.1)
-    return found
+    return pids
 
 
 def undisturbed(job: Job, made: Sequence[Host]) -> str:
@@ -263,12 +266,14 @@ def undisturbed(job: Job, made: Sequence[Host]) -> str:
     Raises:
         RuntimeError: It did not give the right results.
     """
-    taken = {shape(host, job.link) for host in made}
+    shapes = {shape(host, job.link) for host in made}
     with started(job, made) as running:
         codes = finish(running, PATIENCE)
-        texts = "".join(one.text for one in running)
-        wanted = dict.fromkeys(("equal", *(f"ring {x}" for x in RINGS)), job.hosts * job.each)
-        if any(codes) or any(texts.count(f"{line}\n") != n for line, n in wanted.items()):
+        texts = "".join(rank_process.text for rank_process in running)
+        expected_counts = dict.fromkeys(
+            ("equal", *(f"ring {x}" for x in RINGS)), job.hosts * job.each
+        )
+        if any(codes) or any(texts.count(f"{line}\n") != n for line, n in expected_counts.items()):
             raise RuntimeError(f"exit codes {codes}\n{tails(running)}")
     dropped = sum(
         int(n)
@@ -277,7 +282,7 @@ def undisturbed(job: Job, made: Sequence[Host]) -> str:
     )
     if job.link.drops and not dropped:
         raise RuntimeError("the link dropped nothing: nothing was tested")
-    return f"{len(RINGS)} kinds of rings equal on all ranks, link {', '.join(taken)}, {dropped} packets dropped"
+    return f"{len(RINGS)} kinds of rings equal on all ranks, link {', '.join(shapes)}, {dropped} packets dropped"
 
 
 def with_a_link_cut(job: Job, made: Sequence[Host]) -> str:
@@ -288,7 +293,7 @@ def with_a_link_cut(job: Job, made: Sequence[Host]) -> str:
     """
     with started(job, made) as running:
         until = time.monotonic() + PATIENCE
-        while not all("step 3\n" in one.text for one in running):
+        while not all("step 3\n" in rank_process.text for rank_process in running):
             if time.monotonic() > until or any(x.process.poll() is not None for x in running):
                 raise RuntimeError(f"no steps were made\n{tails(running)}")
             time.sleep(0.1)
@@ -296,7 +301,7 @@ def with_a_link_cut(job: Job, made: Sequence[Host]) -> str:
         began = time.monotonic()
         codes = finish(running, 12 * TIMEOUTS[job.backend])
         seconds = time.monotonic() - began
-        texts = [one.text for one in running]
+        texts = [rank_process.text for rank_process in running]
         if not all(codes):
             raise RuntimeError(f"exit codes {codes}: a rank ended well without the others")
         if any("AssertionError" in text for text in texts):
@@ -313,22 +318,22 @@ def main() -> int:
     parser.add_argument("backend", choices=("torch", "jax"))
     parser.add_argument("--only", default="", help="of a job's name")
     parser.add_argument("--json", type=Path, help="add what ran to this file, too")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if (reason := missing()) is not None:
         sys.stderr.write(f"cannot test several hosts here: {reason}\n")
         return 2
-    is_torch = asked.backend == "torch"
+    is_torch = options.backend == "torch"
     jobs = [
-        Job(asked.backend, count, each, link, torchrun)
+        Job(options.backend, count, each, link, torchrun)
         for count, each in ((2, 2), (4, 1))
         for link in (*LINKS, Link("cut", ()))
         for torchrun in ((True, False) if is_torch and link.name == "cut" else (is_torch,))
     ]
-    chosen = [job for job in jobs if asked.only in str(job)]
-    done = [report(job) for job in tqdm(chosen, unit="job", disable=None)]
-    if asked.json is not None:
-        keep(asked.json, asked.backend, done)
-    return 0 if all(one.ok for one in done) else 1
+    chosen = [job for job in jobs if options.only in str(job)]
+    reports = [report(job) for job in tqdm(chosen, unit="job", disable=None)]
+    if options.json is not None:
+        keep(options.json, options.backend, reports)
+    return 0 if all(job_report.ok for job_report in reports) else 1
 
 
 @dataclass(frozen=True)
@@ -346,25 +351,27 @@ def report(job: Job) -> Report:
     began = time.monotonic()
     try:
         with hosts(job.hosts) as made:
-            ok, words = True, (with_a_link_cut if job.is_cut else undisturbed)(job, made)
+            ok, text = True, (with_a_link_cut if job.is_cut else undisturbed)(job, made)
             if processes := left(made):
                 raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301
     except RuntimeError as error:
-        ok, words = False, str(error)
-    one = Report(str(job), ok, words, round(time.monotonic() - began))
-    sys.stdout.write(f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{words}; {one.seconds} s\n")
+        ok, text = False, str(error)
+    job_report = Report(str(job), ok, text, round(time.monotonic() - began))
+    sys.stdout.write(
+        f"{job.backend}, {job}: {'' if ok else 'FAILED: '}{text}; {job_report.seconds} s\n"
+    )
     sys.stdout.flush()
-    return one
+    return job_report
 
 
-def keep(path: Path, backend: str, done: Sequence[Report]) -> None:
+def keep(path: Path, backend: str, reports: Sequence[Report]) -> None:
     """Write what ran, beside what a file says of other backends."""
-    kept = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
+    stored = json.loads(path.read_text()) if path.exists() else {"environment": {}, "backends": {}}
     environment = {"python": platform.python_version(), "kernel": platform.release()}
     environment |= {backend: version(backend), "numpy": version("numpy")}
-    kept["environment"] |= environment
-    kept["backends"][backend] = [asdict(one) for one in done]
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    stored["environment"] |= environment
+    stored["backends"][backend] = [asdict(job_report) for job_report in reports]
+    path.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ def _cut_off() -> None:
     """Close every connection to other ranks, as when a cable is pulled."""
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            one = socket.socket(fileno=os.dup(int(entry.name)))
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
 
 def _lose(how: str) -> None:
@@ -64,11 +64,11 @@ def _lose(how: str) -> None:
 
 def _lose_while_sending(how: str) -> None:
     """Be lost when the second transfer from now on is under way."""
-    start, left = Ranks.start, iter((1, 0))
+    start, remaining = Ranks.start, iter((1, 0))
 
     def start_(ring: Ranks, sends: Any, receives: Any) -> Transfer:
         transfer = start(ring, sends, receives)
-        if next(left, None) == 0:
+        if next(remaining, None) == 0:
             _lose(how)
         return transfer
 
@@ -87,23 +87,23 @@ def _at(point: tuple[str, str], loss: Loss | None) -> None:
 def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
     """Make steps, with ``device`` and other options, until something ends them."""
     x = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(rank))
-    given: dict[str, Any] = {"causal": True, "layout": "zigzag"} | options
-    x = x.to(given.pop("device", "cpu"))
+    call_options: dict[str, Any] = {"causal": True, "layout": "zigzag"} | options
+    x = x.to(call_options.pop("device", "cpu"))
     sums: list[float] = []
     for step in range(STEPS):
-        mine = x.clone().requires_grad_()
-        here = loss if rank == LOST and step == 1 else None
+        local = x.clone().requires_grad_()
+        loss_now = loss if rank == LOST and step == 1 else None
         try:
-            _at(("forward", "before"), here)
-            _at(("forward", "during"), here)
-            out = ring_attention(mine, mine, mine, **given)
-            _at(("forward", "after"), here)
-            _at(("backward", "before"), here)
-            _at(("backward", "during"), here)
+            _at(("forward", "before"), loss_now)
+            _at(("forward", "during"), loss_now)
+            out = ring_attention(local, local, local, **call_options)
+            _at(("forward", "after"), loss_now)
+            _at(("backward", "before"), loss_now)
+            _at(("backward", "during"), loss_now)
             out.sum().backward()
-            _at(("backward", "after"), here)
-            assert mine.grad is not None
-            sums.append(mine.grad.double().sum().item())  # waits for the GPU, if it is on one
+            _at(("backward", "after"), loss_now)
+            assert local.grad is not None
+            sums.append(local.grad.double().sum().item())  # waits for the GPU, if it is on one
         except RuntimeError as error:
             return Steps(sums, str(error))
     return Steps(sums, None)

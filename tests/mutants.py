@@ -262,12 +262,12 @@ def _lse_gradient_dropped() -> Patches:
 
     patches: Patches = [(simulator, "_start_backward", wrong)]
     if autograd := _torch("autograd"):
-        backward = autograd.RingAttention.backward
+        backward = autograd.AttentionFunction.backward
 
         def without(ctx: Any, dout: Any, _: Any) -> Any:
             return backward(ctx, dout, None)
 
-        patches.append((autograd.RingAttention, "backward", staticmethod(without)))
+        patches.append((autograd.AttentionFunction, "backward", staticmethod(without)))
     if attention := _jax("attention"):
         from jax.lax import stop_gradient
 
@@ -382,7 +382,7 @@ def _in_groups() -> Patches:
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
         return _torch("payload").HeadGroups(
-            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), early=True
+            *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), before_last_item=True
         )
 
     return [(gathered, "head_groups_of", groups_of)]

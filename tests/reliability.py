@@ -140,8 +140,8 @@ def count(backend: str, paths: str) -> Count:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = paths.split()
-        where = [word if word.startswith("-") else str(ROOT / "tests" / word) for word in words]
-        command = ["-m", "pytest", *where, f"--backend={backend}", f"--junit-xml={report}"]
+        arguments = [word if word.startswith("-") else str(ROOT / "tests" / word) for word in words]
+        command = ["-m", "pytest", *arguments, f"--backend={backend}", f"--junit-xml={report}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
         suites = list(ET.parse(report).getroot().iter("testsuite"))
     total, wrong, errors, skipped = (
@@ -155,13 +155,13 @@ def count(backend: str, paths: str) -> Count:
 
 def environment() -> dict[str, str]:
     """What the tests ran with."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    facts = {"python": platform.python_version(), "machine": platform.machine()}
     for name in ("numpy", "torch", "jax"):
         try:
-            found[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            facts[name] = "not installed"
+    return facts
 
 
 def main() -> int:
@@ -169,18 +169,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [promise.name for promise in PROMISES]
     parser.add_argument("names", nargs="*", metavar="promise", help=", ".join(names))
-    asked = parser.parse_args().names or names
-    if unknown := sorted(set(asked) - set(names)):
+    names_asked = parser.parse_args().names or names
+    if unknown := sorted(set(names_asked) - set(names)):
         parser.error(f"no promises: {unknown}; there are {', '.join(names)}")
-    kept = json.loads(KEPT.read_text())["promises"] if KEPT.exists() else {}
+    stored = json.loads(KEPT.read_text())["promises"] if KEPT.exists() else {}
     failed = False
-    chosen = [promise for promise in PROMISES if promise.name in asked]
+    chosen = [promise for promise in PROMISES if promise.name in names_asked]
     for promise in tqdm(chosen, unit="promise", disable=None):
         counts = [count(*tests) for tests in promise.tests]
-        failed |= any(one.failed or one.skipped or not one.passed for one in counts)
-        runs = [asdict(one) for one in counts]
-        kept[promise.name] = {"text": promise.text, "runs": runs}
-    promises = {promise.name: kept[promise.name] for promise in PROMISES if promise.name in kept}
+        failed |= any(
+            count_of_run.failed or count_of_run.skipped or not count_of_run.passed
+            for count_of_run in counts
+        )
+        runs = [asdict(count_of_run) for count_of_run in counts]
+        stored[promise.name] = {"text": promise.text, "runs": runs}
+    promises = {
+        promise.name: stored[promise.name] for promise in PROMISES if promise.name in stored
+    }
     KEPT.write_text(
         json.dumps({"environment": environment(), "promises": promises}, indent=1) + "\n"
     )

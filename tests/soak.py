@@ -99,16 +99,16 @@ def one_call(kind: int, number: int) -> list[Tensor]:
     cp = ContextParallel(layout=layout)
     length = 2 * cp.cp_size * int(rng.integers(1, 9))
     heads = int(rng.choice([1, 2]))
-    given = options(rng, length)
+    call_options = options(rng, length)
     generator = torch.Generator().manual_seed(number)
     q, k, v = (
         cp.shard(torch.randn(1, length, h, HEAD_DIM, generator=generator)).requires_grad_()
         for h in (2, heads, heads)
     )
-    out = cp.attention(q, k, v, deterministic=True, strategy=strategy, **given)
+    out = cp.attention(q, k, v, deterministic=True, strategy=strategy, **call_options)
     out.square().sum().backward()
-    found = [x.grad for x in (q, k, v)]
-    return [out.detach(), *(x for x in found if x is not None)]
+    grads = [x.grad for x in (q, k, v)]
+    return [out.detach(), *(x for x in grads if x is not None)]
 
 
 def many_calls(rank: int, calls: int, seed: int) -> Run:
@@ -164,21 +164,21 @@ def long_sequence(rank: int, length: int, window: int) -> tuple[float, float]:
     out = cp.attention(q, k, v, causal=True, window=(window, 0), deterministic=True)
     out.backward(drawn(first, first + share, 3))
     error = 0.0
-    for at in (first, first + share // 2, first + share - window):
-        low, high = max(0, at - 2 * window), min(length, at + 3 * window)
-        inner = slice(max(at, low), min(at + window, first + share))
+    for first_row in (first, first + share // 2, first + share - window):
+        low, high = max(0, first_row - 2 * window), min(length, first_row + 3 * window)
+        inner = slice(max(first_row, low), min(first_row + window, first + share))
         slab = [drawn(low, high, seed).double().numpy() for seed in range(4)]
         rule: dict[str, Any] = {"causal": True, "window": (window, 0)}
         expected = [
             reference.attention(*slab[:3], **rule)[0],
             *reference.attention_grads(slab[3], *slab[:3], **rule)[:3],
         ]
-        for x, wanted in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
+        for x, expected_rows in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
             assert x is not None
-            mine = x.detach()[:, inner.start - first : inner.stop - first].double().numpy()
-            assert np.isfinite(mine).all()
-            right = wanted[:, inner.start - low : inner.stop - low]
-            error = max(error, float(np.abs(mine - right).max()))
+            local = x.detach()[:, inner.start - first : inner.stop - first].double().numpy()
+            assert np.isfinite(local).all()
+            right = expected_rows[:, inner.start - low : inner.stop - low]
+            error = max(error, float(np.abs(local - right).max()))
     return error, time.monotonic() - started
 
 
@@ -191,14 +191,18 @@ def say(text: str) -> None:
 def compared(first: Sequence[Run], again: Sequence[Run]) -> list[str]:
     """What is wrong with two runs of the same calls, by rank; says what they held."""
     wrong: list[str] = []
-    for rank, (one, other) in enumerate(zip(first, again, strict=True)):
-        say(f"rank {rank}: {one.seconds:.0f} s, digest {one.digest}")
-        say(f"  after a fifth {one.warm}\n  at the end    {one.end}")
-        say(f"  again, at the end {other.end}, digest {other.digest}, {other.seconds:.0f} s")
+    for rank, (first_result, second_result) in enumerate(zip(first, again, strict=True)):
+        say(f"rank {rank}: {first_result.seconds:.0f} s, digest {first_result.digest}")
+        say(f"  after a fifth {first_result.warm}\n  at the end    {first_result.end}")
+        say(
+            f"  again, at the end {second_result.end}, digest {second_result.digest}, {second_result.seconds:.0f} s"
+        )
         wrong += [
-            f"rank {rank}: {text}" for end in (one.end, other.end) for text in growth(one.warm, end)
+            f"rank {rank}: {text}"
+            for end in (first_result.end, second_result.end)
+            for text in growth(first_result.warm, end)
         ]
-        if one.digest != other.digest:
+        if first_result.digest != second_result.digest:
             wrong.append(f"rank {rank}: results differ from run to run, bit for bit")
     return wrong
 
@@ -210,21 +214,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1 << 20, help="of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with LocalRanks(3, patience=None) as ranks:
-        first, again = (ranks.run(many_calls, asked.calls, asked.seed) for _ in range(2))
+        first, again = (ranks.run(many_calls, arguments.calls, arguments.seed) for _ in range(2))
     wrong = compared(first, again)
     with LocalRanks(4, patience=None) as ranks:
-        found = ranks.run(long_sequence, asked.tokens, WINDOW)
-    error, seconds = (max(column) for column in zip(*found, strict=True))
-    say(f"{asked.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}")
+        result = ranks.run(long_sequence, arguments.tokens, WINDOW)
+    error, seconds = (max(column) for column in zip(*result, strict=True))
+    say(f"{arguments.tokens} tokens, forward and backward: {seconds:.0f} s, error {error:.1e}")
     if not error <= NEAR:
-        wrong.append(f"{asked.tokens} tokens: an error of {error:.1e}")
+        wrong.append(f"{arguments.tokens} tokens: an error of {error:.1e}")
     for text in wrong:
         say(f"wrong: {text}")
-    if asked.json is not None:
+    if arguments.json is not None:
         calls = {
-            "calls": asked.calls,
+            "calls": arguments.calls,
             "times": 2,
             "kinds": KINDS,
             "ranks": [
@@ -233,15 +237,15 @@ def main() -> int:
             ],
         }
         tokens = {
-            "tokens": asked.tokens,
-            "ranks": len(found),
+            "tokens": arguments.tokens,
+            "ranks": len(result),
             "window": WINDOW,
             "seconds": round(seconds),
             "error": error,
             "allowed": NEAR,
         }
         report = {"environment": environment(), "calls": calls, "long": tokens, "wrong": wrong}
-        asked.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
 
 

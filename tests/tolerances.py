@@ -67,14 +67,14 @@ def plain(case: Case) -> Arrays:
     out = masked_matmul(_rounded(p * keep, case, wide), visible, v)
     again, slope = _scores((scale * q) @ k.swapaxes(-1, -2), case, visible, added)
     p = np.where(visible, np.exp(again - safe), 0).astype(wide)
-    kept = _rounded(p * keep, case, wide)
+    kept_weights = _rounded(p * keep, case, wide)
     dp = (dout @ v.swapaxes(-1, -2)) * keep
     delta = (dout * out).sum(-1) - x.get("dlse", wide(0))
     ds: Any = np.where(visible, p * (dp - delta[..., None]), 0).astype(wide)
     dx = _rounded(np.where(visible, ds * slope * scale, 0), case, wide)
     dq = masked_matmul(dx, visible, k)
     dk = masked_matmul(dx.swapaxes(-1, -2), visible.swapaxes(-1, -2), q)
-    dv = masked_matmul(kept.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
+    dv = masked_matmul(kept_weights.swapaxes(-1, -2), visible.swapaxes(-1, -2), dout)
     out, dq, dk, dv = (y[..., ::order] for y in (out, dq, dk, dv))
     dk, dv, ds = dk[:, :, ::order], dv[:, :, ::order], ds[..., ::order]
     fold = (case.batch, case.heads[1], group)
@@ -146,9 +146,9 @@ def _row_shift(bias: Any, visible: Any) -> Any:
     The scores of a row may be shifted by any number, and beside a bias of -1e10 in a whole row a
     sum of exponentials and its logarithm would lose all their digits.
     """
-    seen = visible & np.isfinite(bias)
-    top = np.where(seen, bias, -np.inf).max(axis=-1, initial=-np.inf)
-    return np.where(seen.any(axis=-1), top, 0).astype(bias.dtype)
+    is_seen = visible & np.isfinite(bias)
+    top = np.where(is_seen, bias, -np.inf).max(axis=-1, initial=-np.inf)
+    return np.where(is_seen.any(axis=-1), top, 0).astype(bias.dtype)
 
 
 def _scores(s: Any, case: Case, visible: Any, added: Any) -> tuple[Any, Any]:
@@ -190,9 +190,9 @@ def assert_close(case: Case, results: Arrays) -> None:
     """Compare a backend's results with the oracle's, all of them, under the rule above."""
     assert_shapes(case, results)
     failures = [
-        f"{one.name}: {one.bad} entries not finite where they should be or the reverse; error {one.error:.3e}, allowed {one.bound:.3e}"
-        for one in findings(case, results)
-        if one.bad or one.error > one.bound
+        f"{finding.name}: {finding.bad} entries not finite where they should be or the reverse; error {finding.error:.3e}, allowed {finding.bound:.3e}"
+        for finding in findings(case, results)
+        if finding.bad or finding.error > finding.bound
     ]
     assert not failures, f"{case.name}: " + "; ".join(failures)
 
@@ -218,16 +218,16 @@ def rows_error(case: Case, baseline: Arrays) -> float:
     return float(np.nan_to_num(errors).max(initial=0))
 
 
-def compare(got: Any, expected: Any, baseline: Any, dtype: str) -> tuple[int, float, float]:
+def compare(result: Any, expected: Any, baseline: Any, dtype: str) -> tuple[int, float, float]:
     """``(entries that are special in one only, largest error, largest error allowed)``."""
     finite = np.isfinite(expected)
-    special = np.where(np.isnan(expected), np.isnan(got), got == expected)
-    bad = int(np.count_nonzero(~np.where(finite, np.isfinite(got), special)))
-    usable = finite & np.isfinite(got) & np.isfinite(baseline)
+    special = np.where(np.isnan(expected), np.isnan(result), result == expected)
+    bad = int(np.count_nonzero(~np.where(finite, np.isfinite(result), special)))
+    usable = finite & np.isfinite(result) & np.isfinite(baseline)
     if not usable.any():
         return bad, 0.0, 0.0
-    got, expected, baseline = got[usable], expected[usable], baseline[usable]
-    error = float(np.abs(got - expected).max())
+    result, expected, baseline = result[usable], expected[usable], baseline[usable]
+    error = float(np.abs(result - expected).max())
     plain_error = float(np.abs(baseline - expected).max())
     size = float(np.abs(expected).max())
     size = 1.0 if size < NOTHING else size

@@ -56,14 +56,14 @@ def model_of(name: str, **changes: Any) -> Any:
 def documents(rows: int = ROWS, *, masked_tail: bool = False) -> list[dict[str, Any]]:
     """Rows of bytes of Python's own help; a seventh of the labels is left out."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
-    found = []
+    rows_made = []
     for row in range(rows):
         tokens = torch.tensor([x % 61 for x in text[row * 97 : row * 97 + LENGTH]])
         labels = tokens.masked_fill(torch.arange(LENGTH) % 7 == row % 7, -100)
         if masked_tail:  # all that ranks but the first hold
             labels[5:] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        rows_made.append({"input_ids": tokens, "labels": labels})
+    return rows_made
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def looped(
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows, found = documents(), []
+    rows, losses = documents(), []
     for step in range(20):
         first = step * accumulation * dp_size * 2
         batches = [
@@ -173,8 +173,8 @@ def looped(
         norm = norm.full_tensor() if wrapper == "fsdp" else norm
         optimizer.step()
         optimizer.zero_grad()
-        found.append((float(total), float(norm)))
-    return found
+        losses.append((float(total), float(norm)))
+    return losses
 
 
 def session(

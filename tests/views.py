@@ -146,13 +146,13 @@ def results(given: Given, wrap: Wrap | None = None) -> dict[str, Tensor]:
     leaves = {
         name: x[name].requires_grad_() for name in ("q", "k", "v", "sinks", "bias") if name in x
     }
-    named = {name: y for name, y in x.items() if name not in ("q", "k", "v")}
+    options = {name: y for name, y in x.items() if name not in ("q", "k", "v")}
 
     attend: Any = ring_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        found: Any = attend(q, k, v, return_lse=dlse is not None, **named, **given.options)
-        out, *lse = found if dlse is not None else (found,)
+        outputs: Any = attend(q, k, v, return_lse=dlse is not None, **options, **given.options)
+        out, *lse = outputs if dlse is not None else (outputs,)
         return out.flatten(2).unflatten(2, out.shape[2:]), *lse  # as a model's projection needs it
 
     found = (call if wrap is None else wrap(call))(x["q"], x["k"], x["v"])

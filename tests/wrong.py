@@ -103,8 +103,8 @@ class Subject:
 
     def argument_without_row(self) -> set[str]:
         """Arguments of the function that the table forgets."""
-        named = set(inspect.signature(self.call).parameters) - {"self"}
-        return named ^ set(self.wrong)
+        parameters = set(inspect.signature(self.call).parameters) - {"self"}
+        return parameters ^ set(self.wrong)
 
 
 def cases(subjects: Mapping[str, Subject]) -> list[tuple[str, str]]:
@@ -141,14 +141,16 @@ ALSO = {
 }
 
 
-def forgotten(modules: tuple[str, ...], tables: Mapping[str, Subject], made: set[str]) -> set[str]:
-    """Public functions and classes that no table has, and that are not ``made`` by ours alone."""
-    every = {
+def forgotten(
+    modules: tuple[str, ...], tables: Mapping[str, Subject], for_backends: set[str]
+) -> set[str]:
+    """Public functions and classes that no table has, and that are not ``for_backends`` alone."""
+    public = {
         f"{module}.{name}"
         for module in modules
         for name in public_api._public_names(importlib.import_module(module))
         if inspect.isroutine(value := getattr(importlib.import_module(module), name))
         or (inspect.isclass(value) and not issubclass(value, Exception))
     }
-    assert made <= every, made - every
-    return every - made - set(tables)
+    assert for_backends <= public, for_backends - public
+    return public - for_backends - set(tables)

@@ -1,7 +1,8 @@
-"""Tables of what was measured, as docs show them: ``--table FILE`` of any benchmark prints one."""
+"""Tables of measurements as the pages show them: ``--table FILE`` of any benchmark prints one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,45 +13,43 @@ ALONE = "/alone"  # in a method's name: without its communication
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table of a benchmark's rows: their keys tell whose they are."""
-    for key, (head, cells_of) in KINDS.items():
-        if key in rows[0]:
-            return markdown(head, map(cells_of, rows))
+    """Return the Markdown table of a benchmark's rows, whose keys say which benchmark it was."""
+    for key, of_rows in KINDS.items():
+        if any(key in row for row in rows):
+            return of_rows(rows)
     return scaling(rows)
 
 
-def markdown(head: str, lines: Iterable[Sequence[str]]) -> str:
-    """A head, and lines of cells."""
-    rule = "|---" * (head.count("|") - 1) + "|"
-    return "\n".join([head, rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table of a head and lines of cells."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """TFLOP/s per GPU, and scaling efficiency: that over one GPU's on the same sequence.
+    """Return TFLOP/s per GPU with scaling efficiency: the rate over one GPU's on the same sequence.
 
-    Forward, then forward + backward. What one GPU was not asked to do alone is compared with its
-    rate at 128k tokens. Where a method was timed without its communication, too, the share of
-    exposed communication follows, of either.
+    A setting that one GPU did not run alone is compared with its rate at 128k tokens. Where a
+    method was timed without its communication, too, the share of exposed communication follows.
     """
-    head = "| GPUs | mask, length, heads | method |"
-    head += " forward | scaling efficiency | forward + backward | scaling efficiency | GiB |"
     exposed = _exposed(rows)
+    several = len({row["gpus"] for row in rows}) > 1
+    head = ["GPUs"] * several + ["mask, length, heads", "method"]
+    head += ["forward", "forward + backward", "GiB"] + ["exposed communication"] * bool(exposed)
     one = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
-    lines = (_line(row, one, exposed) for row in rows)
-    return markdown(head + " exposed communication |" * bool(exposed), lines)
+    lines = ([str(row["gpus"])] * several + _scaling_cells(row, one, exposed) for row in rows)
+    return markdown(head, lines)
 
 
-def _line(row: Row, one: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
-    cells = [str(row["gpus"]), row["setting"], f"`{row['method']}`"]
+def _scaling_cells(row: Row, one: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
+    cells = [row["setting"], f"`{row['method']}`"]
     if "forward" not in row:
-        return [*cells, "refused or wrong" + " |" * (4 + bool(exposed))]
-    mask, _, heads = row["setting"].split()
-    shorter = one.get((row["gpus"], f"{mask} 128k {heads}"))
-    base = one.get((row["gpus"], row["setting"]), shorter)
+        return [*cells, "refused or wrong", "", "", *[""] * bool(exposed)]
+    shorter = re.sub(r"\b\d+k\b", "128k", row["setting"])
+    base = one.get((row["gpus"], row["setting"]), one.get((row["gpus"], shorter)))
     for way in PASSES:
         rate = row[way]["tflops"]
-        over = f"{rate / base[way]['tflops']:.2f}" if base and "forward" in base else ""
-        cells += [f"{rate:.0f}", over]
+        efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
+        cells.append(f"{rate:.0f}{efficiency}")
     cells.append(f"{row['both']['peak_gib']:.2f}")
     return [*cells, exposed.get(_key(row), "")] if exposed else cells
 
@@ -60,101 +59,156 @@ def _key(row: Row) -> tuple[int, str, str]:
 
 
 def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
-    """Shares of the time, forward and forward + backward, of rows timed ``alone``, too."""
+    """Return shares of the time, forward / forward + backward, of rows timed ``alone``, too."""
     timed = {_key(row): row for row in rows if "forward" in row}
-    found = {}
+    shares = {}
     for (gpus, setting, name), without in timed.items():
         key = (gpus, setting, name.replace(ALONE, ""))
         if ALONE in name and key in timed:
-            shares = (1 - without[way]["ms"] / timed[key][way]["ms"] for way in PASSES)
-            found[key] = " / ".join(f"{share:.2f}" for share in shares)
-    return found
+            of_passes = (1 - without[way]["ms"] / timed[key][way]["ms"] for way in PASSES)
+            shares[key] = " / ".join(f"{share:.2f}" for share in of_passes)
+    return shares
 
 
-def summary(rows: Sequence[Row], settings: Sequence[str], methods: Sequence[str]) -> str:
-    """TFLOP/s per GPU, forward / forward + backward, a line per setting."""
-    by_name = {(row["setting"], row["method"]): row for row in rows}
-    head = f"| mask, length, heads | {' | '.join(f'`{name}`' for name in methods)} |"
+def _options(rows: Sequence[Row]) -> str:
+    """Return milliseconds of ours and the others, the ratio to the best of these, and the goal."""
+    head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
     lines = (
-        [setting, *(" / ".join(f"{by_name[setting, name][way]['tflops']:.0f}" for way in PASSES)
-                    for name in methods)]
-        for setting in settings
+        [row["row"], f"`{row['kernel']}`", *(cell for way in PASSES for cell in _beside_others(row, way)),
+         _goal(row)]
+        for row in rows
     )  # fmt: skip
     return markdown(head, lines)
 
 
-OPTIONS = "| | ours | forward, ms | others | ours to the best | forward + backward, ms | others | ours to the best | goal | met |"
-
-
-def _options(row: Row) -> list[str]:
-    """Milliseconds of ours and of the others, and the ratio to the best of these."""
-    met = ["yes" if row["met"][way] else "no" for way in PASSES if way in row["met"]]
-    return [
-        row["row"], f"`{row['kernel']}`",
-        *(cell for way in PASSES for cell in _beside_others(row, way)),
-        "" if row["goal"] is None else f"{row['goal']:.2f}",
-        ", ".join(dict.fromkeys(met) if len(set(met)) == 1 else met),
-    ]  # fmt: skip
-
-
 def _beside_others(row: Row, way: str) -> Iterator[str]:
-    """Ours, each of the others, and the quartiles of the ratio to the best of them."""
+    """Yield ours and each of the others, then the quartiles of the ratio to the best of them."""
     took = row["milliseconds"][way]
     others = (
         f"{name} {took[name][1]:.2f}" if name in took else f"{name} none"
         for name in row["error"] if name != OURS
     )  # fmt: skip
-    yield f"{took[OURS][1]:.2f}" if OURS in took else "none"
-    yield "<br>".join(others)
+    ours = f"{took[OURS][1]:.2f}" if OURS in took else "none"
+    yield "<br>".join([f"**{ours}**", *others])
     yield _spread(row["ratio"][way].get(row["best"][way]))
+
+
+def _goal(row: Row) -> str:
+    if row["goal"] is None:
+        return ""
+    missed = not all(row["met"].values())
+    return f"{row['goal']:.2f}{', missed' * missed}"
 
 
 def _spread(ratio: Sequence[float] | None) -> str:
     return "" if ratio is None else "{:.2f} **{:.2f}** {:.2f}".format(*ratio)
 
 
-JAX_OPTIONS = "| | ours | forward, ms | `triton` | cuDNN | ours to cuDNN | forward + backward, ms | `triton` | cuDNN | ours to cuDNN |"
+def _twice(*columns: str) -> list[str]:
+    """Return the names of columns that each of the two passes has."""
+    return [f"{way}, {column}" for way in ("forward", "forward + backward") for column in columns]
 
 
-def _jax_options(row: Row) -> list[str]:
-    """Milliseconds of ours and of the others, and the ratio to cuDNN."""
-    cells = [row["setting"], f"`{row['kernel']}`"]
-    for way in PASSES:
-        took, names = row["milliseconds"][way], (OURS, "triton", "cudnn")
-        cells += [f"{took[name][1]:.3g}" if name in took else "none" for name in names]
-        cells.append(_spread(row["ratio"][way].get("cudnn")))
-    return cells
+def _options_beside_flex(rows: Sequence[Row]) -> str:
+    """Return milliseconds of the Triton kernel / FlexAttention, and ratios of times and errors."""
+    lines = []
+    for row in rows:
+        cells = [row["setting"]]
+        for way in PASSES:
+            ours, theirs = (row["milliseconds"][name][way] for name in ("triton", "flex"))
+            cells += [f"{ours:.2f} / {theirs:.2f}", f"{ours / theirs:.2f}"]
+        error = row["error over flex"].get("triton")
+        lines.append([*cells, "" if error is None else f"{error:.3f}"])
+    return markdown(["", *_twice("ms", "ratio"), "error over FlexAttention's"], lines)
 
 
-JAX_ONE_GPU = "| tokens | forward | cuDNN | | forward + backward | cuDNN | |"
+def _jax_options(rows: Sequence[Row]) -> str:
+    """Return milliseconds of ours, ``triton`` and cuDNN, and the ratio of ours to cuDNN's."""
+    lines = []
+    for row in rows:
+        cells = [row["setting"], f"`{row['kernel']}`"]
+        for way in PASSES:
+            took = row["milliseconds"][way]
+            names = (OURS, "triton", "cudnn")
+            cells.append(" / ".join(f"{took[x][1]:.3g}" if x in took else "none" for x in names))
+            cells.append(_spread(row["ratio"][way].get("cudnn")))
+        lines.append(cells)
+    return markdown(["", "ours", *_twice("ms", "ours to cuDNN")], lines)
 
 
-def _jax_one_gpu(row: Row) -> list[str]:
-    """Ours beside cuDNN's, TFLOP/s and their ratio."""
-    mask = "causal" if row["causal"] else "full"
-    mask = f"window {row['window']:,}" if "window" in row else mask
-    cells = [f"{row['length']:,} {mask}"]
-    for way in PASSES:
-        ours, theirs = row["triton"][way], row["cudnn"][way]
-        cells += [f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"]
-    return cells
+def _jax_one_gpu(rows: Sequence[Row]) -> str:
+    """Return TFLOP/s, forward / forward + backward, of ours and each library; ratios to cuDNN."""
+    libraries = {"cudnn": "cuDNN", "mosaic": "Mosaic"}
+    others = [name for name in libraries if any(name in row for row in rows)]
+    lines = []
+    for row in rows:
+        mask = "causal" if row["causal"] else "full"
+        mask = f"window {row['window']:,}" if "window" in row else mask
+        ratios = (f"{row['triton'][way] / row['cudnn'][way]:.2f}" for way in PASSES)
+        rates = (_both_rates(row[name]) for name in ("triton", *others))
+        lines.append([f"{row['length']:,} {mask}", *rates, " / ".join(ratios)])
+    return markdown(
+        ["tokens", "ours", *(libraries[name] for name in others), "ours to cuDNN"], lines
+    )
 
 
-JAX_RANKS = "| ranks | tokens | strategy | forward, ms | scaling efficiency | forward + backward, ms | scaling efficiency |"
+def _both_rates(rates: Row) -> str:
+    return " / ".join(f"{rates[way]:.0f}" for way in PASSES if way in rates)
 
 
-def _jax_ranks(row: Row) -> list[str]:
-    """Of ranks that one GPU emulated the slowest."""
-    cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['strategy']}`"]
-    for way in PASSES:
-        cells += [f"{max(row[f'ms {way}'].values()):.2f}", f"{row[f'efficiency {way}']:.2f}"]
-    return cells
+def _jax_ring(rows: Sequence[Row]) -> str:
+    """Return TFLOP/s per GPU of methods over several GPUs; rows of one GPU alone are left out.
+
+    Exposed communication is that of the rank where it is the largest.
+    """
+    lines = []
+    for row in rows:
+        if "gpus" not in row:
+            continue
+        efficiency = (
+            f"{row[f'efficiency {way}']:.2f}" for way in PASSES if f"efficiency {way}" in row
+        )
+        profile = row.get("profile", {})
+        exposed = (
+            f"{max(one['exposed'] for one in profile[way].values()):.1%}".replace("%", " %")
+            for way in PASSES if way in profile
+        )  # fmt: skip
+        cells = (f"{row['length']:,}", f"`{row['method']}`", _both_rates(row))
+        lines.append([*cells, " / ".join(efficiency), " / ".join(exposed)])
+    head = ["tokens", "method", "TFLOP/s per GPU", "scaling efficiency", "exposed communication"]
+    return markdown(head, lines)
 
 
-#: Heads and lines, of rows that have a key and none of those before it; others are of scaling.
-KINDS: dict[str, tuple[str, Callable[[Row], list[str]]]] = {
-    "row": (OPTIONS, _options),
-    "milliseconds": (JAX_OPTIONS, _jax_options),
-    "ranks": (JAX_RANKS, _jax_ranks),
-    "causal": (JAX_ONE_GPU, _jax_one_gpu),
+def _jax_ranks(rows: Sequence[Row]) -> str:
+    """Return the times of the slowest of the ranks that one GPU emulated."""
+    lines = []
+    for row in rows:
+        cells = [f"{row['ranks']}", f"{row['length']:,}", f"`{row['strategy']}`"]
+        for way in PASSES:
+            cells += [f"{max(row[f'ms {way}'].values()):.2f}", f"{row[f'efficiency {way}']:.2f}"]
+        lines.append(cells)
+    return markdown(["ranks", "tokens", "strategy", *_twice("ms", "scaling efficiency")], lines)
+
+
+def _host_time(rows: Sequence[Row]) -> str:
+    """Return host microseconds of a queued call, and the ratio to flash-attention's function."""
+    head = ["way", "pass", "least, us", "median", "most", "ratio", "Python calls"]
+    keys = ("least_us", "us", "most_us")
+    lines = (
+        [f"`{row['way']}`", row["pass"], *(f"{row[key]:,}" for key in keys), f"{row['ratio']:.2f}",
+         f"{row['python_calls']}"]
+        for row in rows
+    )  # fmt: skip
+    return markdown(head, lines)
+
+
+#: How rows become a table, by a key that some of them have; the first that fits, else `scaling`.
+KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "row": _options,
+    "error over flex": _options_beside_flex,
+    "milliseconds": _jax_options,
+    "ranks": _jax_ranks,
+    "way": _host_time,
+    "efficiency forward": _jax_ring,
+    "causal": _jax_one_gpu,
 }

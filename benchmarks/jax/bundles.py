@@ -67,7 +67,7 @@ class Branch(NamedTuple):
 
     def holds(self, addresses: list[int]) -> bool:
         """Whether one of the addresses lies inside."""
-        return any(self.start < at < self.stop for at in addresses)
+        return any(self.start < address < self.stop for address in addresses)
 
     def covers(self, other: Branch) -> bool:
         """Whether another branch lies inside."""
@@ -117,6 +117,8 @@ def branches_of_kinds(heavy: list[Branch], products: list[int]) -> list[Branch]:
     largest = [b for b in heavy if not any(o != b and o.covers(b) for o in heavy)]
     inside = [b for b in heavy if b not in largest]
     wraps = all(
-        any(b.holds([at]) for b in inside) for at in products if any(b.holds([at]) for b in largest)
+        any(b.holds([address]) for b in inside)
+        for address in products
+        if any(b.holds([address]) for b in largest)
     )
     return branches_of_kinds(inside, products) if inside and wraps else largest

@@ -107,9 +107,9 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def both(attend: Attend, *given: Any) -> Any:
+def both(attend: Attend, *arrays: Any) -> Any:
     """The output and the gradients of all that is given but ``dout``, the last."""
-    *x, dout = given
+    *x, dout = arrays
     out, pull = jax.vjp(attend, *x)
     return (out, *pull(dout.astype(out.dtype)))
 
@@ -135,9 +135,11 @@ def passes(column: Column, mask: Mask, layers: int = 1) -> dict[str, Attend]:
 
     ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` behind it.
     """
-    way = layered(partial(column.attend, mask=mask), layers)
-    found: dict[str, Attend] = {"forward": jax.jit(way)}
-    return found | ({"both": jax.jit(partial(both, way))} if column.backward else {})
+    layers_of_attention = layered(partial(column.attend, mask=mask), layers)
+    functions: dict[str, Attend] = {"forward": jax.jit(layers_of_attention)}
+    return functions | (
+        {"both": jax.jit(partial(both, layers_of_attention))} if column.backward else {}
+    )
 
 
 def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:

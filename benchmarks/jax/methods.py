@@ -62,8 +62,8 @@ def two_stage(mesh: Mesh, implementation: Implementation) -> Attend:
         own = _part(q, k, v, implementation, is_causal=True)
         own, fetched = lax.optimization_barrier((own, fetched))
         branches = [partial(_elsewhere, rank, size, implementation) for rank in range(size)]
-        others = jnp.split(_in_order(fetched, size), [k.shape[-1]], axis=-1)
-        other = lax.switch(lax.axis_index(AXIS), branches, q, *others)
+        peer_kv = jnp.split(_in_order(fetched, size), [k.shape[-1]], axis=-1)
+        other = lax.switch(lax.axis_index(AXIS), branches, q, *peer_kv)
         return _merged(own, other)[0].astype(q.dtype)
 
     return _over(mesh, local)
@@ -136,11 +136,11 @@ def _two_chunks(
     half = q.shape[1] // 2
     outs = []
     for n, chunk in enumerate((rank, 2 * size - 1 - rank)):
-        rows, at = q[:, n * half : (n + 1) * half], chunk * half
-        own = slice(at, at + half)
+        rows, k_stop = q[:, n * half : (n + 1) * half], chunk * half
+        own = slice(k_stop, k_stop + half)
         whole = _part(rows, k[:, own], v[:, own], implementation, is_causal=True)
-        if at:
-            whole = _merged(whole, _part(rows, k[:, :at], v[:, :at], implementation))
+        if k_stop:
+            whole = _merged(whole, _part(rows, k[:, :k_stop], v[:, :k_stop], implementation))
         outs.append(whole[0].astype(q.dtype))
     return jnp.concatenate(outs, axis=1)
 

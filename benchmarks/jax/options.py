@@ -65,8 +65,8 @@ def compiled(
 
     They are compiled at once: for cuDNN, and for Triton, that takes seconds each.
     """
-    given = x if kind == "both" else x[:-1]
-    found: dict[str, Run | str] = {}
+    arguments = x if kind == "both" else x[:-1]
+    runs: dict[str, Run | str] = {}
     kernel = ""
     with ThreadPoolExecutor(len(METHODS)) as pool:
         coming: dict[str, Future[Any]] = {}
@@ -74,34 +74,34 @@ def compiled(
             attend = partial(METHODS[name], mask=mask_of(row))
             try:
                 function = partial(both, attend) if kind == "both" else attend
-                lowered = jax.jit(function).lower(*given)
+                lowered = jax.jit(function).lower(*arguments)
             except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-                found[name] = reason_of(error)
+                runs[name] = reason_of(error)
                 continue
             if name == OURS:
                 kernel = "cudnn" if "__cudnn$" in str(lowered.as_text()) else "triton"
             coming[name] = pool.submit(lowered.compile)
         for name, program in coming.items():
             failed = program.exception()
-            found[name] = partial(program.result(), *given) if not failed else reason_of(failed)
-    return {name: found[name] for name in names}, kernel
+            runs[name] = partial(program.result(), *arguments) if not failed else reason_of(failed)
+    return {name: runs[name] for name in names}, kernel
 
 
 def errors(row: Row) -> Errors:
     """The largest root mean square error of out and gradients; or why a method has none."""
     x = inputs(row, GATE_LENGTH)
     wide = [y.astype("float32") for y in x]
-    wanted = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
-    found, _ = compiled("both", row, [rival.name for rival in row.entrants], x)
+    expected = jax.jit(partial(both, partial(exact, mask=mask_of(row))))(*wide)
+    runs, _ = compiled("both", row, [rival.name for rival in row.entrants], x)
     return {
-        name: run if isinstance(run, str) else max(map(_error, run(), wanted))
-        for name, run in found.items()
+        name: run if isinstance(run, str) else max(map(_error, run(), expected))
+        for name, run in runs.items()
     }
 
 
-def _error(result: Any, wanted: Any) -> float:
-    off = jnp.square(result.astype("float32") - wanted).mean()
-    return float(jnp.sqrt(off) / wanted.std())
+def _error(result: Any, expected: Any) -> float:
+    off = jnp.square(result.astype("float32") - expected).mean()
+    return float(jnp.sqrt(off) / expected.std())
 
 
 def rounds(runs: Mapping[str, Run]) -> Times:
@@ -123,12 +123,12 @@ def measure(row: Row, length: int, names: Sequence[str]) -> tuple[dict[str, Time
     """Milliseconds forward and forward + backward, by method; and the kernel that ours took."""
     x = inputs(row, length)
     took, kernel = {}, ""
-    for way in PASSES:
-        programs, kernel = compiled(way, row, names, x)
+    for direction in PASSES:
+        programs, kernel = compiled(direction, row, names, x)
         runs = {name: run for name, run in programs.items() if not isinstance(run, str)}
-        took[way] = rounds(runs)
+        took[direction] = rounds(runs)
         for name in programs.keys() - runs.keys():
-            print(f"{row.name}, {way}: {name} has no time: {programs[name]}", file=sys.stderr)
+            print(f"{row.name}, {direction}: {name} has no time: {programs[name]}", file=sys.stderr)
     return took, kernel
 
 
@@ -139,8 +139,8 @@ def spread(times: Sequence[float]) -> list[float]:
 
 def row_of(row: Row, wrong: Errors, took: Mapping[str, Times], kernel: str) -> dict[str, Any]:
     """What is kept of a row."""
-    kept = turns.kept(took, spread)
-    return {"setting": row.name, "kernel": kernel, "error": wrong, **kept}
+    usable_times = turns.kept(took, spread)
+    return {"setting": row.name, "kernel": kernel, "error": wrong, **usable_times}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,15 +153,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.table:
         return report.show(options.table)
     gpu = jax.devices()[0].device_kind
-    where = report.environment(gpu, jax=jax.__version__, length=options.length)
-    found = report.Report(options.json, lambda: where)
+    environment = report.environment(gpu, jax=jax.__version__, length=options.length)
+    results = report.Report(options.json, lambda: environment)
     rows = [row for row in JAX_ROWS if row.name in options.settings]
     for row in (bar := tqdm(rows, unit="row")):
         bar.set_description(row.name)
         wrong = errors(row)
         took, kernel = measure(row, options.length, passing(wrong))
-        found.add(row_of(row, wrong, took, kernel))
-        print(json.dumps(found.rows[-1]), flush=True)
+        results.add(row_of(row, wrong, took, kernel))
+        print(json.dumps(results.rows[-1]), flush=True)
     return 0
 
 

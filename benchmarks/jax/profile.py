@@ -44,13 +44,13 @@ class Operation:
 
 def united(spans: Iterable[Span]) -> list[Span]:
     """Spans in order, those that touch or overlap as one."""
-    found: list[Span] = []
+    spans_united: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if spans_united and begin <= spans_united[-1][1]:
+            spans_united[-1] = spans_united[-1][0], max(end, spans_united[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            spans_united.append((begin, end))
+    return spans_united
 
 
 def total(spans: Iterable[Span]) -> float:
@@ -78,17 +78,20 @@ def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
     by_name: dict[str, list[Span]] = defaultdict(list)
     for x in operations:
         by_name[x.name].append(x.span)
-    took = {name: sum(end - begin for begin, end in found) for name, found in by_name.items()}
+    took = {
+        name: sum(end - begin for begin, end in united_spans)
+        for name, united_spans in by_name.items()
+    }
     longest = sorted(by_name, key=lambda name: -took[name])[:_TOP]
-    each = calls * 1e3
+    per_call = calls * 1e3
     return {
-        "us": whole / each,
+        "us": whole / per_call,
         "attention": total(spans["attention"]) / whole,
         "transfer": transfer / whole,
         "exposed": exposed / whole,
         "idle": 1 - total(spans["all"]) / whole,
         "operations": [
-            {"name": name, "us": took[name] / each, "times": len(by_name[name]) / calls}
+            {"name": name, "us": took[name] / per_call, "times": len(by_name[name]) / calls}
             for name in longest
         ],
     }
@@ -96,7 +99,7 @@ def summary(operations: Iterable[Operation], calls: int) -> dict[str, Any]:
 
 def operations_of(data: ProfileData) -> dict[str, list[Operation]]:
     """Operations in a trace by GPU."""
-    found: dict[str, list[Operation]] = {}
+    by_device: dict[str, list[Operation]] = {}
     for plane in data.planes:
         gpu = _GPU.search(plane.name)
         if gpu is None:
@@ -104,15 +107,15 @@ def operations_of(data: ProfileData) -> dict[str, list[Operation]]:
         # An event must not outlive its line, nor that its plane.
         for line in plane.lines:
             if line.name.startswith(_STREAM):
-                found.setdefault(gpu[1], []).extend(_operations(line.events, int(gpu[1])))
-    return {gpu: operations for gpu, operations in found.items() if operations}
+                by_device.setdefault(gpu[1], []).extend(_operations(line.events, int(gpu[1])))
+    return {gpu: operations for gpu, operations in by_device.items() if operations}
 
 
 def _operations(events: Iterable[Any], gpu: int) -> Iterator[Operation]:
     for event in events:
         details = dict(event.stats).get("memcpy_details", "")
-        to = _TO_DEVICE.search(str(details))
-        leaves = to is not None and "Memcpy" in event.name and int(to[1]) != gpu
+        to_device = _TO_DEVICE.search(str(details))
+        leaves = to_device is not None and "Memcpy" in event.name and int(to_device[1]) != gpu
         leaves = leaves and re.search("H2D|D2H", event.name) is None
         yield Operation(
             event.name,
@@ -132,11 +135,11 @@ def profiled(run: Callable[[], Any], calls: int = 4) -> dict[str, Any]:
         with jax.profiler.trace(folder):
             jax.block_until_ready([run() for _ in range(calls)])
         paths = list(Path(folder).rglob("*.xplane.pb"))
-        found = {
+        by_device = {
             gpu: summary(operations, calls)
             for path in paths
             for gpu, operations in operations_of(ProfileData.from_file(str(path))).items()
         }
-    if not found:
+    if not by_device:
         raise ValueError(f"the trace holds nothing of GPUs ({len(paths)} files)")
-    return found
+    return by_device

@@ -82,10 +82,10 @@ class Report(_report.Report):
         self.errors: dict[str, dict[str, list[float]]] = {}
         self.refused: list[dict[str, Any]] = []
 
-    def refuse(self, reason: str, **what: Any) -> None:
+    def refuse(self, reason: str, **fields: Any) -> None:
         """Keep why something has no time."""
-        self.refused.append({**what, "reason": reason})
-        print("refused:", *what.values(), "-", reason, flush=True)
+        self.refused.append({**fields, "reason": reason})
+        print("refused:", *fields.values(), "-", reason, flush=True)
         self.save()
 
     @property
@@ -134,9 +134,9 @@ def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str
     for name in dict.fromkeys(("cudnn", *names)):  # all are compared with cuDNN
         allowed[name] = set[str]()
         for kind, run in passes(COLUMNS[name], mask).items():
-            given = [*COLUMNS[name].prepare(*qkv), *([dout] if kind == "both" else [])]
+            arguments = [*COLUMNS[name].prepare(*qkv), *([dout] if kind == "both" else [])]
             try:
-                errors = _errors(run(*given), expected)
+                errors = _errors(run(*arguments), expected)
             except Exception as error:  # noqa: BLE001  # whatever it is, others go on
                 report.refuse(reason_of(error), mask=name_of(mask), column=name, what=kind)
                 continue
@@ -182,15 +182,15 @@ def _rested(run: Run, calls: int) -> float:
 
 def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> dict[Key, Run]:
     """Those that can be called; of the others the reason is kept."""
-    found = {}
+    able = {}
     for key, run in runs.items():
         try:
             jax.block_until_ready(run())
         except Exception as error:  # noqa: BLE001  # whatever it is, others go on
             refuse(key, reason_of(error))
         else:
-            found[key] = run
-    return found
+            able[key] = run
+    return able
 
 
 def measure(
@@ -201,10 +201,10 @@ def measure(
     flops = teraflops(mask, length, layers)
     runs: dict[tuple[str, str], Run] = {}
     for name, kinds in allowed.items():
-        given = COLUMNS[name].prepare(*qkv) if kinds else ()
+        arguments = COLUMNS[name].prepare(*qkv) if kinds else ()
         for kind, run in passes(COLUMNS[name], mask, layers).items():
             if kind in kinds:
-                runs[name, kind] = partial(run, *given, *([dout] if kind == "both" else []))
+                runs[name, kind] = partial(run, *arguments, *([dout] if kind == "both" else []))
 
     def refuse(key: tuple[str, str], reason: str) -> None:
         report.refuse(reason, mask=name_of(mask), length=length, column=key[0], what=key[1])
@@ -250,7 +250,7 @@ def largest_error(mesh: Mesh, attend: Attend) -> float:
 
 def split_methods(mesh: Mesh, names: list[str], report: Report) -> dict[str, tuple[Attend, float]]:
     """Ways over several GPUs that are right, each with its largest error."""
-    found = {}
+    times = {}
     for name in names:
         make, kernel = METHODS[name]
         try:
@@ -260,10 +260,10 @@ def split_methods(mesh: Mesh, names: list[str], report: Report) -> dict[str, tup
             report.refuse(reason_of(problem), gpus=mesh.size, method=name)
             continue
         if error < 0.1:
-            found[name] = attend, error
+            times[name] = attend, error
         else:
             report.refuse(f"wrong: off by {error}", gpus=mesh.size, method=name)
-    return found
+    return times
 
 
 def over(
@@ -273,7 +273,7 @@ def over(
     """TFLOP/s per GPU of ours and others over several GPUs, causal; of others the forward."""
     *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
     flops = teraflops(CAUSAL, length, layers) / mesh.size
-    what = {"gpus": mesh.size, "length": length, "layers": layers}
+    fields = {"gpus": mesh.size, "length": length, "layers": layers}
     runs: dict[tuple[str, str], Run] = {
         (name, "forward"): partial(jax.jit(layered(attend, layers)), *qkv)
         for name, (attend, _) in methods.items()
@@ -283,12 +283,12 @@ def over(
         runs[name, "both"] = partial(jax.jit(passes_of), *qkv, dout)
 
     def refuse(key: tuple[str, str], reason: str) -> None:
-        report.refuse(reason, **what, method=key[0], what=key[1])
+        report.refuse(reason, **fields, method=key[0], what=key[1])
 
     runs = that_run(runs, refuse)
     rows: dict[str, dict[str, Any]] = {}
     for (name, kind), took in seconds_each(runs).items():
-        row = rows.setdefault(name, {**what, "method": name, "error": methods[name][1]})
+        row = rows.setdefault(name, {**fields, "method": name, "error": methods[name][1]})
         row[kind] = flops * PASSES[kind] / took
         if name in OURS and kind in alone:
             row[f"efficiency {kind}"] = row[kind] / alone[kind]
@@ -299,14 +299,18 @@ def over(
         )
     for key, run in runs.items() if profile else ():
         try:
-            found = profiled(run)
+            operations = profiled(run)
         except Exception as problem:  # noqa: BLE001  # whatever it is, others go on
             refuse(key, f"no trace: {reason_of(problem)}")
             continue
-        rows[key[0]].setdefault("profile", {})[key[1]] = found
+        rows[key[0]].setdefault("profile", {})[key[1]] = operations
         report.save()
         shares = ("us", "attention", "transfer", "exposed", "idle")
-        print(*key, {gpu: [round(x[s], 3) for s in shares] for gpu, x in found.items()}, flush=True)
+        print(
+            *key,
+            {gpu: [round(x[s], 3) for s in shares] for gpu, x in operations.items()},
+            flush=True,
+        )
 
 
 def several(
@@ -331,19 +335,21 @@ def emulated(size: int, lengths: list[int], report: Report) -> None:
     for length in lengths:
         *whole, whole_dout = inputs(length, seed=1)
         *qkv, dout = inputs(length // size, seed=2)
-        one, runs = share("ring"), dict[tuple[str, int, str], Run]()
-        runs["one", 0, "forward"] = partial(jax.jit(one), *whole)
-        runs["one", 0, "both"] = partial(jax.jit(partial(both, one)), *whole, whole_dout)
-        for way, rank in product(("ring", "gather"), sorted({0, size // 2, size - 1})):
-            attend = share(way)
+        single, runs = share("ring"), dict[tuple[str, int, str], Run]()
+        runs["one", 0, "forward"] = partial(jax.jit(single), *whole)
+        runs["one", 0, "both"] = partial(jax.jit(partial(both, single)), *whole, whole_dout)
+        for strategy, rank in product(("ring", "gather"), sorted({0, size // 2, size - 1})):
+            attend = share(strategy)
             forward, backward = as_rank(rank, size, attend), partial(both, attend)
-            runs[way, rank, "forward"] = partial(jax.jit(forward), *qkv)
-            runs[way, rank, "both"] = partial(jax.jit(as_rank(rank, size, backward)), *qkv, dout)
+            runs[strategy, rank, "forward"] = partial(jax.jit(forward), *qkv)
+            runs[strategy, rank, "both"] = partial(
+                jax.jit(as_rank(rank, size, backward)), *qkv, dout
+            )
         took = seconds_each(runs, rounds=3)
-        for way in ("ring", "gather"):
-            row: dict[str, Any] = {"ranks": size, "length": length, "strategy": way}
+        for strategy in ("ring", "gather"):
+            row: dict[str, Any] = {"ranks": size, "length": length, "strategy": strategy}
             for kind in PASSES:
-                ranks = {str(key[1]): took[key] for key in runs if key[::2] == (way, kind)}
+                ranks = {str(key[1]): took[key] for key in runs if key[::2] == (strategy, kind)}
                 row[f"ms {kind}"] = {rank: 1e3 * x for rank, x in ranks.items()}
                 row[f"efficiency {kind}"] = took["one", 0, kind] / size / max(ranks.values())
             report.add(row)
@@ -356,19 +362,19 @@ def _split(mesh: Mesh, x: Any) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    found = parser_of(__doc__)
-    found.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
-    found.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
-    found.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
-    found.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
-    found.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
-    found.add_argument("--ranks", type=int, nargs="*", default=[], help="emulated by one GPU")
-    found.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
-    found.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    found.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
-    found.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
-    found.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
-    return found
+    arguments = parser_of(__doc__)
+    arguments.add_argument("--lengths", type=int, nargs="*", default=[4096, 8192, 16384, 32768])
+    arguments.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
+    arguments.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
+    arguments.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    arguments.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
+    arguments.add_argument("--ranks", type=int, nargs="*", default=[], help="emulated by one GPU")
+    arguments.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
+    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    arguments.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
+    arguments.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
+    arguments.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:

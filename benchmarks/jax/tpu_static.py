@@ -81,21 +81,24 @@ class Program(NamedTuple):
 
 def measure(topology: str) -> Iterator[dict[str, Any]]:
     """The rows of one generation, printed as they are found."""
-    ours = {
+    programs_of_ring = {
         (direction, name): Program(direction, compiled, *chosen(topology, direction, name))
         for name, compiled in PROGRAMS.items()
         for direction in DIRECTIONS
     }
     splash = [Program(direction, "causal", *at) for direction in DIRECTIONS for at in SPLASH_SIZES]
     code = {
-        "ours": loops(topology, "ours", list(dict.fromkeys(ours.values()))),
+        "ours": loops(topology, "ours", list(dict.fromkeys(programs_of_ring.values()))),
         "splash": loops(topology, "splash", splash),
     }
     for name, steps in MASKS.items():
         row: dict[str, Any] = {"topology": topology, "mask": name}
         pairs = HEADS * sum(visible(*step) for step in steps)
         for direction in DIRECTIONS:
-            for who, candidates in (("ours", [ours[direction, name]]), ("splash", splash)):
+            for who, candidates in (
+                ("ours", [programs_of_ring[direction, name]]),
+                ("splash", splash),
+            ):
                 costs = {
                     (program.q, program.k): sum(
                         loop.total(visited(who, kernel, (program.q, program.k), *step))
@@ -121,10 +124,10 @@ def chosen(topology: str, direction: Pass, name: str) -> tuple[int, int]:
     """The block sizes that our kernels choose for a mask."""
     from ring_jax_tpu.block_sizes import GENERATIONS, Shape, default_sizes
 
-    here = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
+    generations = (row for row in GENERATIONS.values() if row.name == topology.partition(":")[0])
     shape = Shape(DIM, DIM, 2, has_bias=False, has_dropout=False)
     span = WINDOW if name.startswith("window") else math.inf
-    return default_sizes(direction, shape, span, next(here))
+    return default_sizes(direction, shape, span, next(generations))
 
 
 def visible(mask: str, offset: int) -> int:
@@ -146,13 +149,13 @@ def visited(who: str, kernel: str, sizes: tuple[int, int], mask: str, offset: in
     full = partial = 0
     by_row: dict[int, int] = {}
     for top in range(0, LENGTH, q):
-        for left in range(0, LENGTH, k):
-            nearest, furthest = top + offset - (left + k - 1), top + q - 1 + offset - left
+        for first_key in range(0, LENGTH, k):
+            nearest, furthest = top + offset - (first_key + k - 1), top + q - 1 + offset - first_key
             if furthest < low or nearest > high:
                 continue
             inside = nearest >= low and furthest <= high
             full, partial = full + inside, partial + (not inside)
-            outer = left if k_major(kernel) else top
+            outer = first_key if k_major(kernel) else top
             by_row[outer] = by_row.get(outer, 0) + 1
     outers = LENGTH // (k if k_major(kernel) else q)
     empty = 0 if who == "ours" else outers * max(by_row.values()) - full - partial
@@ -177,16 +180,18 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "LIBTPU_INIT_ARGS": f"{dump} --xla_jf_dump_llo_pass_label_regex=final_bundles",
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "benchmarks.jax.tpu_static", "--child", json.dumps(task)],
             cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(done.stderr[-3000:])
-        kept = {n: folder / str(n) for n in range(len(programs)) if (folder / str(n)).exists()}
-        found = {programs[n]: kernels_in(place, programs[n].direction) for n, place in kept.items()}
-    assert all(found.values()), f"a kernel was not dumped for {task}"
-    return found
+        if process.returncode != 0:
+            raise RuntimeError(process.stderr[-3000:])
+        dumps = {n: folder / str(n) for n in range(len(programs)) if (folder / str(n)).exists()}
+        loops_found = {
+            programs[n]: kernels_in(place, programs[n].direction) for n, place in dumps.items()
+        }
+    assert all(loops_found.values()), f"a kernel was not dumped for {task}"
+    return loops_found
 
 
 def blocks_of_documents() -> tuple[int, int]:
@@ -211,10 +216,10 @@ def blocks_of_documents() -> tuple[int, int]:
 
     @jax.jit
     def kinds(ids: Any) -> Any:
-        q, at = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
-        rows = QueryBlock(q, at, at, None, ids, None, None, None, None, None)
+        q, positions = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
+        rows = QueryBlock(q, positions, positions, None, ids, None, None, None, None, None)
         work = ItemTable(jnp.asarray(program.table(0)[0]), None)
-        return block_kinds(rows, KeyBlock(q, at, None, ids), work, blocks)
+        return block_kinds(rows, KeyBlock(q, positions, None, ids), work, blocks)
 
     visible = np.tri(LENGTH, dtype=bool) & (ids[:, None] == ids)
     tiles = visible.reshape(blocks.grid[0], blocks.q, blocks.grid[1], blocks.k)
@@ -247,11 +252,11 @@ def compile_all(folder: str, topology: str, who: str, programs: list[list[Any]])
             return jax.vjp(attend, q, k, v)[1](dout)
 
         is_forward = direction == "forward"
-        function, given = (forward, (q, k, k)) if is_forward else (backward, (q, k, k, q))
+        function, arrays = (forward, (q, k, k)) if is_forward else (backward, (q, k, k, q))
         shutil.rmtree(now, ignore_errors=True)
         now.mkdir()
         try:
-            jax.jit(function).lower(*given).compile()
+            jax.jit(function).lower(*arrays).compile()
         except jax.errors.JaxRuntimeError as error:
             if who == "ours" or "RESOURCE_EXHAUSTED" not in str(error):
                 raise

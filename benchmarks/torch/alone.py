@@ -51,10 +51,10 @@ class Alone:
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: Tensor, group: int, *, overlapped: bool,
-        early: bool | None = None,
+        before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Nothing goes, nothing comes."""
-        del gather, sums, grads, group, overlapped, early
+        del gather, sums, grads, group, overlapped, before_last_item
         return lambda _total, _length, _where: None
 
 

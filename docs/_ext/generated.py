@@ -98,8 +98,8 @@ def _prepare_docstring(
     _app: Sphinx, what: str, _name: str, documented: Any, _options: Any, lines: list[str]
 ) -> None:
     """What napoleon does not read as it is meant."""
-    ours = type(documented).__module__.startswith("ring_")
-    if what == "function" and ours:  # an object that is called like one
+    is_of_ring = type(documented).__module__.startswith("ring_")
+    if what == "function" and is_of_ring:  # an object that is called like one
         lines[:] = cleandoc(type(documented).__call__.__doc__ or "").splitlines()
     lines[:] = _one_by_one(lines)
 
@@ -114,19 +114,19 @@ def _restore_property(
 
 def _one_by_one(lines: list[str]) -> Iterator[str]:
     """Attributes described together, ``a, b: text``, each by itself, as napoleon does Args."""
-    at = lines.index("Attributes:") + 1 if "Attributes:" in lines else len(lines)
-    yield from lines[:at]
-    while at < len(lines):
-        stop = at + 1
+    line_number = lines.index("Attributes:") + 1 if "Attributes:" in lines else len(lines)
+    yield from lines[:line_number]
+    while line_number < len(lines):
+        stop = line_number + 1
         while stop < len(lines) and lines[stop].startswith("     "):
             stop += 1
-        together = re.fullmatch(r"    (\w+(?:, \w+)+): (.*)", lines[at])
-        heads = [lines[at]]
+        together = re.fullmatch(r"    (\w+(?:, \w+)+): (.*)", lines[line_number])
+        heads = [lines[line_number]]
         if together:
             heads = [f"    {name}: {together[2]}" for name in together[1].split(", ")]
         for head in heads:
-            yield from (head, *lines[at + 1 : stop])
-        at = stop
+            yield from (head, *lines[line_number + 1 : stop])
+        line_number = stop
 
 
 def _exported(

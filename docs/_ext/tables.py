@@ -44,9 +44,9 @@ def faults() -> str:
     spec.loader.exec_module(module)
     rows = []
     for fault in module.FAULTS:
-        what, more = fault.words
+        fault_text, details = fault.words
         test = f"`test_rejected_there_and_right_here[{fault.name}]`"
-        rows.append((f"{what} {more}", f"**{fault.ring}** {fault.how}", test))
+        rows.append((f"{fault_text} {details}", f"**{fault.ring}** {fault.how}", test))
     return _table(("the fault, and where it was reported", "what Ring does", "test"), rows)
 
 
@@ -143,8 +143,8 @@ def errors(precision: Literal["float32", "bfloat16"], *, seq_len: int = 256) -> 
             make_plan(Mask(causal=True), seq_len=seq_len, cp_size=cp_size, layout="zigzag")
         )
         got, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
-        found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
-        rows.append((cp_size, *(f"{error:.2e}" for error in found)))
+        errors_found = [_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)]
+        rows.append((cp_size, *(f"{error:.2e}" for error in errors_found)))
     return _table(("ranks", "out", "dQ", "dK", "dV"), rows)
 
 
@@ -154,16 +154,16 @@ def sessions() -> str:
     for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
         decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
         if isinstance(node, ast.FunctionDef) and any("nox.session" in text for text in decorators):
-            words = (ast.get_docstring(node) or "").partition("\n")[0]
-            rows.append((f"`nox -s {node.name}`", words))
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            rows.append((f"`nox -s {node.name}`", summary))
     return _table(("command", "what it does"), rows)
 
 
 def promises() -> str:
     """What is promised, the command that tests it, and how many tests the last kept run ran."""
-    kept = json.loads((RESULTS / "reliability.json").read_text())["promises"]
+    stored = json.loads((RESULTS / "reliability.json").read_text())["promises"]
     rows = []
-    for name, promise in kept.items():
+    for name, promise in stored.items():
         counts = [
             sum(run[key] for run in promise["runs"]) for key in ("passed", "failed", "skipped")
         ]
@@ -174,32 +174,39 @@ def promises() -> str:
 
 def fuzz() -> str:
     """What the last kept run of random cases has run."""
-    kept = json.loads((RESULTS / "fuzz.json").read_text())
+    stored = json.loads((RESULTS / "fuzz.json").read_text())
     names = ("cases", "refused", "failed", "worst_error_over_tolerance", "seconds")
     rows = [
         (f"`{backend}`", *(run[name] for name in names))
-        for backend, run in kept["backends"].items()
+        for backend, run in stored["backends"].items()
     ]
     header = ("backend", "cases", "refused", "failed", "worst error / tolerance", "seconds")
     return _table(header, rows)
 
 
 def on_gpus() -> str:
-    """How the cases of the table, and lost ranks, ended on GPUs."""
-    kept = json.loads((RESULTS / "conformance-h200x4.json").read_text())
+    """Return how the cases of the table, and lost ranks, ended on 4 and on 2 H200s."""
+    rows = [*_ended("4", "conformance-h200x4.json"), *_ended("2", "conformance-h200x2.json")]
     names = ("passed", "refused", "failed", "not reached")
-    some = {f"`{name}`": run for name, run in kept["cases"].items()}
-    some |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
-    rows = [(what, *(run.get(name, 0) for name in names)) for what, run in some.items()]
-    return _table(("kernel, strategy and transport", *names), rows)
+    return _table(("H200s", "kernel, strategy and transport", *names), rows)
+
+
+def _ended(gpus: str, file: str) -> list[tuple[object, ...]]:
+    """Return a row for each kernel, strategy and transport of a run on so many GPUs."""
+    kept = json.loads((RESULTS / file).read_text())
+    runs = {f"`{name}`": run for name, run in kept["cases"].items()}
+    if "lost ranks" in kept:
+        runs |= {"a lost rank": kept["lost ranks"], "`ring_jax_gpu`": kept["jax"]}
+    names = ("passed", "refused", "failed", "not reached")
+    return [(gpus, what, *(run.get(name, 0) for name in names)) for what, run in runs.items()]
 
 
 def hosts() -> str:
     """How jobs over several hosts ended."""
-    kept = json.loads((RESULTS / "hosts.json").read_text())
+    stored = json.loads((RESULTS / "hosts.json").read_text())
     rows = [
         (f"`{backend}`", job["name"], job["words"], "" if job["ok"] else "failed")
-        for backend, jobs in kept["backends"].items()
+        for backend, jobs in stored["backends"].items()
         for job in jobs
     ]
     return _table(("backend", "hosts x ranks, link", "how it ended", "failed"), rows)
@@ -207,21 +214,23 @@ def hosts() -> str:
 
 def soak() -> str:
     """What ranks held after a fifth of the calls, and at their end."""
-    kept = json.loads((RESULTS / "soak.json").read_text())
+    stored = json.loads((RESULTS / "soak.json").read_text())
     rows = []
-    for rank, runs in enumerate(kept["calls"]["ranks"]):
+    for rank, runs in enumerate(stored["calls"]["ranks"]):
         for name, run in runs.items():
             counted = ("files", "threads", "plans", "calls", "agreed")
-            held = [f"{run['warm'][key]} to {run['end'][key]}" for key in counted]
+            files, threads, plans, calls, agreed = (
+                f"{run['warm'][key]} to {run['end'][key]}" for key in counted
+            )
             grown = (run["end"]["memory"] - run["warm"]["memory"]) / 2**20
-            rows.append((rank, name, *held, f"{grown:+.1f}", f"`{run['digest']}`"))
+            kept_of = f"{plans}; {calls}"
+            bits = f"`{run['digest']}`"
+            rows.append((f"{rank}, {name}", files, threads, kept_of, agreed, f"{grown:+.1f}", bits))
     header = (
-        "rank",
-        "run",
+        "rank, run",
         "open files",
         "threads",
-        "plans kept",
-        "calls kept",
+        "plans; calls kept",
         "calls agreed on",
         "memory, MiB",
         "bits of results",
@@ -231,20 +240,20 @@ def soak() -> str:
 
 def long_sequence() -> str:
     """The one long sequence."""
-    one = json.loads((RESULTS / "soak.json").read_text())["long"]
+    run = json.loads((RESULTS / "soak.json").read_text())["long"]
     header = ("tokens", "ranks", "window", "seconds", "largest error", "allowed")
     row = (
-        f"{one['tokens']:,}", one["ranks"], one["window"], one["seconds"],
-        f"{one['error']:.1e}", f"{one['allowed']:.1e}",
+        f"{run['tokens']:,}", run["ranks"], run["window"], run["seconds"],
+        f"{run['error']:.1e}", f"{run['allowed']:.1e}",
     )  # fmt: skip
     return _table(header, [row])
 
 
 def mutants() -> str:
     """How many small changes of ring_core the tests notice, by module and in all."""
-    kept = json.loads((RESULTS / "mutants.json").read_text())["modules"]
+    stored = json.loads((RESULTS / "mutants.json").read_text())["modules"]
     outcomes = ("mutants", "killed", "stopped", "survived", "not reached", "not run")
-    rows = [(f"`{module}`", *(counts[x] for x in outcomes)) for module, counts in kept.items()]
+    rows = [(f"`{module}`", *(counts[x] for x in outcomes)) for module, counts in stored.items()]
     total = ("all", *(sum(row[n] for row in rows) for n in range(1, len(rows[0]))))
     return _table(("module", *outcomes), [*rows, total])
 

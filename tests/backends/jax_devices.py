@@ -57,9 +57,9 @@ class JaxBackend:
 
     def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
         x = {name: _in_order(case, name, value) for name, value in case.inputs.items()}
-        given = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
+        arrays = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
-        results = make(_without_values(case), ways, attention)(given, x["dout"], x.get("dlse"))
+        results = make(_without_values(case), ways, attention)(arrays, x["dout"], x.get("dlse"))
         return _natural_all(case, results)
 
 
@@ -96,16 +96,16 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
         return results
 
     @jax.jit
-    def both(x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+    def forward_backward(x: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
         specs = {name: SPECS[name] for name in x}
         out_specs = (SPECS["dout"], SPECS["dlse"])
         ring = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
         differentiated = {name: x[name] for name in GRADS if name in x}
-        (out, lse), pull = jax.vjp(lambda some: ring({**x, **some}), differentiated)
+        (out, lse), pull = jax.vjp(lambda leaves: ring({**x, **leaves}), differentiated)
         (grads,) = pull((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
         return {"out": out, "lse": lse} | {f"d{name}": value for name, value in grads.items()}
 
-    return both
+    return forward_backward
 
 
 _kept = lru_cache(maxsize=4)(_program)

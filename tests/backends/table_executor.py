@@ -46,67 +46,67 @@ def execute(
     k_pos = np.stack([plan.k_positions(r) for r in ranks])
     local = Local(
         *(
-            np.stack([x[:, at[r]] for r in ranks])
-            for x, at in ((q, q_pos), (k, k_pos), (v, k_pos), (dout, q_pos))
+            np.stack([x[:, positions[r]] for r in ranks])
+            for x, positions in ((q, q_pos), (k, k_pos), (v, k_pos), (dout, q_pos))
         )
     )
     out = np.zeros((*local.q.shape[:-1], v.shape[-1]))
     lse = np.full((*local.q.shape[:2], local.q.shape[3], local.q.shape[2]), -np.inf)
 
-    held = local.k, local.v
+    kv = local.k, local.v
     for stage in program.forward:
-        arriving = _permute(held, stage.kv_hop)
+        arriving = _permute(kv, stage.kv_hop)
         for r, block, kv_rank, out_rank in _blocks(
             program, stage.step, q_pos + plan.q_offset, k_pos
         ):
-            keys = (local.k[r], local.v[r]) if kv_rank == r else (held[0][r], held[1][r])
-            part = _forward(local.q[out_rank], *keys, block, scale)
+            keys = (local.k[r], local.v[r]) if kv_rank == r else (kv[0][r], kv[1][r])
+            partial = _forward(local.q[out_rank], *keys, block, scale)
             rows = np.ix_(range(q.shape[0]), block.q_at)
             heads_first = out[out_rank][rows].swapaxes(1, 2)
             merged, lse[out_rank][:, :, block.q_at] = merge(
-                heads_first, lse[out_rank][:, :, block.q_at], *part
+                heads_first, lse[out_rank][:, :, block.q_at], *partial
             )
             out[out_rank][rows] = merged.swapaxes(1, 2)
-        held = arriving
+        kv = arriving
 
     delta = (local.dout * out).sum(-1).swapaxes(2, 3)
     dq = np.zeros_like(local.q)
-    home = np.zeros_like(local.k), np.zeros_like(local.v)
+    own_grads = np.zeros_like(local.k), np.zeros_like(local.v)
     arrived: Any = None
     for stage in program.backward:
         is_own = program.steps[stage.step].shift == 0
-        arriving = _permute(held, stage.kv_hop)
-        here = home if is_own else (np.zeros_like(local.k), np.zeros_like(local.v))
+        arriving = _permute(kv, stage.kv_hop)
+        step_grads = own_grads if is_own else (np.zeros_like(local.k), np.zeros_like(local.v))
         for r, block, kv_rank, out_rank in _blocks(
             program, stage.step, q_pos + plan.q_offset, k_pos
         ):
             keys, grads = (
-                ((local.k[r], local.v[r]), home)
+                ((local.k[r], local.v[r]), own_grads)
                 if kv_rank == r
-                else ((held[0][r], held[1][r]), here)
+                else ((kv[0][r], kv[1][r]), step_grads)
             )
             upstream = local.dout[out_rank], lse[out_rank], delta[out_rank]
-            parts = _backward(local.q[out_rank], *keys, *upstream, block, scale)
-            for total, at, grad in zip(
+            item_grads = _backward(local.q[out_rank], *keys, *upstream, block, scale)
+            for total, positions, grad in zip(
                 (dq[out_rank], grads[0][r], grads[1][r]),
                 (block.q_at, block.k_at, block.k_at),
-                parts,
+                item_grads,
                 strict=True,
             ):
-                total[:, at] += grad
+                total[:, positions] += grad
         if arrived is not None:
-            here = here[0] + arrived[0], here[1] + arrived[1]
-        arrived = _permute(here, stage.grad_hop)
-        home = here if is_own else home
-        held = arriving
+            step_grads = step_grads[0] + arrived[0], step_grads[1] + arrived[1]
+        arrived = _permute(step_grads, stage.grad_hop)
+        own_grads = step_grads if is_own else own_grads
+        kv = arriving
     return tuple(
-        _whole(x, at, axis)
-        for x, at, axis in (
+        _whole(x, positions, axis)
+        for x, positions, axis in (
             (out, q_pos, 1),
             (lse, q_pos, 2),
             (dq, q_pos, 1),
-            (home[0], k_pos, 1),
-            (home[1], k_pos, 1),
+            (own_grads[0], k_pos, 1),
+            (own_grads[1], k_pos, 1),
         )
     )
 
@@ -184,14 +184,14 @@ def _logits(q: Floats, k: Floats, block: Block, scale: float) -> Floats:
     return np.where(block.visible, scores, -np.inf)
 
 
-def _heads(x: Floats, at: npt.NDArray[np.int64], q: Floats) -> Floats:
-    return x[:, at].swapaxes(1, 2).repeat(q.shape[2] // x.shape[2], axis=1)
+def _heads(x: Floats, rows: npt.NDArray[np.int64], q: Floats) -> Floats:
+    return x[:, rows].swapaxes(1, 2).repeat(q.shape[2] // x.shape[2], axis=1)
 
 
-def _permute(held: tuple[Floats, Floats], hop: int | None) -> tuple[Floats, Floats]:
-    return held if hop is None else (np.roll(held[0], hop, axis=0), np.roll(held[1], hop, axis=0))
+def _permute(kv: tuple[Floats, Floats], hop: int | None) -> tuple[Floats, Floats]:
+    return kv if hop is None else (np.roll(kv[0], hop, axis=0), np.roll(kv[1], hop, axis=0))
 
 
-def _whole(x: Floats, at: npt.NDArray[np.int64], axis: int) -> Floats:
+def _whole(x: Floats, positions: npt.NDArray[np.int64], axis: int) -> Floats:
     joined = np.concatenate(list(x), axis=axis)
-    return np.take(joined, np.argsort(at.reshape(-1)), axis=axis)
+    return np.take(joined, np.argsort(positions.reshape(-1)), axis=axis)

@@ -103,8 +103,8 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
     ids = None
     if case.segments:
         ids = tuple(
-            torch.tensor(x[side][:, at], device=device)
-            for side, at in (("q_ids", q_at), ("k_ids", k_at))
+            torch.tensor(x[side][:, positions], device=device)
+            for side, positions in (("q_ids", q_at), ("k_ids", k_at))
         )
     options: dict[str, Any] = {
         "layout": case.layout, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
@@ -137,9 +137,9 @@ def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
             results[name] = np.sum([part[name] for part in parts], axis=0)
             continue
         axis = 1 if name in queries + keys else 2
-        at = [
+        positions = [
             plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)
         ]
         whole = np.concatenate([part[name] for part in parts], axis=axis)
-        results[name] = np.take(whole, np.argsort(np.concatenate(at)), axis=axis)
+        results[name] = np.take(whole, np.argsort(np.concatenate(positions)), axis=axis)
     return results

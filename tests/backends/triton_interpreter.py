@@ -118,7 +118,7 @@ def interpret(
     changed = names[len(names) - num_changed :]
     for name in changed:  # kernels for Hopper get new memory there
         is_new = "before" in copies and name == "out"
-        if is_new or (dict(launch.consts)["FRESH"] and name != "dq"):
+        if is_new or (dict(launch.consts)["OVERWRITE"] and name != "dq"):
             copies[name][...] = np.nan
     for part in launches_of(launch):
         known = arrays_of(part, copies, changed)

@@ -90,11 +90,11 @@ def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> No
         for cu, size in zip((item.cu_q, item.cu_k), sizes, strict=True):
             if cu is not None:  # the first and the last document have a query and a key
                 assert cu[0] == 0 < cu[1] <= cu[-2] < cu[-1] == size
-    assert all(part.start < part.stop for parts in gather.fresh for part in parts)
+    assert all(part.start < part.stop for parts in gather.overwritten for part in parts)
     for fetch in gather.fetches:
         last = np.zeros(gather.length, dtype=bool)
         last[gather.items[0].k_slice] = True
-        assert gather.is_early(fetch) != last[fetch.target].any()
+        assert gather.is_before_last_item(fetch) != last[fetch.target].any()
 
 
 #: Two ranks of two chunks of 4 each, next to each other.
@@ -142,7 +142,7 @@ def test_touching_spans_are_one() -> None:
         (1, slice(0, 4), slice(4, 8)), (0, slice(0, 4), slice(0, 4)),
         (1, slice(4, 8), slice(12, 16)), (0, slice(4, 8), slice(8, 12)),
     )  # fmt: skip
-    assert gather.fresh == ((slice(0, 8),), (slice(8, 16),))
+    assert gather.overwritten == ((slice(0, 8),), (slice(8, 16),))
     assert gather.waits_for == (2, 4)
     assert gather.num_rows == 8
     assert gather.in_place == ()
@@ -253,7 +253,7 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
     targets = slice(0, 4), slice(2, 5), slice(7, 9), slice(8, 9)
     fetches = tuple(Fetch(1, target, target) for target in targets)
     gather = GatherProgram(True, fetches, (item,), (4,), (Interval(0, 9),))
-    assert [gather.is_early(fetch) for fetch in fetches] == [True, False, False, True]
+    assert [gather.is_before_last_item(fetch) for fetch in fetches] == [True, False, False, True]
 
 
 def test_parts_outside_others() -> None:
@@ -283,9 +283,9 @@ def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObjec
         return
     gather = gather_program(plan, data.draw(st.integers(0, plan.cp_size - 1)))
     written = np.zeros(gather.length, dtype=bool)
-    for item, fresh in reversed(list(zip(gather.items, gather.fresh, strict=True))):
+    for item, overwritten in reversed(list(zip(gather.items, gather.overwritten, strict=True))):
         new = np.zeros_like(written)
-        for part in fresh:
+        for part in overwritten:
             new[part] = True
         seen = np.zeros_like(written)
         seen[item.k_slice] = True

@@ -118,7 +118,7 @@ def test_programs_carry_everything_where_it_belongs(program: RingProgram) -> Non
 @given(programs())
 def test_stages_say_where_ranks_help(program: RingProgram) -> None:
     for stage in (*program.forward, *program.backward):
-        assert stage.helps is (program.steps[stage.step].helps != "none")
+        assert stage.offloads is (program.steps[stage.step].offload != "none")
 
 
 @given(programs())
@@ -156,19 +156,19 @@ def test_causal_balance_of_eight_ranks(layout: Any, steps: int, balance: float) 
 
 
 @pytest.mark.parametrize(
-    ("mask", "cp_size", "helps"),
+    ("mask", "cp_size", "offload"),
     [
         (Mask(causal=True), 4, ["none", "mirror", "half"]),
         (Mask(window=(2, 2)), 2, ["none", "none"]),  # sharing would give one rank more to do
     ],
 )
 def test_what_ranks_share_is_what_the_plan_counts(
-    mask: Mask, cp_size: int, helps: list[str]
+    mask: Mask, cp_size: int, offload: list[str]
 ) -> None:
     program = ring_program(
         make_plan(mask, seq_len=2 * cp_size, cp_size=cp_size, layout="contiguous"), "balanced"
     )
-    assert [step.helps for step in program.steps] == helps
+    assert [step.offload for step in program.steps] == offload
     for step, rank in np.ndindex(program.num_steps, cp_size):
         pairs = sum(int(shown(program.plan, item).sum()) for item in program.items(rank, step))
         assert pairs == program.work()[step, rank]

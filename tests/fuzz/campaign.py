@@ -83,13 +83,15 @@ def _tally(values: dict[str, Any]) -> Tally:
 def save(path: Path, tallies: dict[str, Tally]) -> None:
     """Write the state; a run that is cut off leaves the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
+    new_file = path.with_suffix(".new")
     backends = {
         name: {**vars(tally), "failures": [vars(failure) for failure in tally.failures]}
         for name, tally in tallies.items()
     }
-    fresh.write_text(json.dumps({"generator": generator(), "backends": backends}, indent=1) + "\n")
-    fresh.replace(path)
+    new_file.write_text(
+        json.dumps({"generator": generator(), "backends": backends}, indent=1) + "\n"
+    )
+    new_file.replace(path)
 
 
 class Campaign:
@@ -113,8 +115,8 @@ class Campaign:
         """Run the seeds that failed before; those that fail still."""
         before, self.tally.failures = self.tally.failures, []
         trials = ((one.seed, draw.draw(one.seed, self._limits)) for one in before)
-        found = [self._tallied(seed, trial) for seed, trial in trials]
-        return [failure for failure in found if failure is not None]
+        failures = [self._tallied(seed, trial) for seed, trial in trials]
+        return [failure for failure in failures if failure is not None]
 
     def _tallied(self, seed: int, trial: Trial) -> Failure | None:
         try:
@@ -139,15 +141,18 @@ class Campaign:
         """The error of each result, and the error allowed; those not finite are the oracle's."""
         results = self._backend.run(trial.case, **dict(trial.way))
         assert_shapes(trial.case, results)
-        found = list(findings(trial.case, results))
-        bad = [f"{one.name}: {one.bad} entries" for one in found if one.bad]
+        results_found = list(findings(trial.case, results))
+        bad = [f"{finding.name}: {finding.bad} entries" for finding in results_found if finding.bad]
         assert not bad, f"{trial.case.name}: not finite, or finite, unlike the oracle's: {bad}"
-        return {one.name: (one.error, one.bound) for one in found}
+        return {finding.name: (finding.error, finding.bound) for finding in results_found}
 
     def _shrunk(self, trial: Trial, error: Exception) -> Trial:
         """The simplest trial found that fails with the same kind of error."""
         until = time.monotonic() + _SHRINK_SECONDS
-        return shrink(trial, lambda one: time.monotonic() < until and self._fails(one, type(error)))
+        return shrink(
+            trial,
+            lambda candidate: time.monotonic() < until and self._fails(candidate, type(error)),
+        )
 
     def _fails(self, trial: Trial, kind: type[Exception]) -> bool:
         try:

@@ -16,10 +16,10 @@ from ring_core import ChunkLayout, Mask
 def shrink(trial: Trial, fails: Callable[[Trial], bool]) -> Trial:
     """Follow simpler trials as long as they fail."""
     while True:
-        found = next((one for one in simpler(trial) if fails(one)), None)
-        if found is None:
+        simplest = next((candidate for candidate in simpler(trial) if fails(candidate)), None)
+        if simplest is None:
             return trial
-        trial = found
+        trial = simplest
 
 
 def simpler(trial: Trial) -> list[Trial]:
@@ -27,15 +27,15 @@ def simpler(trial: Trial) -> list[Trial]:
     case, mask = trial.case, trial.case.mask
     unit = unit_of(case.layout, case.cp_size)
     changes: list[dict[str, Any]] = [
-        {one.name: one.default}
-        for one in fields(Case)[2:]
-        if one.name not in ("cp_size", "seq_len", "heads", "dims", "batch")
-        and getattr(case, one.name) != one.default
+        {field_of.name: field_of.default}
+        for field_of in fields(Case)[2:]
+        if field_of.name not in ("cp_size", "seq_len", "heads", "dims", "batch")
+        and getattr(case, field_of.name) != field_of.default
     ]
     rules: list[dict[str, Any]] = [
-        {one.name: one.default}
-        for one in fields(Mask)
-        if one.init and getattr(mask, one.name) != one.default
+        {field_of.name: field_of.default}
+        for field_of in fields(Mask)
+        if field_of.init and getattr(mask, field_of.name) != field_of.default
     ]
     changes += [{"mask": replace(mask, **rule)} for rule in rules]
     changes += [{"heads": (1, 1)}, {"dims": (1, 1)}, {"batch": 1}]
@@ -49,16 +49,16 @@ def simpler(trial: Trial) -> list[Trial]:
             change["kv_seq_len"] = max(1, case.kv_seq_len // length) * length
         changes.append(change)
     return [
-        replace(trial, case=made)
-        for made in (replace(case, **change) for change in changes)
-        if made != case and _is_whole(made)
+        replace(trial, case=candidate)
+        for candidate in (replace(case, **change) for change in changes)
+        if candidate != case and _is_whole(candidate)
     ]
 
 
 def _cropped(mask: Mask, seq_len: int) -> Mask:
     if mask.cu_seqlens is None:
         return mask
-    inside = (at for at in mask.cu_seqlens if at < seq_len)
+    inside = (offset for offset in mask.cu_seqlens if offset < seq_len)
     return replace(mask, cu_seqlens=(*inside, seq_len))
 
 

@@ -26,20 +26,18 @@ class Trial:
 def expression(case: Case) -> str:
     """A case as Python that makes it."""
     parts = [repr(case.name), _mask_expression(case.mask)]
-    for one in fields(Case)[2:]:
-        value = getattr(case, one.name)
-        if value != one.default:
-            words = (
-                f"ChunkLayout({value.chunks})" if isinstance(value, ChunkLayout) else repr(value)
-            )
-            parts.append(f"{one.name}={words}")
+    for field in fields(Case)[2:]:
+        value = getattr(case, field.name)
+        if value != field.default:
+            text = f"ChunkLayout({value.chunks})" if isinstance(value, ChunkLayout) else repr(value)
+            parts.append(f"{field.name}={text}")
     return f"Case({', '.join(parts)})"
 
 
 def _mask_expression(mask: Mask) -> str:
     parts = []
-    for one in fields(Mask):
-        value = getattr(mask, one.name)
-        if one.init and value != one.default:
-            parts.append(f"{one.name}={getattr(value, '__name__', None) or repr(value)}")
+    for field in fields(Mask):
+        value = getattr(mask, field.name)
+        if field.init and value != field.default:
+            parts.append(f"{field.name}={getattr(value, '__name__', None) or repr(value)}")
     return f"Mask({', '.join(parts)})"

@@ -68,7 +68,7 @@ def dense_gradients(*args: jax.Array, **options: Any) -> Any:
     return reference.attention_grads(weight, *map(np.asarray, args), causal=True, **options)
 
 
-@pytest.mark.nightly(only=["False-True"])
+@pytest.mark.nightly(unless=["True-True"])
 @pytest.mark.parametrize(("check_vma", "compiled"), [(True, True), (False, True), (True, False)])
 def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
     function = ring(check_vma=check_vma)
@@ -119,7 +119,6 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
     unless=[
         "contiguous-AxisType.Auto",
         "zigzag-AxisType.Explicit",
-        "striped-AxisType.Auto",
         "chunks-AxisType.Explicit",
     ]
 )

@@ -321,7 +321,7 @@ def test_under_transformations(name: str) -> None:
             jax.block_until_ready(TRANSFORMED[name](x))
 
 
-@pytest.mark.nightly(unless=["Auto"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 def test_rings_beside_each_other_are_checked_each_by_itself(kind: AxisType) -> None:
     """Which calls are, depends on a ring's own numbers: one may be while the other is not."""

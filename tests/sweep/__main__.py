@@ -75,10 +75,10 @@ def run(chosen: list[Entry], results: Path) -> None:
 def results_of(results: list[Result], names: set[str]) -> tuple[list[Result], list[Result]]:
     """Return the latest results of the installed version, and those beside other releases'."""
     version = transformers.__version__
-    mine = {x.name: x for x in results if x.version == version and x.name in names}
+    by_name = {x.name: x for x in results if x.version == version and x.name in names}
     release = version.rpartition(".")[0]
-    others = [x for x in results if x.release != release]
-    return [*mine.values()], [*others, *mine.values()]
+    other_results = [x for x in results if x.release != release]
+    return [*by_name.values()], [*other_results, *by_name.values()]
 
 
 def main() -> int:
@@ -93,22 +93,24 @@ def main() -> int:
         [*PRELOADED, "transformers.modeling_utils", "transformers.masking_utils"]
     )
     forkserver.ensure_running()
-    every = entries()
+    all_entries = entries()
     chosen = [
         entry
-        for entry in every
+        for entry in all_entries
         if (not options.only or any(w.lower() in entry.name.lower() for w in options.only))
         and (not options.auto or any(w in a for w in options.auto for a in entry.autos))
     ]
     earlier = read(options.results)
     before = {x.name for x in earlier if x.version == transformers.__version__}
     run([x for x in chosen if options.again or x.name not in before], options.results)
-    mine, results = results_of(read(options.results), {entry.name for entry in every})
+    done_before, results = results_of(read(options.results), {entry.name for entry in all_entries})
     options.results.write_text(written(results))
     if options.results == RESULTS:
         PAGE.write_text(rendered(results))
-    bad = [x.name for x in mine if x.is_bad]
-    print(f"{len(mine)} of {len(every)} classes, {len(bad)} neither exact nor refused: {bad}")
+    bad = [x.name for x in done_before if x.is_bad]
+    print(
+        f"{len(done_before)} of {len(all_entries)} classes, {len(bad)} neither exact nor refused: {bad}"
+    )
     return 1 if bad else 0
 
 

@@ -117,14 +117,14 @@ def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor
     try:
         with ring(cp, model) as split:
             shard = split(batch)
-            got = None if expected is None else run(model, shard, real, cp)
+            split_run = None if expected is None else run(model, shard, real, cp)
     except Exception as error:
         if not _is_refusal(error):
             raise
         return Outcome("refused", _words(error))
     if expected is None:
         return Outcome("does not run", failure)
-    check(cp, got, expected, real)
+    check(cp, split_run, expected, real)
     return Outcome("exact")
 
 
@@ -144,23 +144,23 @@ def _with_images(cp: ContextParallel, model: Any, batch: dict[str, Any]) -> str:
     """A batch with an image in each row, and labels."""
     try:
         with Wide():
-            more = image_batch(model, batch)
-        expected = None if more is None else run(model, more, torch.ones(ROWS, LENGTH))
+            images = image_batch(model, batch)
+        expected = None if images is None else run(model, images, torch.ones(ROWS, LENGTH))
     except Exception as error:  # noqa: BLE001 - whatever a small tower may raise
         return f"not run: {_words(error)}"
-    if more is None:
+    if images is None:
         return "none"
-    labels = torch.where(more["input_ids"] < VOCAB - 16, more["input_ids"], -100)
-    expected_loss = _loss(model, more | {"labels": labels})
+    labels = torch.where(images["input_ids"] < VOCAB - 16, images["input_ids"], -100)
+    expected_loss = _loss(model, images | {"labels": labels})
     handle = hf.parallelize(model, cp)
     try:
         check(
             cp,
-            run(model, dict(more), torch.ones(ROWS, LENGTH), cp),
+            run(model, dict(images), torch.ones(ROWS, LENGTH), cp),
             expected,
             torch.ones(ROWS, LENGTH),
         )
-        loss, grads = _loss(model, more | {"labels": labels}, cp, is_summed=True)
+        loss, grads = _loss(model, images | {"labels": labels}, cp, is_summed=True)
     except Exception as error:
         if not _is_refusal(error):
             raise
@@ -265,8 +265,8 @@ def _weights(x: Tensor, real: Tensor, cp: ContextParallel | None) -> Tensor:
     weights = weights * real.reshape(ROWS, LENGTH, *(1 for _ in x.shape[2:]))
     if cp is None:
         return weights
-    more = weights.new_zeros((ROWS, _length(cp) * cp.cp_size - LENGTH, *x.shape[2:]))
-    return cp.shard(torch.cat([weights, more], dim=1))
+    padding = weights.new_zeros((ROWS, _length(cp) * cp.cp_size - LENGTH, *x.shape[2:]))
+    return cp.shard(torch.cat([weights, padding], dim=1))
 
 
 def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
@@ -274,30 +274,30 @@ def _of_tokens(x: Tensor, real: Tensor) -> Tensor:
     return x[real == 1] if x.shape[:2] == real.shape else x
 
 
-def check(cp: ContextParallel, got: Any, expected: Any, real: Tensor) -> None:
+def check(cp: ContextParallel, split_run: Any, expected: Any, real: Tensor) -> None:
     """Compare outputs and gradients.
 
     Raises:
         DifferentError: They differ.
     """
-    (outs, grads), (whole_outs, whole_grads) = got, expected
-    found = [] if whole_outs else ["the model has no output to compare"]
+    (outs, grads), (whole_outs, whole_grads) = split_run, expected
+    differences_found = [] if whole_outs else ["the model has no output to compare"]
     if outs.keys() != whole_outs.keys():
-        found.append(f"outputs {sorted(outs)} for {sorted(whole_outs)}")
+        differences_found.append(f"outputs {sorted(outs)} for {sorted(whole_outs)}")
     for name in sorted(outs.keys() & whole_outs.keys()):
         x, whole = outs[name], whole_outs[name]
         if whole.shape[:2] == (ROWS, LENGTH) and x.shape[:2] == (ROWS, _length(cp)):
             x = cp.unshard(x.detach())[:, :LENGTH]
-        found += _difference(name, _of_tokens(x, real), _of_tokens(whole, real))
+        differences_found += _difference(name, _of_tokens(x, real), _of_tokens(whole, real))
     for name in sorted(grads.keys() | whole_grads.keys()):  # no gradient is one of zeros
-        some = grads.get(name, whole_grads.get(name))
-        assert some is not None
-        pair = [x.get(name, torch.zeros_like(some)) for x in (grads, whole_grads)]
-        found += _difference(f"gradient of {name}", *pair)
-    flag = torch.tensor(len(found))
+        gradient = grads.get(name, whole_grads.get(name))
+        assert gradient is not None
+        pair = [x.get(name, torch.zeros_like(gradient)) for x in (grads, whole_grads)]
+        differences_found += _difference(f"gradient of {name}", *pair)
+    flag = torch.tensor(len(differences_found))
     dist.all_reduce(flag)
     if flag:
-        raise DifferentError("; ".join(found[:4]) or "on the other rank")
+        raise DifferentError("; ".join(differences_found[:4]) or "on the other rank")
 
 
 def _difference(name: str, x: Tensor, whole: Tensor) -> list[str]:
@@ -382,8 +382,8 @@ def _is_refusal(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    where = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, ValueError) and where.partition(".")[0] in ("ring_torch", "ring_core")
+    module = "" if frame is None else frame.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, ValueError) and module.partition(".")[0] in ("ring_torch", "ring_core")
 
 
 def _words(error: BaseException) -> str:

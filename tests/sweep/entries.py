@@ -36,13 +36,13 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All, in the order of their types."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    by_class: dict[str, tuple[str, list[str]]] = {}
     for auto, mapping in sorted(_mappings().items()):
         for model_type, names in mapping.items():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(name, (model_type, []))[1].append(auto)
-    made = [Entry(name, kind, tuple(autos)) for name, (kind, autos) in found.items()]
-    return sorted(made, key=lambda entry: (entry.model_type, entry.name))
+                by_class.setdefault(name, (model_type, []))[1].append(auto)
+    all_entries = [Entry(name, kind, tuple(autos)) for name, (kind, autos) in by_class.items()]
+    return sorted(all_entries, key=lambda entry: (entry.model_type, entry.name))
 
 
 def _mappings() -> dict[str, dict[str, str | tuple[str, ...]]]:

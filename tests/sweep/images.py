@@ -21,16 +21,16 @@ def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | Non
     if vision is None or not isinstance(token, int) or "pixel_values" not in takes:
         return None
     generator = torch.Generator().manual_seed(11)
-    more = (_patches if "image_grid_thw" in takes else _squares)(vision, generator)
-    if more is None:
+    images = (_patches if "image_grid_thw" in takes else _squares)(vision, generator)
+    if images is None:
         return None
     kind = config.model_type
     if kind.startswith(("mistral3", "lighton")):
-        more["image_sizes"] = torch.tensor([more["pixel_values"].shape[-2:]] * 2)
+        images["image_sizes"] = torch.tensor([images["pixel_values"].shape[-2:]] * 2)
     if kind.startswith(("idefics", "smolvlm")):
-        more["pixel_values"] = more["pixel_values"][:, None]
-    more = {name: x for name, x in more.items() if name in takes}
-    count = _tokens_of_image(model, more, len(batch["input_ids"]))
+        images["pixel_values"] = images["pixel_values"][:, None]
+    images = {name: x for name, x in images.items() if name in takes}
+    count = _tokens_of_image(model, images, len(batch["input_ids"]))
     tokens = batch["input_ids"].clone()
     if not 0 < count <= tokens.shape[1] - max(_BEFORE):
         return None
@@ -38,8 +38,8 @@ def image_batch(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor] | Non
         tokens[row, start : start + count] = token
     is_image = (tokens == token).long()
     if "mm_token_type_ids" in takes:
-        more["mm_token_type_ids"] = is_image
-    return {**batch, **more, "input_ids": tokens}
+        images["mm_token_type_ids"] = is_image
+    return {**batch, **images, "input_ids": tokens}
 
 
 def _patches(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | None:
@@ -67,14 +67,14 @@ def _squares(vision: Any, generator: torch.Generator) -> dict[str, Tensor] | Non
     return {"pixel_values": torch.randn(2, channels, size, size, generator=generator).double()}
 
 
-def _tokens_of_image(model: Any, more: dict[str, Tensor], rows: int) -> int:
+def _tokens_of_image(model: Any, images: dict[str, Tensor], rows: int) -> int:
     """Tokens that an image takes."""
     with torch.no_grad():
-        found = model.get_image_features(**more)
+        features = model.get_image_features(**images)
     for name in ("pooler_output", "last_hidden_state"):
-        if not isinstance(found, Tensor | list | tuple):
-            found = getattr(found, name) if getattr(found, name) is not None else found
-    if isinstance(found, list | tuple):
-        found = torch.cat([x.flatten(0, -2) for x in found])
-    assert isinstance(found, Tensor)
-    return found.shape[:-1].numel() // rows
+        if not isinstance(features, Tensor | list | tuple):
+            features = getattr(features, name) if getattr(features, name) is not None else features
+    if isinstance(features, list | tuple):
+        features = torch.cat([x.flatten(0, -2) for x in features])
+    assert isinstance(features, Tensor)
+    return features.shape[:-1].numel() // rows

@@ -1,12 +1,14 @@
-"""What became of every class, kept in a file and shown on a page of the documentation."""
+"""Results of every class of models: kept in a file, and shown as a table of the documentation."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from sweep.entries import KINDS
 
@@ -14,33 +16,162 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "transformers-models.md"
 REFUSED = "the model cannot be split: "  # what shard_batch says first
 
-_WIDTH = 200  # of a reason; check_model says all of it
 _TOP = """---
 runs: none
 ---
 
 # Models of transformers
 
-{sums} None is wrong and none hangs on any of them.
+Find a class in the [table](#every-class). **Exact** classes train on a ring as on one device; **refused** ones say so before
+anything is sent, and the table says why. None is wrong and none hangs.
 
-`nox -s sweep` builds every class that an `AutoModelFor*` makes from a small config with random
-weights, and compares two ranks with one in float64: outputs, the gradient of every weight, and the loss with its
-gradients, without padding and with padding on the right and on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images
-are run on text, and where `images` says so on an image in each row, too. `ring_torch.hf.check_model(model)` says of a model of your own what this page says of these.
+{sums}
 
-{counts}
+Exact on {newest} are {counts}.
+
+`ring_torch.hf.check_model(model)` says the same of a model of your own. How to train an exact one: [transformers](transformers.md).
+
+`nox -s sweep` builds every class that an `AutoModelFor*` makes, from a small config with random weights, and compares two ranks with
+one in float64: outputs, the gradient of every weight, and the loss with its gradients, without padding and with padding on the right and
+on the left. A class is exact where the largest difference is below 1e-7 of the largest number. Models of text and images run on text,
+and where a note says so on an image in each row, too.
+
+## Columns
+
+- **result**: on the newest release that has the class, of {releases}, which are tested.
+- **exact since**: the first of these releases on which it is exact.
+- **split by**: `shard_batch` splits a batch by hand, and `hf.parallelize` works as well; `hf.parallelize` is for models that need its
+  hooks.
+- **notes**: letters are of exact classes, numbers are reasons why a class is refused. After a release stands what differs there.
+
+| note | what it means |
+|---|---|
+{notes}
+
+| reason | why it is refused | what to do |
+|---|---|---|
+{reasons}
+
+## Every class
+
 """
 
 
-_EXACT = (
-    "By: *shard_batch* is of models whose batches can be split by hand, and by `hf.parallelize` as well; "
-    "*hf.parallelize* of those that need its hooks.\n"
-    "Loss: *exact* is the model's own, added over ranks; *none* is of models that have no loss of such "
-    "labels. The others are to be computed on every rank from outputs that "
-    "`ContextParallel.unshard(x, grad='slice')` puts together.\n"
-    "Releases: these three columns are of the newest release on which a class is exact; the last ones say what "
-    "became of it on each, and what is otherwise there. `-` is of releases that have no such class."
+class Reason(NamedTuple):
+    """A reason why classes are refused or not run.
+
+    Attributes:
+        found: A pattern of what :func:`ring_torch.hf.check_model`, or an error, says.
+        why: The reason in a sentence.
+        todo: What a user can do.
+    """
+
+    found: str
+    why: str
+    todo: str
+
+
+_WHOLE = "run it whole on each device"
+
+#: Reasons by the numbers that the page gives them. Kept reasons may be cut off in their last words.
+REASONS = (
+    Reason(
+        "has no sequence of tokens",
+        "it takes neither `input_ids` nor `inputs_embeds`, as models of images or sounds: there is no sequence of tokens to split",
+        _WHOLE,
+    ),
+    Reason(
+        r"pools \(",
+        "it makes one output of a whole sequence, of which a rank holds a part (classification, retrieval)",
+        "run the model without that head, pool `ContextParallel.unshard(hidden_states, grad='sum')`, divide the loss by `cp_size`",
+    ),
+    Reason(
+        "makes a pooler_output",
+        "its `pooler_output` is of one token, which one rank has",
+        "build it with `add_pooling_layer=False`, or take the hidden states",
+    ),
+    Reason(
+        "no attention func|calls no att|in a way of their own",
+        "its layers attend in code of their own, not by an attention function of transformers' registry, so a rank would see its own tokens only",
+        "take a class whose layers call the registry's attention function",
+    ),
+    Reason(
+        "mix tok|recurrent or convolutional layers",
+        "convolutions or recurrent layers mix tokens that lie on other ranks, and no hook exchanges them",
+        _WHOLE,
+    ),
+    Reason(
+        "layers of type",
+        "layers of a type other than full and sliding attention would see a rank's tokens only",
+        _WHOLE,
+    ),
+    Reason(
+        "makes its masks itself|masks of its own|asks for a mask|another mask over|reads the att|no mask that could be read",
+        "it makes, reads or changes a mask itself, not through `transformers.masking_utils`, and the mask of a split batch cannot be read",
+        "call `ring_torch.ring_attention` with the mask as [an option](masks-and-options.md)",
+    ),
+    Reason(
+        "it would count|would count from 0|nor module that makes pos|create_position_ids",
+        "it counts positions itself, and would count a rank's tokens from 0",
+        "its code has to take `position_ids`",
+    ),
+    Reason(
+        "of transformers [0-9.]+ has no|get_seq_length",
+        "this release lacks a name, or an argument, that a hook needs",
+        "take a release on which the class is exact, or report it",
+    ),
+    Reason(
+        "position bias of its own",
+        "its attention adds a position bias that cannot be split",
+        _WHOLE,
+    ),
+    Reason(
+        "encoder and a decoder|takes no encoder_attention_mask",
+        "it is an encoder and a decoder, and not of tokens alone",
+        "split its decoder or its encoder alone",
+    ),
+    Reason(
+        "trigram_input|cuts its sequence into patches",
+        "an embedding is made of neighbouring tokens, which may lie on other ranks",
+        "of MobileBERT, set `config.trigram_input` to False before it is built",
+    ),
+    Reason(
+        "experts take as many tokens as fit",
+        "its experts take as many tokens as fit, counted among a rank's own",
+        "take a model whose experts drop no tokens",
+    ),
+    Reason(
+        "looks for one token",
+        "it looks for one token of the whole sequence",
+        _WHOLE,
+    ),
+    Reason(
+        "ImportError",
+        "not run: it needs a library that the sweep does not install",
+        "ask `check_model`",
+    ),
+    Reason(
+        "does not build",
+        "not run: the small config does not build it",
+        "ask `check_model`",
+    ),
+    Reason(
+        "does not run",
+        "not run: the whole model does not run on tokens alone",
+        "ask `check_model`",
+    ),
 )
+
+#: Notes of exact classes, by their letters.
+NOTES = {
+    "a": "its loss is to be computed on every rank from logits that `ContextParallel.unshard(x, grad='slice')` puts together",
+    "b": "the same of `start_logits` and `end_logits`",
+    "c": "it has no loss of such labels",
+    "d": "images among its tokens are exact, too",
+    "e": "images among its tokens are refused",
+    "f": "images were not run",
+    "g": "padding was not run",
+}
 
 
 @dataclass(frozen=True)
@@ -96,137 +227,114 @@ def of_release(results: Iterable[Result], version: str) -> dict[str, Result]:
 
 
 def rendered(results: list[Result]) -> str:
-    """The page."""
+    """Return the text of the page."""
     releases = sorted({x.release for x in results}, key=_number)
-    found: dict[tuple[str, str], dict[str, Result]] = {}
-    for each in sorted(results, key=lambda x: (x.model_type, x.name)):
-        found.setdefault((each.model_type, each.name), {})[each.release] = each
-    exact: list[dict[str, Result]] = []
-    refused: list[dict[str, Result]] = []
-    without: list[dict[str, Result]] = []
-    apart: list[dict[str, Result]] = []
-    for by in found.values():
-        newest = by[max(by, key=_number)]
-        if any(x.result == "exact" for x in by.values()):
-            exact.append(by)
-        elif newest.result != "refused":
-            apart.append(by)
-        else:
-            (without if "has no sequence of tokens" in newest.reason else refused).append(by)
-    sums = " ".join(_sum([by[r] for by in found.values() if r in by], r) for r in releases)
-    newest_exact = [x for x in results if x.release == releases[-1] and x.result == "exact"]
-    return "\n".join(
-        [
-            _TOP.format(sums=sums, counts=_counts(newest_exact, releases[-1])),
-            "## Exact",
-            "",
-            _EXACT,
-            "",
-            *_table(
-                ("class", "by", "loss", "images", *releases), (_row(x, releases) for x in exact)
-            ),
-            "",
-            "## Refused",
-            "",
-            *_table(("class", "releases", "why"), (_reason(x, releases) for x in refused)),
-            "",
-            "## Refused: no sequence of tokens",
-            "",
-            ", ".join(f"`{_newest(x).name}`" for x in without),
-            "",
-            "## Not run",
-            "",
-            "The small config does not build these, or the whole model does not run on tokens alone.",
-            "",
-            *_table(("class", "releases", "why"), (_reason(x, releases) for x in apart)),
-            "",
-        ]
+    classes: dict[str, dict[str, Result]] = {}
+    for each in sorted(results, key=lambda x: _number(x.release)):
+        classes.setdefault(each.name, {})[each.release] = each
+    newest = [x for x in results if x.release == releases[-1] and x.result == "exact"]
+    sums = [_sums([x for x in results if x.release == release], release) for release in releases]
+    top = _TOP.format(
+        sums=_table(("release", "classes", "exact", "refused", "not run"), sums),
+        newest=releases[-1],
+        counts=_counts(newest),
+        releases=", ".join(releases),
+        notes="\n".join(f"| {letter} | {words} |" for letter, words in NOTES.items()),
+        reasons="\n".join(f"| {n} | {x.why} | {x.todo} |" for n, x in enumerate(REASONS, 1)),
     )
+    head = ("model", "class", "result", "exact since", "split by", "notes")
+    return top + _table(head, sorted(map(_row, classes.values()))) + "\n"
+
+
+def reasons_of(result: Result) -> list[int]:
+    """Return the numbers of a result's reasons; the first is what it says first.
+
+    Raises:
+        ValueError: None of :data:`REASONS` is in it.
+    """
+    text = result.reason if result.result == "refused" else f"{result.result}: {result.reason}"
+    places = [(re.search(x.found, text), n) for n, x in enumerate(REASONS, 1)]
+    numbers = [n for match, n in sorted((m.start(), n) for m, n in places if m)]
+    if result.result == "refused":
+        if not numbers:
+            raise ValueError(f"no number for the reason of {result.name}: {text}")
+        return numbers
+    library = next(n for n, x in enumerate(REASONS, 1) if x.found == "ImportError")
+    return [library] if library in numbers else numbers[:1]
 
 
 def _number(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def _newest(by: dict[str, Result]) -> Result:
-    return by[max(by, key=_number)]
-
-
-def _sum(results: list[Result], release: str) -> str:
+def _sums(results: list[Result], release: str) -> tuple[str, ...]:
     counts = Counter(x.result for x in results)
     others = len(results) - counts["exact"] - counts["refused"]
+    return (release, *(str(n) for n in (len(results), counts["exact"], counts["refused"], others)))
+
+
+def _row(by: dict[str, Result]) -> tuple[str, ...]:
+    """Return the cells of a class: its result on the newest release that has it, and notes.
+
+    ``by`` holds its results by release, from the oldest to the newest.
+    """
+    ordered = list(by.values())
+    latest, exact = ordered[-1], [x for x in ordered if x.result == "exact"]
+    if not exact:
+        result = "refused" if latest.result == "refused" else "not run"
+        numbers = ", ".join(map(str, reasons_of(latest)))
+        return (latest.model_type, f"`{latest.name}`", result, "", "", numbers)
+    best = exact[-1]
+    since = exact[0].release if best is latest else f"{exact[0].release} to {best.release}"
+    notes = [", ".join(_letters(best))]
+    notes += [f"{x.release}: {_difference(x, best)}" for x in ordered if _difference(x, best)]
+    result = "exact" if best is latest else latest.result.replace("does not run", "not run")
     return (
-        f"Of {len(results)} classes of models of transformers {release} {counts['exact']} are exact on a "
-        f"ring, {counts['refused']} are refused by name, and {others} are not run."
+        latest.model_type,
+        f"`{best.name}`",
+        result,
+        since,
+        best.by,
+        "; ".join(filter(None, notes)),
     )
 
 
-def _row(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
-    """A class that is exact: what is so on the newest release where it is, and on each."""
-    best = _newest({release: x for release, x in by.items() if x.result == "exact"})
-    cells = (_cell(by.get(release), best) for release in releases)
-    return (best.name, best.by, _loss(best), _images(best), *cells)
-
-
-def _cell(result: Result | None, best: Result) -> str:
-    """What became of a class on one release, where it is other than on the best."""
-    if result is None:
-        return "-"
+def _difference(result: Result, best: Result) -> str:
+    """Return what is otherwise on another release than the newest on which a class is exact."""
     if result.result != "exact":
-        return result.result
-    pairs = {
-        "loss": (_loss(result), _loss(best)), "images": (_images(result), _images(best)),
-        "by": (result.by, best.by), "padding": (_padding(result), _padding(best)),
-    }  # fmt: skip
-    others = [f"{name}: {one}" for name, (one, two) in pairs.items() if one != two]
-    return "; ".join(["exact", *others])
+        later = _number(result.release) > _number(best.release)
+        return ", ".join(map(str, reasons_of(result))) if later else ""
+    letters = _letters(result)
+    others = ([", ".join(letters) or "none of these"] if letters != _letters(best) else []) + (
+        [result.by] if result.by != best.by else []
+    )
+    return ", ".join(others)
 
 
-def _reason(by: dict[str, Result], releases: list[str]) -> tuple[str, ...]:
-    newest = _newest(by)
-    why = _why(newest)
-    present = "all" if len(by) == len(releases) else ", ".join(sorted(by, key=_number))
-    return (newest.name, present, why if newest.result == "refused" else f"{newest.result}: {why}")
+def _letters(result: Result) -> list[str]:
+    """Return the letters of :data:`NOTES` that an exact class has on a release."""
+    letters = []
+    if result.loss != "exact":
+        start = "start_positions" in result.loss
+        letters.append("c" if result.loss == "none" else "b" if start else "a")
+    if result.images != "none":
+        refused = result.images.startswith("refused")
+        letters.append("d" if result.images == "exact" else "e" if refused else "f")
+    if result.padding not in ("exact", "none"):
+        letters.append("g")
+    return letters
 
 
-def _counts(exact: list[Result], release: str) -> str:
-    """How many types of each kind are exact."""
-    rows = [
+def _counts(exact: list[Result]) -> str:
+    """Return how many types of each kind are exact."""
+    kinds = [
         f"{len({x.model_type for x in exact if x.kind == kind})} types of {words}"
         for kind, words in KINDS.items()
     ]
     images = sum(x.images == "exact" for x in exact)
-    return f"Exact on {release} are {', '.join(rows)}; {images} classes with images among their tokens."
+    return f"{', '.join(kinds)}; {images} classes with images among their tokens"
 
 
-def _images(result: Result) -> str:
-    if result.images in ("exact", "none"):
-        return result.images
-    return "refused" if result.images.startswith("refused") else "not run"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterable[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for name, *texts in rows:
-        yield f"| `{name}` | {' | '.join(texts)} |"
-
-
-def _padding(result: Result) -> str:
-    return result.padding if result.padding in ("exact", "none") else result.padding.split(":")[0]
-
-
-def _loss(result: Result) -> str:
-    if result.loss in ("exact", "none"):
-        return result.loss
-    if "start_positions" in result.loss:
-        return "of `start_logits` and `end_logits`, put together"
-    return "of its logits, put together"
-
-
-def _why(result: Result) -> str:
-    text = result.reason.removeprefix(REFUSED).removeprefix("ValueError: ")
-    text = text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ..."
-    for mark in "|*<_[":
-        text = text.replace(mark, f"\\{mark}")
-    return text
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -88,7 +88,7 @@ def _relayout(rank: int, layout: Any) -> None:
     moved = there(x.requires_grad_(), nullcontext)
     (grad,) = torch.autograd.grad(moved, x, y)
     same([(moved.detach(), y)], [(x.detach(), grad)])
-    assert torch.equal(there.back()(moved.detach(), nullcontext), x)
+    assert torch.equal(there.inverse()(moved.detach(), nullcontext), x)
 
 
 def _ulysses(rank: int, layout: Any) -> None:

@@ -17,7 +17,15 @@ import pytest
 from pages import Page
 
 DEMO = Path(__file__).parents[2] / "examples" / "train_bytes.py"
-SMALL = ["--cp=2", "--seq-len=256", "--steps=4", "--layers=1", "--dim=64", "--out=none"]
+SMALL = [
+    "--device=cpu",
+    "--cp=2",
+    "--seq-len=256",
+    "--steps=4",
+    "--layers=1",
+    "--dim=64",
+    "--out=none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,12 @@ def test_wrong_arguments_get_one_line(
 
 @pytest.mark.usefixtures("demo")
 def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert importlib.import_module("long_context").main(["--cp=2", "--first=64", "--most=256"]) == 0
+    assert (
+        importlib.import_module("long_context").main(
+            ["--device=cpu", "--cp=2", "--first=64", "--most=256"]
+        )
+        == 0
+    )
     last = capsys.readouterr().out.splitlines()[-1]  # of this process; ranks print their own
     assert last == "the longest: 256 tokens on 2 processes. 512: --most 256 was asked for."
 
@@ -114,7 +127,7 @@ def test_the_lines_that_start_jobs_on_several_hosts() -> None:
     (line,) = (line for line in page.commands if "--nnodes" in line)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    local = re.sub(r"--device .*", "--first 64 --most 256", line)
+    local = re.sub(r"--dtype .*", "--device cpu --first 64 --most 256", line)
     for old, new in (("host0", "127.0.0.1"), ("29500", str(port)), ("per-node 8", "per-node 1")):
         local = local.replace(old, new)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

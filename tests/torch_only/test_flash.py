@@ -33,7 +33,14 @@ from ring_core import (
 from ring_torch import prepare
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel, aligned
-from ring_torch.kernels.library import FlashLibrary, ForwardLaunch, HeadDims, Options, Pass
+from ring_torch.kernels.library import (
+    FlashLibrary,
+    ForwardLaunch,
+    HeadDims,
+    ItemBackward,
+    Options,
+    Pass,
+)
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -114,6 +121,21 @@ class PlainFlash(FlashLibrary):
             assert sinks is None
             PREPARED.append(q.shape)
             self.forward(q, k, v, options, AttentionState(out, lse))
+
+        return launch
+
+    def prepare_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        del dout, q, k, v, out, lse, place
+
+        def launch(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            PREPARED.append(q.shape)
+            _, dk, dv = self.backward(dout, q, k, v, out, lse, options, dq)
+            return dk, dv
 
         return launch
 
@@ -443,6 +465,8 @@ def _again_and_again(rank: int, strategy: str, layout: Any) -> None:
             # The first call of a kind of tensors prepares its launches, later ones run them.
             unlike = turn == 3 and strategy == "gather"  # ulysses has copied it in its exchange
             assert (seen > 0) == (turn > 0 and not unlike), (turn, seen)
+            if strategy == "gather":
+                assert (len(PREPARED) > seen) == (seen > 0), (turn, seen)
             PREPARED.clear()
         for again in results[1:]:
             for x, first in zip(again, results[0], strict=True):

@@ -17,10 +17,14 @@ K = 1024
     [
         (8 * K, 8, ONE_GROUP),  # too little work for more launches
         (8 * K, 32, ONE_GROUP),
-        (32 * K, 8, HeadGroups(1, 1, early=True)),  # few keys: what travels is hidden as it is
-        (32 * K, 32, HeadGroups(2, 2, early=True)),
-        (128 * K, 32, HeadGroups(4, 4, early=True)),
-        (128 * K, 8, HeadGroups(1, 1, early=True)),
+        (
+            32 * K,
+            8,
+            HeadGroups(1, 1, before_last_item=True),
+        ),  # few keys: what travels is hidden as it is
+        (32 * K, 32, HeadGroups(2, 2, before_last_item=True)),
+        (128 * K, 32, HeadGroups(4, 4, before_last_item=True)),
+        (128 * K, 8, HeadGroups(1, 1, before_last_item=True)),
     ],
 )
 def test_groups_of_a_causal_ring_of_four(tokens: int, kv_heads: int, expected: HeadGroups) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -15,11 +15,12 @@ from ring_core import Mask, Plan, WorkItem, make_plan
 from ring_core.programs import gather
 from ring_torch import ContextParallel, prepare
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import BackwardLaunch, Kernel, Selection, SplitBackward
+from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans, Selection, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.payload import ONE_GROUP, HeadGroups
-from ring_torch.records import BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
+from ring_torch.strategies.prepared import own_spans
 
 KEYS, LENGTH, HEADS, DIM = 4, 128, (4, 2, 2), 8
 
@@ -41,7 +42,7 @@ class Tiled(SplitBackward):
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        grads = EagerKernel().grads(rows, columns, upstream, item, params)
+        grads = TiledKernel([]).grads(rows, columns, upstream, item, params)
         dq.copy_(grads.dq)
         for total, x in zip(sums, (grads.dk, grads.dv), strict=True):
             total.add_(_reversed(x.transpose(1, 2)))
@@ -57,18 +58,32 @@ class Tiled(SplitBackward):
             sums: Tensor,
         ) -> None:  # fmt: skip
             self.used.append(True)
-            delta = (dout * out).sum(dim=-1).transpose(1, 2)
             block = QueryBlock(q, None, None, None, None, None)
             batch, length, heads, dim = k.shape
             totals = sums.view(2, batch, heads, length, dim)
             for item in reversed(items):
                 self.accumulate(
                     block.take(item.q_slice), columns._replace(k=k, v=v).take(item.k_slice),
-                    BackwardInputs(dout, out, lse, delta).take(item.q_slice), item, params,
+                    BackwardInputs(dout, out, lse, None).take(item.q_slice), item, params,
                     dq[:, item.q_slice], (totals[0, :, :, item.k_slice], totals[1, :, :, item.k_slice]),
                 )  # fmt: skip
 
         return launch
+
+    def prepare_round(
+        self, spans: OwnSpans, params: KernelParams
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+            batch, _, heads, dim = dk.shape
+            totals = sums.view(2, batch, heads, spans.length, dim)
+            for n in range(spans.number):
+                start = spans.target + n * spans.target_step
+                first = spans.source + n * spans.source_step
+                columns, rows = slice(start, start + spans.keys), slice(first, first + spans.keys)
+                parts = totals[0, :, :, columns], totals[1, :, :, columns]
+                self.round(parts, (dk[:, rows], dv[:, rows]), params)
+
+        return round_all
 
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
@@ -81,8 +96,17 @@ class Tiled(SplitBackward):
 class TiledKernel(EagerKernel):
     """One that adds up in tiles."""
 
+    needs_delta = False
+
     def __init__(self, used: list[bool]) -> None:
         self.parts: SplitBackward = Tiled(used)
+
+    def grads(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
+        out: Tensor | None = None,
+    ) -> Grads:  # fmt: skip
+        delta = (upstream.dout * upstream.out).sum(dim=-1).transpose(1, 2)
+        return super().grads(rows, columns, upstream._replace(delta=delta), item, params, out)
 
 
 def _reversed(x: Tensor) -> Tensor:
@@ -142,8 +166,8 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     [
         ("contiguous", ONE_GROUP),
         ("zigzag", ONE_GROUP),
-        ("contiguous", HeadGroups(1, 2, early=True)),
-        ("zigzag", HeadGroups(2, 2, early=True)),
+        ("contiguous", HeadGroups(1, 2, before_last_item=True)),
+        ("zigzag", HeadGroups(2, 2, before_last_item=True)),
     ],
 )
 def test_tiles_of_all_launches_are_the_same(
@@ -153,6 +177,7 @@ def test_tiles_of_all_launches_are_the_same(
     for rank, (used, error) in enumerate(backend.pool(2).run(on_a_rank, layout, mask, groups)):
         with patch.object(gather, "TILE", KEYS):
             program = gather._gather_program.__wrapped__(plan, rank, True, True)
-        prepared = tiled and groups == ONE_GROUP and not program.in_place
+        spans = own_spans(program, rank, LENGTH // 2)
+        prepared = tiled and groups == ONE_GROUP and not program.in_place and spans is not None
         assert used == [tiled, tiled, *([True] if prepared else [])]
         assert error < 1e-5

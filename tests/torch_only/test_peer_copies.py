@@ -28,9 +28,9 @@ from ring_torch.transports.symm_mem import SYMM_MEM
 Arrays = dict[str, npt.NDArray[Any]]
 GROUPS = {
     "one": ONE_GROUP,
-    "early": HeadGroups(1, 1, early=True),
-    "two": HeadGroups(2, 2, early=False),
-    "two early": HeadGroups(2, 2, early=True),
+    "early": HeadGroups(1, 1, before_last_item=True),
+    "two": HeadGroups(2, 2, before_last_item=False),
+    "two early": HeadGroups(2, 2, before_last_item=True),
 }
 NAMES = (
     "causal-zigzag-cp3",

@@ -23,6 +23,7 @@ from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks, exchange
+from ring_torch.kernels import KERNELS
 from ring_torch.kernels.api import Kernel
 from ring_torch.prepare import _prepare
 from ring_torch.records import (
@@ -242,11 +243,29 @@ def test_names_for_static_typing_are_those_of_the_table() -> None:
     assert set(get_args(StrategyName)) == {spec.name for spec in STRATEGIES}
 
 
-SOURCE = Path(ring_torch.__file__).parent
+PACKAGES = Path(__file__).parents[2] / "packages"
 #: A name stands in its own file; ``logits="gather"`` is an option of models.
-OWN_FILES = {"gather": ("gather.py", "two_stage.py")}
+OWN_FILES = {
+    "gather": ("gather.py", "two_stage.py"), "fa3": ("flash_attn.py",), "fa2": ("flash_attn.py",),
+    "cudnn": ("cudnn.py", "sdpa.py"), "pallas": ("kernel.py",),
+}  # fmt: skip
 OTHERS = {"logits"}
 NAMES = {*(x.name for x in STRATEGIES), *(x.name for x in TRANSPORTS)}
+KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX's own, too
+#: Where else a name decides, and why.
+ALLOWED = {
+    ("ring_core/base/config.py", "balanced"),  # the table of layouts that strategies need
+    ("ring_core/programs/ring.py", "balanced"),  # the table of both programs of a ring
+    *(
+        ("ring_jax/strategies/__init__.py", x) for x in ("ring", "balanced", "gather")
+    ),  # JAX's table
+    *(("ring_jax/maxtext.py", x) for x in ("ring", "ulysses")),  # values of MaxText's settings
+    ("ring_jax/context.py", "xla"),  # what the compiler can shard by itself
+    ("ring_jax/compat/translate.py", "xla"),  # a value of tokamax's argument
+    ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
+    ("ring_torch/optional.py", "triton"),  # the package
+    ("ring_torch/tools/bench.py", "eager"),  # nothing to compare with on GPUs: plain torch
+}
 
 
 def _branches(path: Path) -> Iterator[tuple[int, set[str]]]:
@@ -276,14 +295,15 @@ def _branches(path: Path) -> Iterator[tuple[int, set[str]]]:
 
 
 def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
-    found = [
-        f"{path.relative_to(SOURCE)}:{line}: {name}"
-        for path in SOURCE.rglob("*.py")
-        for line, constants in _branches(path)
-        for name in NAMES & constants
+    found = {
+        (path.relative_to(source).as_posix(), name)
+        for source in PACKAGES.glob("*/src")
+        for path in source.rglob("*.py")
+        for _, constants in _branches(path)
+        for name in (NAMES | KERNEL_NAMES) & constants
         if path.name not in OWN_FILES.get(name, (f"{name}.py",))
-    ]
-    assert found == []
+    }
+    assert found == ALLOWED
     for text in (
         'call.transport.name == "p2p"', 'name in ("ring", "gather")', '{"ulysses": 1}[name]',
         "isinstance(call.strategy, Ulysses)", 'match name:\n    case "balanced":\n        pass',

@@ -69,10 +69,10 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
 def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
     """What a rank has others compute is what they do, piece by piece and row by row."""
     for rank, step in enumerate(steps):
-        for piece, help_of in enumerate(step.pieces):
-            theirs = steps[help_of.helper].pieces[piece].launches
+        for piece, offload in enumerate(step.pieces):
+            theirs = steps[offload.helper].pieces[piece].launches
             rows = [x.rows for x in theirs if x.item.q_rank == rank]
-            assert list(help_of.helped) == rows
+            assert list(offload.sent_rows) == rows
         done = sum(len(x.launches) for x in step.pieces)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
@@ -102,5 +102,5 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         model = cost.Model(8, 4, 16, bytes_per_element=4)
         bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)
         most = max(x.sent for x in ranks)
-        helps = any(step.helps != "none" for step in call.program.steps)
-        assert most <= bound.bytes_sent if helps else most == bound.bytes_sent
+        offloads = any(step.offload != "none" for step in call.program.steps)
+        assert most <= bound.bytes_sent if offloads else most == bound.bytes_sent

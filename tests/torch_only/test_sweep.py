@@ -10,7 +10,17 @@ import torch
 import transformers
 from sweep.compare import Outcome, compare
 from sweep.entries import Entry, entries
-from sweep.page import PAGE, RESULTS, Result, of_release, read, rendered, written
+from sweep.page import (
+    PAGE,
+    REASONS,
+    RESULTS,
+    Result,
+    of_release,
+    read,
+    reasons_of,
+    rendered,
+    written,
+)
 from sweep.tiny import config_of
 
 from ring_torch import hf
@@ -71,6 +81,22 @@ def test_releases_that_are_tested_are_those_of_the_page() -> None:
 def test_the_page_shows_the_results() -> None:
     assert PAGE.read_text() == rendered(ROWS)
     assert RESULTS.read_text() == written(ROWS)
+
+
+def test_every_class_that_is_not_exact_has_a_numbered_reason() -> None:
+    numbers = {n for x in ROWS if x.result != "exact" for n in reasons_of(x)}
+    assert numbers == set(range(1, len(REASONS) + 1))
+    unknown = Result(
+        "5.24.0", "NewModel", "new", "refused", "it does what no number is for", "", ""
+    )
+    with pytest.raises(ValueError, match="NewModel"):
+        reasons_of(unknown)
+
+
+def test_each_class_has_one_row() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.count(" | ") >= 5]
+    names = [row.split("`")[1] for row in rows if row.count("`") == 2]
+    assert sorted(names) == sorted({x.name for x in ROWS})
 
 
 @pytest.mark.parametrize("release", TESTED_RELEASES)

@@ -259,7 +259,9 @@ def test_right_calls_pass(strategy: str, backend: Any) -> None:
 
 
 @pytest.mark.nightly(unless=["groups0"])
-@pytest.mark.parametrize("groups", [HeadGroups(2, 2, early=True), HeadGroups(1, 2, early=False)])
+@pytest.mark.parametrize(
+    "groups", [HeadGroups(2, 2, before_last_item=True), HeadGroups(1, 2, before_last_item=False)]
+)
 def test_right_calls_whose_heads_are_cut_into_groups_pass(groups: HeadGroups, backend: Any) -> None:
     backend.pool(2).run(in_groups, groups)
 

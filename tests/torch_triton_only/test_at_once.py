@@ -35,7 +35,7 @@ from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies
 from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.p2p import P2P
-from ring_torch.transports.peer_copies import room_of
+from ring_torch.transports.peer_copies import grad_bytes_of
 from ring_torch.transports.symm_mem import SYMM_MEM
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -72,7 +72,7 @@ def on_a_rank(
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(
-            spec, room_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
         )
 
     def noted(name: str) -> Any:
@@ -165,7 +165,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     addresses = [x.data_ptr() for x in memory.headers()]
     memory.headers()[rank][2] = 1
     dist.barrier()
-    place = kernels.Place(
+    setup = kernels.ExchangeSetup(
         torch.tensor(addresses), addresses[rank], rank, 1, (1 if wrong else 10) * 10**9
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
@@ -189,7 +189,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
             target = torch.zeros(size, 2 * width)
             try:
-                kernels.exchange_keys(place, n, k, v, own[rank], table, target)
+                kernels.exchange_keys(setup, n, k, v, own[rank], table, target)
             except InterpreterError as error:  # it waited in vain
                 assert "did not come in time" in str(error)  # noqa: PT017
                 return [False]
@@ -217,18 +217,18 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
     header[2] = 1
-    place = kernels.Place(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
+    setup = kernels.ExchangeSetup(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
     room = torch.ones(40)
-    kernels.clear(place, room[:30], zero=False)
+    kernels.clear(setup, room[:30], zero=False)
     assert room.eq(1).all()
-    kernels.clear(place, room[:30], zero=True)
+    kernels.clear(setup, room[:30], zero=True)
     assert room[:30].eq(0).all()
     assert room[30:].eq(1).all()
     checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", checking)
     header[2] = 2  # who was to read the first has not
     with pytest.raises(InterpreterError, match="did not come in time"):
-        kernels.clear(place._replace(patience=10**6), room, zero=True)
+        kernels.clear(setup._replace(patience=10**6), room, zero=True)
 
 
 def test_other_calls_are_found_out(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ RUNS = [
 ]
 
 
+@pytest.mark.nightly(
+    only=["linearize-gather-False", "hessian-gather-False", "grad of grad-shard_map-False"]
+)
 @pytest.mark.parametrize(("asked", "call", "compiled"), RUNS)
 def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compiled: bool) -> None:
     words, ask = ASKED[asked]

@@ -48,6 +48,15 @@ RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly(
+    only=[
+        "documents-shards-False",
+        "chunks-global_arrays-False",
+        "both-global_arrays-False",
+        "both-shards-False",
+        "gathered-shards-False",
+    ]
+)
 @pytest.mark.parametrize(("name", "call", "checked"), RUNS)
 def test_documents_and_chunks(name: str, call: Callable[..., Any], *, checked: bool) -> None:
     options = OPTIONS[name]

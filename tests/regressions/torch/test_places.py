@@ -10,7 +10,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies import describe_strategy
-from ring_torch.transports.symm_buffer import Place, refusals
+from ring_torch.transports.symm_buffer import DeviceLocation, refusals
 
 ONE, OTHER = 7, 8  # hosts
 ALL = [[1, 1], [1, 1]]
@@ -19,18 +19,23 @@ ALL = [[1, 1], [1, 1]]
 @pytest.mark.parametrize(
     ("places", "reaches", "overlapping", "word"),
     [
-        ([Place(ONE, 1, 0), Place(ONE, 2, 1)], ALL, False, None),
-        ([Place(ONE, 1, 0), Place(ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
-        ([Place(ONE, 1, 0), Place(ONE, 2, 0)], ALL, True, None),
-        ([Place(ONE, 1, 0), Place(OTHER, 2, 1)], ALL, True, "several hosts"),
-        ([Place(ONE, 1, 0), Place(OTHER, 2, 0)], ALL, False, "several hosts"),
-        ([Place(ONE, 1, 0), Place(ONE, 1, 0)], ALL, True, "share a GPU"),
-        ([Place(ONE, 1, 0), Place(ONE, 1, 1)], ALL, False, "share a GPU"),
-        ([Place(ONE, 1, 0), Place(ONE, 2, 1)], [[1, 1], [0, 1]], False, "do not reach"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)], ALL, False, None),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, False, "ALLOW_OVERLAPPING"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 0)], ALL, True, None),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 1)], ALL, True, "several hosts"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(OTHER, 2, 0)], ALL, False, "several hosts"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 0)], ALL, True, "share a GPU"),
+        ([DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 1, 1)], ALL, False, "share a GPU"),
+        (
+            [DeviceLocation(ONE, 1, 0), DeviceLocation(ONE, 2, 1)],
+            [[1, 1], [0, 1]],
+            False,
+            "do not reach",
+        ),
     ],
 )
 def test_gpus_are_told_apart_by_what_they_are(
-    places: list[Place], reaches: list[list[int]], overlapping: bool, word: str | None,
+    places: list[DeviceLocation], reaches: list[list[int]], overlapping: bool, word: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")

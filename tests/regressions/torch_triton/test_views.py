@@ -43,7 +43,7 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
-        patch.object(autograd, "_has_passes", lambda _, dtype: dtype == torch.float32),
+        patch.object(autograd, "_can_use_triton", lambda _, dtype: dtype == torch.float32),
     ):
         for entry in some:
             batch = 2 if size == 1 else 1  # interpreted programs take their time

@@ -24,7 +24,7 @@ from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
-from ring_core.programs.ring import HELP_PIECES, RingProgram, Stage, ring_program
+from ring_core.programs.ring import OFFLOAD_PIECES, RingProgram, Stage, ring_program
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -325,8 +325,8 @@ class _Bytes(NamedTuple):
 
     kv: int
     grad: int  # dK/dV
-    ship: int  # queries, to the rank that helps
-    results: int  # of helped queries, back home
+    ship: int  # queries, to the helper
+    results: int  # of offloaded queries, back home
 
 
 def _message_bytes(plan: Plan, model: Model) -> tuple[_Bytes, _Bytes]:
@@ -370,18 +370,18 @@ def _run(
     """
     kv = np.array([s.kv_hop is not None for s in stages])
     grad = np.array([s.grad_hop is not None for s in stages])
-    helps = np.array([s.helps for s in stages])
+    offloads = np.array([s.offloads for s in stages])
     # The first piece for a helper travels in the slot before, the last result in the slot after.
-    ship, results = sizes.ship / HELP_PIECES, sizes.results / HELP_PIECES
+    ship, results = sizes.ship / OFFLOAD_PIECES, sizes.results / OFFLOAD_PIECES
     # Rows: messages that a rank sends in each slot, and their bytes. K/V of the next stage travel
     # in a stage's own slot, dK/dV in the slot after it.
     messages, sent = np.zeros((2, len(stages) + 2))
-    messages[:-2] += helps
-    messages[1:-1] += kv + 2 * (HELP_PIECES - 1) * helps
-    messages[2:] += grad.astype(int) + helps
-    sent[:-2] += helps * ship
-    sent[1:-1] += kv * sizes.kv + (HELP_PIECES - 1) * helps * (ship + results)
-    sent[2:] += grad * sizes.grad + helps * results
+    messages[:-2] += offloads
+    messages[1:-1] += kv + 2 * (OFFLOAD_PIECES - 1) * offloads
+    messages[2:] += grad.astype(int) + offloads
+    sent[:-2] += offloads * ship
+    sent[1:-1] += kv * sizes.kv + (OFFLOAD_PIECES - 1) * offloads * (ship + results)
+    sent[2:] += grad * sizes.grad + offloads * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]
     moved = messages * hardware.hop_us * 1e-6 + sent / (hardware.link_gb_s * 1e9)
@@ -400,13 +400,13 @@ def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     single live step moves nothing: it needs no slots, and dK/dV once.
     """
     rows, kv = _rows(program.plan, model)
-    helped = any(step.helps != "none" for step in program.steps)
+    has_offload = any(step.offload != "none" for step in program.steps)
     several = program.num_steps > 1
     slots = 2 * kv * model.bytes_per_element if several else 0
     q, dout = (rows * dim * model.bytes_per_element for dim in (model.head_dim, model.value_dim))
     out, dq = (rows * dim * _FLOAT32 for dim in (model.value_dim, model.head_dim))
-    forward = slots + out + (q + out if helped else 0)
+    forward = slots + out + (q + out if has_offload else 0)
     if not backward:
         return forward
     grads = (3 if several else 1) * kv * _FLOAT32
-    return max(forward, slots + dq + grads + (q + dout + dq if helped else 0))
+    return max(forward, slots + dq + grads + (q + dout + dq if has_offload else 0))

@@ -131,15 +131,17 @@ class SampledRows(NamedTuple):
             dtype: The call's dtype, by which errors are judged.
         """
         ulp, term_ulp = _ULP[dtype], _ULP["float64" if dtype == "float64" else "float32"]
-        known = np.isfinite(self.exact) & np.isfinite(self.plain)
-        exact = np.where(known, self.exact, 0)
-        plain = np.abs(np.where(known, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
-        few = _FEW * ulp * np.abs(exact).max(axis=2, keepdims=True)
-        limit = 2 * plain + few + _PER_TERM * term_ulp * self.terms[:, None, None] + _LEAST[dtype]
+        is_finite = np.isfinite(self.exact) & np.isfinite(self.plain)
+        exact = np.where(is_finite, self.exact, 0)
+        plain = np.abs(np.where(is_finite, self.plain, 0) - exact).max(axis=(1, 2), keepdims=True)
+        rounding = _FEW * ulp * np.abs(exact).max(axis=2, keepdims=True)
+        limit = (
+            2 * plain + rounding + _PER_TERM * term_ulp * self.terms[:, None, None] + _LEAST[dtype]
+        )
         limit = limit + _PER_ROUNDING * ulp * np.nan_to_num(self.rounded, posinf=0.0)
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(self.got - exact), nan=np.inf)
-        beyond = np.where(known & (error > limit), error - limit, 0)
+        beyond = np.where(is_finite & (error > limit), error - limit, 0)
         infinite = np.isinf(self.exact) & (self.plain == self.exact)
         beyond = np.where(infinite & np.isfinite(self.got), np.inf, beyond)
         entry = np.unravel_index(int(beyond.argmax()), beyond.shape)

@@ -48,37 +48,37 @@ class HeadDims(NamedTuple):
 
 
 def pad_operands(
-    dims: HeadDims, to: HeadDims, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock
+    dims: HeadDims, target: HeadDims, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock
 ) -> tuple[LaunchSpec, QueryBlock, KeyBlock]:
-    """Pad the operands of a launch from head dims ``dims`` to head dims ``to``."""
+    """Pad the operands of a launch from head dims ``dims`` to head dims ``target``."""
     return (
-        replace(spec, call=replace(spec.call, head_dim=to.qk)),
-        rows._replace(q=pad_dim(rows.q, to.qk)),
-        columns._replace(kv=_pad_kv(dims, to, columns.kv)),
+        replace(spec, call=replace(spec.call, head_dim=target.qk)),
+        rows._replace(q=pad_dim(rows.q, target.qk)),
+        columns._replace(kv=_pad_kv(dims, target, columns.kv)),
     )
 
 
 def pad_grads(
-    dims: HeadDims, to: HeadDims, upstream: BackwardInputs, into: Grads
+    dims: HeadDims, target: HeadDims, upstream: BackwardInputs, into: Grads
 ) -> tuple[BackwardInputs, Grads]:
-    """Pad the inputs and the accumulators of a backward from head dims ``dims`` to ``to``."""
+    """Pad the inputs and the accumulators of a backward from head dims ``dims`` to ``target``."""
     return (
-        upstream._replace(dout=pad_dim(upstream.dout, to.v)),
-        into._replace(dq=pad_dim(into.dq, to.qk), dkv=_pad_kv(dims, to, into.dkv)),
+        upstream._replace(dout=pad_dim(upstream.dout, target.v)),
+        into._replace(dq=pad_dim(into.dq, target.qk), dkv=_pad_kv(dims, target, into.dkv)),
     )
 
 
-def crop_grads(dims: HeadDims, to: HeadDims, grads: Grads) -> Grads:
-    """Crop gradients at head dims ``to`` back to ``dims``, the reverse of :func:`pad_grads`."""
-    dk, dv = to.split(grads.dkv)
+def crop_grads(dims: HeadDims, target: HeadDims, grads: Grads) -> Grads:
+    """Crop gradients at head dims ``target`` back to ``dims``, the reverse of :func:`pad_grads`."""
+    dk, dv = target.split(grads.dkv)
     dkv = jnp.concatenate([dk[..., : dims.qk], dv[..., : dims.v]], axis=-1)
     return grads._replace(dq=grads.dq[..., : dims.qk], dkv=dkv)
 
 
-def _pad_kv(dims: HeadDims, to: HeadDims, kv: Array) -> Array:
+def _pad_kv(dims: HeadDims, target: HeadDims, kv: Array) -> Array:
     """Pad keys and values that lie side by side, each to its own head dim."""
     k, v = dims.split(kv)
-    return jnp.concatenate([pad_dim(k, to.qk), pad_dim(v, to.v)], axis=-1)
+    return jnp.concatenate([pad_dim(k, target.qk), pad_dim(v, target.v)], axis=-1)
 
 
 def pad_dim(x: Array, dim: int) -> Array:

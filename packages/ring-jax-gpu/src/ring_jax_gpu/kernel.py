@@ -125,4 +125,4 @@ class TritonKernel(Kernel):
 
 def _is_single_step(stages: Sequence[Stage]) -> bool:
     """Return True if there is one step, in which no rank computes for another one."""
-    return len(stages) == 1 and not stages[0].helps
+    return len(stages) == 1 and not stages[0].offloads

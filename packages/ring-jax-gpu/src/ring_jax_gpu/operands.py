@@ -198,7 +198,7 @@ class StepWork:
             numbers["block_index_batch"] = outer * inner if num_lists > 1 else 0
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
-            "FRESH": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,
+            "OVERWRITE": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,
             "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "Q_IS_MULTIPLE": self.rows.q.shape[2] % blocks.q == 0,
             "K_IS_MULTIPLE": self.columns.kv.shape[2] % blocks.k == 0,
@@ -389,14 +389,14 @@ def _in_tiles(tiles: PredicateTiles, grid: tuple[int, int], block_q: int, block_
     Blocks smaller than a tile are told apart by the tile's bits.
     """
     num_q_parts = tiles.which.shape[0] * (TILE // min(TILE, block_q))
-    some, every = (
+    live, full = (
         jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(num_q_parts, -1)
         for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
     )
     for axis, size in enumerate((block_q, block_k)):
-        some, every = (_in_blocks(x, axis, grid[axis], size) for x in (some, every))
-        some, every = some.any(axis=axis + 1), every.all(axis=axis + 1)
-    return some[None], every[None]
+        live, full = (_in_blocks(x, axis, grid[axis], size) for x in (live, full))
+        live, full = live.any(axis=axis + 1), full.all(axis=axis + 1)
+    return live[None], full[None]
 
 
 def _in_blocks(parts: Array, axis: int, blocks: int, size: int) -> Array:

@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_core import KernelConfig
+from ring_core import KernelConfig, __version__  # all packages carry one version
 from ring_core.tools.bench import progress
+from ring_core.tools.commands import add_command
 from ring_core.triton.tile_configs import PASSES, Row, Table, default, read, written
 from ring_jax.attention import RingAttention
 from ring_jax.records import Array
@@ -86,18 +87,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m ring_jax_gpu", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser(
-        "tune", help="find the fastest blocks", description=__doc__
-    ).add_argument
+    version = f"ring-jax-gpu {__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add = add_command(
+        commands, "tune", "Find the fastest block sizes of the plain Triton kernels for this GPU.",
+        example="python -m ring_jax_gpu tune blocks.json --head-dims 128", version=version,
+    ).add_argument  # fmt: skip
     add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
-    add("--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS)
-    add("--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,))
-    add("--head-dims", nargs="+", type=int, default=(64, 128), help="of rows")
+    add(
+        "--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS,
+        help=f"kernels to tune; default: {' '.join(_DEFAULT_KERNELS)}",
+    )  # fmt: skip
+    add(
+        "--itemsize", nargs="+", type=int, choices=(2, 4), default=(2,),
+        help="bytes of a number: 2 for bfloat16 and float16, 4 for float32; default: 2",
+    )  # fmt: skip
+    add(
+        "--head-dims", nargs="+", type=int, default=(64, 128), metavar="D",
+        help="head dims to tune for; default: 64 128",
+    )  # fmt: skip
     add("--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates")
-    add("--tokens", type=_positive, default=4096)
-    add("--rounds", type=_positive, default=5)
-    add("--verbose", action="store_true", help="a line for each that was tried")
+    add(
+        "--tokens", type=_positive, default=4096, metavar="N",
+        help="tokens of the timed sequence; default: %(default)s",
+    )  # fmt: skip
+    add(
+        "--rounds", type=_positive, default=5, metavar="N",
+        help="timings of each, of which the median counts; default: %(default)s",
+    )  # fmt: skip
+    add("--verbose", action="store_true", help="print a line for each size that is tried")
     return parser
 
 

@@ -540,16 +540,16 @@ def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: 
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)
-    named = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    used: list[object] = [axis_name]
+    arguments = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    axes_of_all: list[object] = [axis_name]
     for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
         if axes is not None:
             names = axes if isinstance(axes, tuple) and axes else (axes,)
             for axis in names:
                 checks.check_choice(name, axis, mesh.axis_names)
-            used += names
-    if len(set(used)) < len(used):
-        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {named}")
+            axes_of_all += names
+    if len(set(axes_of_all)) < len(axes_of_all):
+        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {arguments}")
     types = {str(axis_type): axis_type for axis_type in mesh.axis_types}
     if AxisType.Explicit in types.values() and len(types) > 1:
         raise ValueError(

@@ -23,8 +23,8 @@ def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Arra
     size = table.shape[0]
     counts = jnp.zeros(x.shape, jnp.int32)
     for bit in reversed(range(size.bit_length())):
-        more = counts + (1 << bit)
-        entry = table[jnp.minimum(more, size) - 1]
+        with_bit = counts + (1 << bit)
+        entry = table[jnp.minimum(with_bit, size) - 1]
         before = entry < x if side == "left" else entry <= x
-        counts = jnp.where((more <= size) & before, more, counts)
+        counts = jnp.where((with_bit <= size) & before, with_bit, counts)
     return counts

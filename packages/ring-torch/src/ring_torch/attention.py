@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
-from ring_torch.autograd import RingAttention
+from ring_torch.autograd import AttentionFunction
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.options import AttentionOptions, CallOptions, Window
@@ -171,7 +171,7 @@ def _attend(
         )
     ranks = ranks_of(group)
     call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)
-    results: tuple[Tensor, Tensor] = RingAttention.apply(call, *inputs[:GIVEN])
+    results: tuple[Tensor, Tensor] = AttentionFunction.apply(call, *inputs[:GIVEN])
     return results
 
 
@@ -206,11 +206,11 @@ def with_dense_mask(
     checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
     if bias is not None:  # it is broadcast below, where any shape would do
         checks.check_bias(_described(bias), sizes, sizes.k_len * ranks, device)
-    shown = mask if mask.ndim == 4 else mask[None, None]
+    visible = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)
     return options._replace(
-        mask=None, bias=torch.where(shown, zero, hidden),
+        mask=None, bias=torch.where(visible, zero, hidden),
         bias_role="mask" if bias is None else "both",
     )  # fmt: skip
 
@@ -236,10 +236,10 @@ def in_modes_of_torch(
     """
     if deterministic is False and torch.are_deterministic_algorithms_enabled():
         deterministic = not torch.is_deterministic_algorithms_warn_only_enabled()
-    kind = q.device.type if isinstance(q, Tensor) else "none"
-    if kind not in {"cpu", "cuda"} or not torch.is_autocast_enabled(kind):
+    device_type = q.device.type if isinstance(q, Tensor) else "none"
+    if device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
         return q, k, v, deterministic
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     q, k, v = (
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

@@ -20,10 +20,10 @@ from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 
 _DELTA_ROWS = 4096
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
-class RingAttention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Autograd function from the tensors of a call to ``(out, lse)``.
 
     It saves the inputs, ``out``, ``lse`` and what the strategy saves for the backward.
@@ -50,8 +50,8 @@ class RingAttention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # read once: checkpointing asks for it
         inputs, (out, lse, *saved) = Inputs(*tensors[:GIVEN]), tensors[GIVEN:]
         # Compiled autograd would trace the messages between ranks; it must not look inside.
-        run = _backward_alone if torch.compiler.is_compiling() else backward_pass
-        return None, *run(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
+        run_pass = _backward_alone if torch.compiler.is_compiling() else backward_pass
+        return None, *run_pass(ctx.call, inputs, (out, lse), tuple(saved), (dout, dlse))
 
 
 def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
@@ -75,19 +75,19 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
         # The tripwire counts what is sent and received inside, if it checks this call.
-        with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
+        with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
         # Libraries return results with the strides of the inputs they were given.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
-        wrong = None
-        if seen is not None:
-            wrong = tripwire.forward_faults(
-                call, inputs, out, lse, seen, sent_before=sent_for_shift(call, inputs)
+        error_message = None
+        if watch is not None:
+            error_message = tripwire.forward_faults(
+                call, inputs, out, lse, watch, sent_before=sent_for_shift(call, inputs)
             )
-    if wrong is not None:
-        raise WrongResultError(wrong)
+    if error_message is not None:
+        raise WrongResultError(error_message)
     if inputs.bias_shift is not None:
         saved = (inputs.bias_shift, lse, *saved)
         lse = lse + inputs.bias_shift
@@ -129,8 +129,8 @@ def backward_pass(
     """
     (out, lse), (dout, dlse) = results, grads
     if call.params.shifts_bias:
-        shift, lse, *rest = saved
-        inputs, saved = inputs._replace(bias_shift=shift), tuple(rest)
+        shift, lse, *remaining = saved
+        inputs, saved = inputs._replace(bias_shift=shift), tuple(remaining)
     if dlse is not None:
         call = call.with_lse_grad()
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
@@ -145,20 +145,20 @@ def backward_pass(
         # Once for all items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with tripwire.Watch(call.device) if call.checked else _NOTHING as seen:
-            found = call.strategy.backward(call, inputs, upstream, saved)
+        with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+            computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
-        dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in found[:3]]
-        wrong = None
-        if seen is not None:
-            wrong = tripwire.backward_faults(
-                call, inputs, upstream, dlse, (dq, dk, dv), seen, fetches=not saved
+        dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in computed[:3]]
+        error_message = None
+        if watch is not None:
+            error_message = tripwire.backward_faults(
+                call, inputs, upstream, dlse, (dq, dk, dv), watch, fetches=not saved
             )
-    if wrong is not None:
-        raise WrongResultError(wrong)
+    if error_message is not None:
+        raise WrongResultError(error_message)
     dbias = None
-    if found.dbias is not None and inputs.bias is not None:
-        dbias = found.dbias.to(inputs.bias.dtype)
+    if computed.dbias is not None and inputs.bias is not None:
+        dbias = computed.dbias.to(inputs.bias.dtype)
     return dq, dk, dv, None, None, dsinks, dbias, None
 
 
@@ -179,7 +179,7 @@ def _on_device(device: torch.device) -> AbstractContextManager[object]:
     """
     if torch.is_autocast_enabled(device.type):
         return _launches_on(device)
-    return _NOTHING if device.type == "cpu" else on_device(device)
+    return _NO_CONTEXT if device.type == "cpu" else on_device(device)
 
 
 def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtype) -> Tensor:
@@ -187,7 +187,7 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
 
     Without Triton it is computed some rows at a time, to bound the memory of the product.
     """
-    if _has_passes(out, acc_dtype):
+    if _can_use_triton(out, acc_dtype):
         from ring_torch.memory_ops import row_dots_on_gpu
 
         delta = row_dots_on_gpu(dout, out)
@@ -207,22 +207,22 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
     That of a head is ``-sum(exp(sink - lse) * delta)`` over this rank's rows.
     """
     dout, out, lse, delta = upstream
-    one = folded(sinks, lse.dtype)
-    if delta is None and dlse is None and _has_passes(out, lse.dtype):
+    folded_sinks = folded(sinks, lse.dtype)
+    if delta is None and dlse is None and _can_use_triton(out, lse.dtype):
         from ring_torch.memory_ops import sink_sums_on_gpu
 
-        sums = sink_sums_on_gpu(dout, out, lse, one)
+        sums = sink_sums_on_gpu(dout, out, lse, folded_sinks)
     else:
         if delta is None:
             delta = _delta(dout, out, dlse, lse.dtype)
         safe = lse.masked_fill(lse == -torch.inf, torch.inf)
-        sums = (torch.exp(one[:, None] - safe) * delta).sum(dim=(0, 2))
+        sums = (torch.exp(folded_sinks[:, None] - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:
         return -sums.to(sinks.dtype)
-    weights = (sinks.to(lse.dtype) - one[:, None].nan_to_num(neginf=0.0)).exp()
+    weights = (sinks.to(lse.dtype) - folded_sinks[:, None].nan_to_num(neginf=0.0)).exp()
     return -(weights * sums[:, None]).to(sinks.dtype)
 
 
-def _has_passes(x: Tensor, dtype: torch.dtype) -> bool:
+def _can_use_triton(x: Tensor, dtype: torch.dtype) -> bool:
     """Return True if Triton kernels (``memory_ops``) can go over this tensor."""
     return x.is_cuda and dtype == torch.float32 and has_triton()

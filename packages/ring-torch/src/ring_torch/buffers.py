@@ -28,16 +28,16 @@ class BufferSpec:
     size: int  # bytes of the whole buffer
 
     @classmethod
-    def of(cls, *parts: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
+    def of(cls, *tensors: tuple[Sequence[int], torch.dtype]) -> BufferSpec:
         """Lay out tensors of these shapes and dtypes one after the other."""
         sizes = [
             -(-math.prod(shape) * dtype.itemsize // _ALIGNED_BYTES) * _ALIGNED_BYTES
-            for shape, dtype in parts
+            for shape, dtype in tensors
         ]
         *offsets, size = accumulate(sizes, initial=0)
         return cls(
-            tuple(tuple(shape) for shape, _ in parts),
-            tuple(dtype for _, dtype in parts),
+            tuple(tuple(shape) for shape, _ in tensors),
+            tuple(dtype for _, dtype in tensors),
             tuple(offsets),
             size,
         )

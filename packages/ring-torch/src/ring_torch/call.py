@@ -197,11 +197,11 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        which = self.plan, self.ranks.rank, gather.own, gather.splits
+        plan_and_rank = self.plan, self.ranks.rank, gather.own, gather.splits
         return columns._replace(
-            position=gathered_positions(*which, self.device),
+            position=gathered_positions(*plan_and_rank, self.device),
             aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(*which),
+            runs=gathered_runs(*plan_and_rank),
         )
 
 
@@ -231,11 +231,11 @@ class Resolution(NamedTuple):
     inner: Call | None
 
 
-def _nothing(_plan: Plan, _request: Request) -> Refusals:
+def _no_refusals(_plan: Plan, _request: Request) -> Refusals:
     return ()
 
 
-def _never(_transport: Transport) -> bool:
+def _is_never_automatic(_transport: Transport) -> bool:
     return False
 
 
@@ -259,11 +259,11 @@ class StrategySpec:
 
     name: str
     resolve: Callable[[Resolution], Strategy]
-    refusals: Callable[[Plan, Request], Refusals] = _nothing
+    refusals: Callable[[Plan, Request], Refusals] = _no_refusals
     opens_sessions: bool = False
     splits_heads: bool = False
-    is_automatic: Callable[[Transport], bool] = _never
-    automatic_refusals: Callable[[Plan, Request], Refusals] = _nothing
+    is_automatic: Callable[[Transport], bool] = _is_never_automatic
+    automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""

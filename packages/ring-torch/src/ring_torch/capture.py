@@ -55,13 +55,13 @@ def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Calla
             with torch.inference_mode(mode=False):
                 return function(*args, **kwargs)
 
-        kept: dict[int, T] = {}
+        captured: dict[int, T] = {}
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             result: T = cache(*args, **kwargs)  # type: ignore[arg-type] # they are hashable
             if is_capturing():
-                kept[id(result)] = result
+                captured[id(result)] = result
             return result
 
         return call

@@ -393,10 +393,10 @@ class ContextParallel:
 
             print(cp.explain(q, k, v, causal=True, window=(4095, 0)))
         """
-        given = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
-        modes = in_modes_of_torch(q, k, v, given.get("deterministic", False))
-        q, k, v, given["deterministic"] = modes
-        record = with_dense_mask(q, k, v, CallOptions(**given), self.cp_size)
+        kwargs = signature(self.explain).bind(q, k, v, return_lse=return_lse, **options).kwargs
+        modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
+        q, k, v, kwargs["deterministic"] = modes
+        record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
         call, inputs = check_call(self._sharding.ring, 0, self.layout, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"

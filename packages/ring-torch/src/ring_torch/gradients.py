@@ -42,8 +42,8 @@ class ReductionChoice(ABC):
 
 def hooks_in(model: nn.Module) -> Iterator[object]:
     """Yield the owners of methods that are forward pre-hooks of the model or of its modules."""
-    for part in model.modules():
-        for function in part._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
+    for module in model.modules():
+        for function in module._forward_pre_hooks.values():  # noqa: SLF001 - torch has no other list
             if (owner := getattr(function, "__self__", None)) is not None:
                 yield owner
 
@@ -83,8 +83,8 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
             with peer_errors(others(ring)):
                 dist.all_reduce(flat, group=ring.group)
             sizes = [gradient.numel() for gradient in bucket]
-            for gradient, part in zip(bucket, flat.split(sizes), strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for gradient, total in zip(bucket, flat.split(sizes), strict=True):
+                gradient.copy_(total.view_as(gradient))
     names = {weight: name for name, weight in weights.items()}
     # Remember the summed gradients, to refuse backwards that add to them.
     sums = _Sums(gradients.values())
@@ -131,19 +131,19 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
         return
     ranks = {*dist.get_process_group_ranks(ring.group)}
     sharded = {
-        f"the module {name or type(part).__name__}": dist.get_process_group_ranks(part.process_group)
-        for name, part in model.named_modules()
-        if isinstance(part, FullyShardedDataParallel)
+        f"the module {name or type(module).__name__}": dist.get_process_group_ranks(module.process_group)
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
     } | {
         f"{name} {tuple(weight.shape)}, a DTensor,": weight.device_mesh.mesh.flatten().tolist()
         for name, weight in weights.items()
         if isinstance(weight, DTensor)
     }  # fmt: skip
-    for what, holders in sharded.items():
+    for description, holders in sharded.items():
         if ring.size > 1 and len(ranks & {*holders}) > 1:
             raise UnsupportedError(
                 f"reduce_gradients sums gradients of parameters that each of the {ring.size} ranks "
-                f"of the group holds, and {what} is sharded over ranks of the group. FSDP reduces "
+                f"of the group holds, and {description} is sharded over ranks of the group. FSDP reduces "
                 f"such gradients itself, as a mean: leave reduce_gradients out and multiply the loss "
                 f"by the number of ranks of FSDP's mesh; with hf.parallelize give reduction='mean'"
             )
@@ -152,10 +152,10 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
 def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """Return descriptions of all parameters in a few fields of a header, for ranks to compare."""
     lines = [
-        f"{name} {list(_local(like).shape)} {str(like.dtype).removeprefix('torch.')}"
+        f"{name} {list(_local(tensor).shape)} {str(tensor.dtype).removeprefix('torch.')}"
         + (f" {weight.placements} {weight.device_mesh.get_coordinate()}" if isinstance(weight, DTensor) else "")
         for name, weight in weights.items()
-        for like in (weight if weight.grad is None else weight.grad,)
+        for tensor in (weight if weight.grad is None else weight.grad,)
     ]  # fmt: skip
     size = max(1, -(-len(lines) // _FIELDS))
     return {"parameters": len(lines)} | {
@@ -215,14 +215,14 @@ class _Sums:
         """
         alive = [(key, x) for key, ref in self._refs.items() if (x := ref()) is not None]
         alive.sort(key=lambda item: str(item[1].device))
-        kept: dict[int, TensorWeakRef] = {}
+        refs_of_sums: dict[int, TensorWeakRef] = {}
         with torch.no_grad():
             for _, items in groupby(alive, key=lambda item: item[1].device):
-                on_one = list(items)
-                flags = torch.stack([_local(x).any() for _, x in on_one]).tolist()
-                sums = (key for (key, _), is_sum in zip(on_one, flags, strict=True) if is_sum)
-                kept |= {key: self._refs[key] for key in sums}
-        self._refs = kept
+                on_device = list(items)
+                flags = torch.stack([_local(x).any() for _, x in on_device]).tolist()
+                sums = (key for (key, _), is_sum in zip(on_device, flags, strict=True) if is_sum)
+                refs_of_sums |= {key: self._refs[key] for key in sums}
+        self._refs = refs_of_sums
 
 
 class _Guard:

@@ -67,9 +67,9 @@ class LocalRanks:
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
                 raise ValueError(f"{name} must be an integer in 1..{_MOST}, got {value!r}")
         for name, seconds in (("timeout", timeout), ("patience", patience)):
-            real = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if (seconds is not None or name == "timeout") and not (
-                real and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
+                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         checks.check_flag("cuda", cuda)
@@ -81,15 +81,15 @@ class LocalRanks:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, world_size, rendezvous, timeout, threads, cuda),
+                args=(child_end, rank, world_size, rendezvous, timeout, threads, cuda),
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
         self._pending = [0] * world_size  # number of answers not read yet, by rank
 
@@ -110,9 +110,13 @@ class LocalRanks:
             LocalRankError: A rank raised an error, died, or did not answer in time.
         """
         answers = self.answers(function, *args, grace=_GRACE)
-        words = [f"rank {rank}: {text}" for rank, (done, text) in enumerate(answers) if not done]
-        if words:
-            raise LocalRankError("\n".join(words))
+        errors = [
+            f"rank {rank}: {text}"
+            for rank, (succeeded, text) in enumerate(answers)
+            if not succeeded
+        ]
+        if errors:
+            raise LocalRankError("\n".join(errors))
         return [value for _, value in answers]
 
     def answers(
@@ -135,8 +139,8 @@ class LocalRanks:
         answers: dict[int, tuple[bool, Any]] = {}
         until = math.inf if self._patience is None else time.monotonic() + self._patience
         while pending := [pipe for n, pipe in enumerate(self._pipes) if n not in answers]:
-            left = until - time.monotonic()
-            ready = wait(pending, None if left == math.inf else max(0.0, left))
+            remaining = until - time.monotonic()
+            ready = wait(pending, None if remaining == math.inf else max(0.0, remaining))
             if not ready:
                 break
             for rank in (n for n, pipe in enumerate(self._pipes) if pipe in ready):

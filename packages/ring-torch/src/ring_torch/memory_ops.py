@@ -71,10 +71,10 @@ def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> T
     """
     _assert_unit_strides(dout, out, lse, sinks)
     batch, rows, heads, dim = out.shape
-    parts = triton.cdiv(rows, _MORE_ROWS)
-    sums = torch.zeros(batch, heads, parts, dtype=torch.float32, device=out.device)
+    num_blocks = triton.cdiv(rows, _MORE_ROWS)
+    sums = torch.zeros(batch, heads, num_blocks, dtype=torch.float32, device=out.device)
     if sums.numel() > 0:
-        _row_dots[(parts, heads, batch)](
+        _row_dots[(num_blocks, heads, batch)](
             dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
             *sums.stride()[:2], *lse.stride()[:2],
             DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMS=True,
@@ -111,23 +111,23 @@ def bias_shift_on_gpu(
     return shift
 
 
-def pack_on_gpu(k: Tensor, v: Tensor, both: Tensor) -> None:
+def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor) -> None:
     """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor.
 
-    That is ``both [B, n, K * (D + Dv)]``, contiguous in its last dimension. The heads of a token
+    That is ``packed [B, n, K * (D + Dv)]``, contiguous in its last dimension. The heads of a token
     have to be contiguous in k and in v.
     """
     _assert_unit_strides(k, v)
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
-    if both.numel() > 0:
+    if packed.numel() > 0:
         _pack[(tokens, batch)](
-            k, v, both, *k.stride()[:2], *v.stride()[:2], *both.stride()[:2],
+            k, v, packed, *k.stride()[:2], *v.stride()[:2], *packed.stride()[:2],
             K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)),
         )  # fmt: skip
 
 
-def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
+def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
     """Add parts to ``total`` in place, in their order, all float32 ``[rows, n, m]``.
 
     A row has to be contiguous; rows may lie apart. Parts may be in peers' memory.
@@ -136,12 +136,12 @@ def add_on_gpu(total: Tensor, parts: Sequence[Tensor]) -> None:
     if rows * size == 0:
         return
     # A kernel takes a fixed number of tensors: missing ones are filled up and not read.
-    for start in range(0, len(parts), _AT_ONCE):
-        some = parts[start : start + _AT_ONCE]
-        given = [*some, *[total] * (_AT_ONCE - len(some))]
+    for start in range(0, len(summands), _AT_ONCE):
+        chunk = summands[start : start + _AT_ONCE]
+        operands = [*chunk, *[total] * (_AT_ONCE - len(chunk))]
         _add[(triton.cdiv(size, _NUMBERS), rows)](
-            total, *given, total.stride(0), *(x.stride(0) for x in given), size,
-            PARTS=len(some), NUMBERS=_NUMBERS, num_warps=4,
+            total, *operands, total.stride(0), *(x.stride(0) for x in operands), size,
+            PARTS=len(chunk), NUMBERS=_NUMBERS, num_warps=4,
         )  # fmt: skip
 
 
@@ -153,17 +153,17 @@ def _assert_unit_strides(*tensors: Tensor) -> None:
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
-    k, v, both, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
+    k, v, packed, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Copy K and V of one token side by side."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = tl.arange(0, SIZE)
-    place = both + batch * batch_stride + token * token_stride + at
-    x = tl.load(k + batch * k_batch + token * k_token + at, mask=at < K)
-    y = tl.load(v + batch * v_batch + token * v_token + at, mask=at < V)
-    tl.store(place, x, mask=at < K)
-    tl.store(place + K, y, mask=at < V)
+    column = tl.arange(0, SIZE)
+    dst = packed + batch * batch_stride + token * token_stride + column
+    x = tl.load(k + batch * k_batch + token * k_token + column, mask=column < K)
+    y = tl.load(v + batch * v_batch + token * v_token + column, mask=column < V)
+    tl.store(dst, x, mask=column < K)
+    tl.store(dst + K, y, mask=column < V)
 
 
 @DirectKernel
@@ -174,18 +174,18 @@ def _add(
 ):  # fmt: skip
     """Add up to four parts to a stretch of one row."""
     row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = at < size
-    place = total + row * total_row + at
+    index = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = index < size
+    dst = total + row * total_row + index
     # Issue all loads before the first result is needed: they come from several peers at a time.
-    x = tl.load(place, mask=inside)
-    y = tl.load(a + row * a_row + at, mask=inside)
+    x = tl.load(dst, mask=inside)
+    y = tl.load(a + row * a_row + index, mask=inside)
     if PARTS > 1:
-        z = tl.load(b + row * b_row + at, mask=inside)
+        z = tl.load(b + row * b_row + index, mask=inside)
     if PARTS > 2:
-        u = tl.load(c + row * c_row + at, mask=inside)
+        u = tl.load(c + row * c_row + index, mask=inside)
     if PARTS > 3:
-        w = tl.load(d + row * d_row + at, mask=inside)
+        w = tl.load(d + row * d_row + index, mask=inside)
     x += y
     if PARTS > 1:
         x += z
@@ -193,7 +193,7 @@ def _add(
         x += u
     if PARTS > 3:
         x += w
-    tl.store(place, x, mask=inside)
+    tl.store(dst, x, mask=inside)
 
 
 @DirectKernel
@@ -206,30 +206,30 @@ def _largest(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     inside = row < rows
-    first = tl.where(inside, 0, columns)
-    last = tl.where(inside, columns, 0)
+    row_start = tl.where(inside, 0, columns)
+    row_stop = tl.where(inside, columns, 0)
     if start is not None:
-        first = tl.load(start + row, mask=inside, other=columns)
+        row_start = tl.load(start + row, mask=inside, other=columns)
     if stop is not None:
-        last = tl.load(stop + row, mask=inside, other=0)
+        row_stop = tl.load(stop + row, mask=inside, other=0)
     if q_ids is not None:
         q_id = tl.load(q_ids + batch * q_ids_batch + row, mask=inside, other=-1)
-    of_rows = bias + batch * bias_batch + head * bias_head + row.to(tl.int64)[:, None] * bias_row
+    row_base = bias + batch * bias_batch + head * bias_head + row.to(tl.int64)[:, None] * bias_row
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    begin = tl.min(first, axis=0) // COLUMNS * COLUMNS  # keeps loads as aligned as rows are
+    begin = tl.min(row_start, axis=0) // COLUMNS * COLUMNS  # keeps loads as aligned as rows are
     # A running maximum over the columns that some row of the block may see.
-    for block in range(begin, tl.max(last, axis=0), COLUMNS):
+    for block in range(begin, tl.max(row_stop, axis=0), COLUMNS):
         column = block + tl.arange(0, COLUMNS)
-        seen = (column[None, :] >= first[:, None]) & (column[None, :] < last[:, None])
+        visible = (column[None, :] >= row_start[:, None]) & (column[None, :] < row_stop[:, None])
         if q_ids is not None:
-            k_at = k_ids + batch * k_ids_batch + column
-            k_id = tl.load(k_at, mask=column < columns, other=-1)
-            seen &= (q_id[:, None] == k_id[None, :]) & (q_id >= 0)[:, None]
-        x = tl.load(of_rows + column[None, :], mask=seen, other=float("-inf")).to(tl.float32)
+            k_ids_at = k_ids + batch * k_ids_batch + column
+            k_id = tl.load(k_ids_at, mask=column < columns, other=-1)
+            visible &= (q_id[:, None] == k_id[None, :]) & (q_id >= 0)[:, None]
+        x = tl.load(row_base + column[None, :], mask=visible, other=float("-inf")).to(tl.float32)
         x = tl.where(tl.abs(x) < float("inf"), x, float("-inf"))
         top = tl.maximum(top, tl.max(x, axis=1))
-    place = shift + batch * shift_batch + head * shift_head + row
-    tl.store(place, tl.where(top == float("-inf"), 0.0, top), mask=inside)
+    dst = shift + batch * shift_batch + head * shift_head + row
+    tl.store(dst, tl.where(top == float("-inf"), 0.0, top), mask=inside)
 
 
 @DirectKernel
@@ -238,13 +238,13 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
     """Write NaN into lse of rows whose scores are not finite, for a stretch of one head's rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    place = lse + batch * lse_batch + head * lse_head + row
-    x = tl.load(place, mask=row < rows, other=0.0)
+    dst = lse + batch * lse_batch + head * lse_head + row
+    x = tl.load(dst, mask=row < rows, other=0.0)
     unseen = (x == float("-inf")) & (row < rows)
-    first = out + batch * out_batch + head * out_head + row * out_row
-    y = tl.load(first, mask=unseen, other=0.0).to(tl.float32)
-    odd = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - is no number
-    tl.store(place, float("nan"), mask=odd & (row < rows))
+    out_at = out + batch * out_batch + head * out_head + row * out_row
+    y = tl.load(out_at, mask=unseen, other=0.0).to(tl.float32)
+    is_nonfinite = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - is no number
+    tl.store(dst, float("nan"), mask=is_nonfinite & (row < rows))
 
 
 @DirectKernel
@@ -258,22 +258,22 @@ def _row_dots(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
-    both = (row < rows)[:, None] & (column < DIM)[None, :]
+    mask = (row < rows)[:, None] & (column < DIM)[None, :]
     x_at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     y_at = y + batch * y_batch + head * y_head + row[:, None] * y_row + column[None, :]
-    a = tl.load(x_at, mask=both, other=0.0).to(tl.float32)
-    b = tl.load(y_at, mask=both, other=0.0).to(tl.float32)
-    found = tl.sum(a * b, axis=1)
-    place = dots + batch * dots_batch + head * dots_head
+    a = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    row_sums = tl.sum(a * b, axis=1)
+    dst = dots + batch * dots_batch + head * dots_head
     if SUMS:
-        at = lse + batch * lse_batch + head * lse_head + row
-        beside = tl.load(at, mask=row < rows, other=float("inf"))
+        lse_at = lse + batch * lse_batch + head * lse_head + row
+        row_lse = tl.load(lse_at, mask=row < rows, other=float("inf"))
         # A row that sees nothing, with lse = -inf, gives nothing to the sum.
-        beside = tl.where(beside == float("-inf"), float("inf"), beside)
-        part = tl.exp(tl.load(sinks + head) - beside)
-        tl.store(place + tl.program_id(0), tl.sum(part * found, axis=0))
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+        sink_weight = tl.exp(tl.load(sinks + head) - row_lse)
+        tl.store(dst + tl.program_id(0), tl.sum(sink_weight * row_sums, axis=0))
     else:
-        tl.store(place + row, found, mask=row < rows)
+        tl.store(dst + row, row_sums, mask=row < rows)
 
 
 @DirectKernel
@@ -289,7 +289,7 @@ def _merge(
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = row < rows
-    both = inside[:, None] & (column < DIM)[None, :]
+    mask = inside[:, None] & (column < DIM)[None, :]
     row = row.to(tl.int64)
     old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
     new_at = lse + batch * lse_batch + head * lse_head + row
@@ -298,14 +298,14 @@ def _merge(
     # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    old_part, new_part = tl.exp(old - safe), tl.exp(new - safe)
-    total = old_part + new_part
+    old_weight, new_weight = tl.exp(old - safe), tl.exp(new - safe)
+    total = old_weight + new_weight
     divisor = tl.where(total == 0.0, 1.0, total)
     acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
     out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
     # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.load(acc_at, mask=both & (old_part > 0)[:, None], other=0.0)
-    y = tl.load(out_at, mask=both & (new_part > 0)[:, None], other=0.0).to(tl.float32)
-    merged = x * (old_part / divisor)[:, None] + y * (new_part / divisor)[:, None]
-    tl.store(acc_at, merged, mask=both)
+    x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
+    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
+    merged = x * (old_weight / divisor)[:, None] + y * (new_weight / divisor)[:, None]
+    tl.store(acc_at, merged, mask=mask)
     tl.store(old_at, safe + tl.log(total), mask=inside)

@@ -22,10 +22,10 @@ class HeadGroups(NamedTuple):
     forward: int
     backward: int  # a multiple of ``forward``: saved K/V of a group are cut once more
     #: True if gradients of the last group that are final before its last launch travel beside it.
-    early: bool
+    before_last_item: bool
 
 
-ONE_GROUP = HeadGroups(1, 1, early=False)
+ONE_GROUP = HeadGroups(1, 1, before_last_item=False)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class KVPayload:
         token = self.width * self.dtype.itemsize + (4 if self.segments else 0)
         return self.batch * length * token
 
-    def split(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` as views of ``both [B, n, width]``."""
+    def split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` as views of ``kv [B, n, width]``."""
         if self.dim == self.v_dim:
-            k, v = both.view(*both.shape[:2], 2, self.heads, self.dim).unbind(dim=2)
+            k, v = kv.view(*kv.shape[:2], 2, self.heads, self.dim).unbind(dim=2)
             return k, v
-        k, v = both.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
+        k, v = kv.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
 

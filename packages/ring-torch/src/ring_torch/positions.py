@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_core import Plan, gather_program
 from ring_torch.capture import capture_safe_cache
-from ring_torch.records import Run, runs_of
+from ring_torch.records import PositionRun, runs_of
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
@@ -58,36 +58,36 @@ class Spans(NamedTuple):
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
 def visible_spans(plan: Plan, rank: int, device: torch.device) -> Spans:
     """Return the spans of keys that a rank's queries see."""
-    mask, length, at = plan.mask, plan.kv_seq_len, plan.q_positions(rank)
+    mask, length, positions = plan.mask, plan.kv_seq_len, plan.q_positions(rank)
     # The band's limits first, then those of the chunk or document that each query is in.
     left, right = mask.band
-    start = np.zeros_like(at) if left is None else at - left
-    stop = np.full_like(at, length) if right is None else at + right + 1
-    cuts = mask.boundaries(int(at.min()), max(length, int(at.max()) + 1))
+    start = np.zeros_like(positions) if left is None else positions - left
+    stop = np.full_like(positions, length) if right is None else positions + right + 1
+    cuts = mask.boundaries(int(positions.min()), max(length, int(positions.max()) + 1))
     if cuts is not None:
-        cell = np.searchsorted(cuts, at, side="right")
+        cell = np.searchsorted(cuts, positions, side="right")
         start = np.maximum(start, np.append(0, cuts)[cell])
         stop = np.minimum(stop, np.append(cuts, length)[cell])
     start, stop = start.clip(0, length), stop.clip(0, length)
     return Spans(*(
-        torch.as_tensor(side.astype(np.int32), device=device) if needed else None
-        for side, needed in ((start, start.any()), (stop, (stop < length).any()))
+        torch.as_tensor(side.astype(np.int32), device=device) if is_needed else None
+        for side, is_needed in ((start, start.any()), (stop, (stop < length).any()))
     ))  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def query_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
+def query_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
     """Return the runs of consecutive positions among a rank's queries."""
     return runs_of(plan.q_positions(rank))
 
 
 @lru_cache(maxsize=256)
-def key_runs(plan: Plan, rank: int) -> tuple[Run, ...]:
+def key_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
     """Return the runs of consecutive positions among a rank's keys."""
     return runs_of(plan.k_positions(rank))
 
 
 @lru_cache(maxsize=64)
-def gathered_runs(plan: Plan, rank: int, own: bool, splits: bool) -> tuple[Run, ...]:
+def gathered_runs(plan: Plan, rank: int, own: bool, splits: bool) -> tuple[PositionRun, ...]:
     """Return the runs of consecutive positions among the keys that a rank gathers."""
     return runs_of(gather_program(plan, rank, own=own, splits=splits).positions)

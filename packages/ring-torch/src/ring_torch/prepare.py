@@ -68,6 +68,7 @@ def check_call(
     options: CallOptions,
     *,
     grad: bool | None = None,
+    bias_grad: bool = False,
     check: tuple[int, int] | None = None,
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it, and choose kernel, strategy and transport.
@@ -84,6 +85,7 @@ def check_call(
         v: ``[B, T_kv_local, K, Dv]``.
         options: All other options, as given.
         grad: True if there will be a backward; ``None`` asks the tensors.
+        bias_grad: True if the backward computes the bias's gradient; unused if ``grad`` is ``None``.
         check: ``(check_every, checked)`` of the call of which this is the backward; ``None`` asks
             the settings of :func:`ring_torch.check`.
 
@@ -110,41 +112,41 @@ def check_call(
             fact is not None and fact.requires_grad for fact in facts[:-1]
         ]
         bias_grad = grad and bias is not None and bias.requires_grad
-    else:
-        bias_grad = grad and bias is not None
-    every = checked_every() if check is None else check[0]
+    check_every = checked_every() if check is None else check[0]
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
     # The key holds no tensors and no seed: calls with other numbers are prepared as one.
     if seed is not None or facts[3:] != _NO_FACTS:
         options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)
-    kinds = _kinds_in(options)
-    is_plain = _VALUES.issuperset(kinds)
+    option_types = _types_in(options)
+    is_plain = _VALUES.issuperset(option_types)
     as_key = _as_key if is_plain else _as_key.__wrapped__
-    given = (
+    arguments = (
         ring,
         layout,
         facts,
-        as_key(options, kinds),
-        kinds,
+        as_key(options, option_types),
+        option_types,
         (grad, bias_grad),
-        every,
+        check_every,
         number > 0,
     )
     # A call with options that have no hash is prepared anew each time.
-    is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(given)
+    is_known_again = (is_plain and isinstance(layout, str)) or _is_hashable(arguments)
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
-        call = prepare(*given)
+        call = prepare(*arguments)
     if is_capturing():
         _check_capture(call)
     changes: dict[str, Any] = {
         "number": number,
-        "checked": (every and number_checked(every, number)) if check is None else check[1],
+        "checked": (check_every and number_checked(check_every, number))
+        if check is None
+        else check[1],
     }
     if grad and options.return_lse:
-        changes["prepare_lse_grad"] = partial(prepare, *given, lse_grad=True)
+        changes["prepare_lse_grad"] = partial(prepare, *arguments, lse_grad=True)
     if seed is not None and call.params.dropout_p > 0:
         changes["params"] = replace(call.params, dropout_seed=seed)
     return call._replace(**changes), inputs
@@ -158,20 +160,20 @@ def _is_hashable(x: object) -> bool:
     return True
 
 
-def _kinds_in(options: CallOptions) -> tuple[type, ...]:
+def _types_in(options: CallOptions) -> tuple[type, ...]:
     """Return the types of the options and of the numbers in them.
 
     They belong to the key of a call, as ``True == 1``, but only one of the two is a valid number.
     """
-    kinds = [*map(type, options)]
-    for held in (options.window, options.cu_seqlens):
-        if isinstance(held, tuple):
-            kinds += {*map(type, held)} if held is options.cu_seqlens else map(type, held)
-    return tuple(kinds)
+    types = [*map(type, options)]
+    for numbers in (options.window, options.cu_seqlens):
+        if isinstance(numbers, tuple):
+            types += {*map(type, numbers)} if numbers is options.cu_seqlens else map(type, numbers)
+    return tuple(types)
 
 
 @lru_cache(maxsize=256)
-def _as_key(options: CallOptions, _kinds: tuple[type, ...]) -> CallOptions:
+def _as_key(options: CallOptions, _types: tuple[type, ...]) -> CallOptions:
     """Check the options of the mask and of dropout, and return the options in a normal form.
 
     All options that make up the mask become one ``Mask``, and the seed is left out, so that equal
@@ -180,9 +182,9 @@ def _as_key(options: CallOptions, _kinds: tuple[type, ...]) -> CallOptions:
     Raises:
         ValueError: One of these options is malformed.
     """
-    given: Any = options.mask  # anything but a mask is refused below
+    given_mask: Any = options.mask  # anything but a mask is refused below
     mask = checks.check_mask(
-        given, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
+        given_mask, causal=options.causal, window=options.window, chunk_size=options.chunk_size,
         cu_seqlens=options.cu_seqlens,
     )  # fmt: skip
     checks.check_dropout(options.dropout_p, options.dropout_seed)
@@ -253,18 +255,24 @@ def _prepare(
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
-    named = strategy_config(options.strategy, strategy_names())
+    strategy_setting = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
         options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
         kv_seq_len=sizes.k_len * ring.size,
     )  # fmt: skip
-    program = ring_program(plan, named.ring_strategy)
+    program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     assert facts[0] is not None
     dtype, device = facts[0].dtype, facts[0].device
     spec, transport = choose_strategy(
-        named.name, options.transport, ring, program, device, request=request, probe=probe
+        strategy_setting.name,
+        options.transport,
+        ring,
+        program,
+        device,
+        request=request,
+        probe=probe,
     )
     inner = None
     if spec.splits_heads:
@@ -300,20 +308,20 @@ def _prepare(
 
 
 def _facts_of_heads(
-    facts: tuple[TensorSpec | None, ...], parts: int
+    facts: tuple[TensorSpec | None, ...], ranks: int
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the properties of the inner call's tensors: all tokens of ``H / parts`` heads."""
+    """Return the properties of the inner call's tensors: all tokens of ``H / ranks`` heads."""
     *qkv, _, _, sinks, _, slopes = facts
-    found: list[TensorSpec | None] = []
+    qkv_facts: list[TensorSpec | None] = []
     for fact in qkv:
         assert fact is not None
         batch, length, heads, dim = fact.shape
-        found.append(fact._replace(shape=(batch, parts * length, heads // parts, dim)))
+        qkv_facts.append(fact._replace(shape=(batch, ranks * length, heads // ranks, dim)))
     if sinks is not None:
-        sinks = sinks._replace(shape=(sinks.shape[0] // parts, *sinks.shape[1:]))
+        sinks = sinks._replace(shape=(sinks.shape[0] // ranks, *sinks.shape[1:]))
     if slopes is not None:
-        slopes = slopes._replace(shape=(*slopes.shape[:-1], slopes.shape[-1] // parts))
-    return (*found, None, None, sinks, None, slopes)
+        slopes = slopes._replace(shape=(*slopes.shape[:-1], slopes.shape[-1] // ranks))
+    return (*qkv_facts, None, None, sinks, None, slopes)
 
 
 class Described(NamedTuple):
@@ -334,8 +342,8 @@ def _check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, 
 
     The bias is checked later: its width is the number of all keys, which the plan knows.
     """
-    every: Any = [None if fact is None else fact.described() for fact in facts]
-    tensors = Described(*every)
+    described: Any = [None if fact is None else fact.described() for fact in facts]
+    tensors = Described(*described)
     sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
     device = tensors.q.device
     if device == "meta":
@@ -394,8 +402,8 @@ def _fields(
     """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
     return {
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
-        "cu_seqlens": _in_words(plan.mask.cu_seqlens),
-        "chunks": _in_words(layout.chunks) if isinstance(layout, ChunkLayout) else None,
+        "cu_seqlens": _shortened(plan.mask.cu_seqlens),
+        "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
         "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
         "deterministic": options.deterministic, "return_lse": options.return_lse,
         "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
@@ -407,7 +415,7 @@ def _fields(
     }  # fmt: skip
 
 
-def _in_words(numbers: tuple[object, ...] | None) -> str | None:
+def _shortened(numbers: tuple[object, ...] | None) -> str | None:
     """Return numbers as text that fits an error message: if long, the first and a digest."""
     if numbers is None:
         return None
@@ -430,8 +438,8 @@ def _fact(x: Any, name: str) -> TensorSpec:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise ValueError(f"{name} must be a dense tensor, got a {kind} one")
+        layout_name = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise ValueError(f"{name} must be a dense tensor, got a {layout_name} one")
     if isinstance(x, DTensor):
         raise ValueError(f"{name} must be this rank's shard, got a DTensor; pass {name}.to_local()")
     return TensorSpec(tuple(map(int, x.shape)), x.dtype, x.device, x.requires_grad)

@@ -41,7 +41,7 @@ class KernelParams:
     needs_lse: bool = True  # if false, a kernel may leave the lse that it is given uninitialised
 
 
-class Run(NamedTuple):
+class PositionRun(NamedTuple):
     """Tokens ``start <= n < stop`` at consecutive positions, the first of which is ``position``."""
 
     start: int
@@ -49,19 +49,21 @@ class Run(NamedTuple):
     position: int
 
 
-def runs_of(positions: npt.NDArray[np.int64]) -> tuple[Run, ...]:
+def runs_of(positions: npt.NDArray[np.int64]) -> tuple[PositionRun, ...]:
     """Return the maximal runs of consecutive positions in a list of positions."""
     if positions.size == 0:
         return ()
     edges = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), positions.size]
-    return tuple(Run(a, b, int(positions[a])) for a, b in pairwise(edges))
+    return tuple(PositionRun(a, b, int(positions[a])) for a, b in pairwise(edges))
 
 
-def _runs_in(runs: tuple[Run, ...], part: slice) -> tuple[Run, ...]:
+def _runs_in(runs: tuple[PositionRun, ...], tokens: slice) -> tuple[PositionRun, ...]:
     """Return the runs inside a slice of the tokens, counted from its start."""
-    cut = ((max(x.start, part.start), min(x.stop, part.stop), x) for x in runs)
+    cut = ((max(x.start, tokens.start), min(x.stop, tokens.stop), x) for x in runs)
     return tuple(
-        Run(a - part.start, b - part.start, x.position + a - x.start) for a, b, x in cut if a < b
+        PositionRun(a - tokens.start, b - tokens.start, x.position + a - x.start)
+        for a, b, x in cut
+        if a < b
     )
 
 
@@ -74,22 +76,22 @@ class QueryBlock(NamedTuple):
     segments: Tensor | None  # [B, n] int32
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
-    runs: tuple[Run, ...] = ()  # of their positions, if an option needs these
+    runs: tuple[PositionRun, ...] = ()  # of their positions, if an option needs these
     bias_shift: Tensor | None = None  # [B or 1, H or 1, n], acc. dtype: subtracted from the bias
 
-    def take(self, part: slice) -> QueryBlock:
+    def take(self, tokens: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
-        if part.start == 0 and part.stop == self.q.shape[1]:
+        if tokens.start == 0 and tokens.stop == self.q.shape[1]:
             return self
         return QueryBlock(
-            self.q[:, part],
-            None if self.indices is None else self.indices[part],
-            None if self.position is None else self.position[part],
-            None if self.segments is None else self.segments[:, part],
-            None if self.bias is None else self.bias[:, :, part],
+            self.q[:, tokens],
+            None if self.indices is None else self.indices[tokens],
+            None if self.position is None else self.position[tokens],
+            None if self.segments is None else self.segments[:, tokens],
+            None if self.bias is None else self.bias[:, :, tokens],
             self.slopes,
-            _runs_in(self.runs, part) if self.runs else (),
-            None if self.bias_shift is None else self.bias_shift[:, :, part],
+            _runs_in(self.runs, tokens) if self.runs else (),
+            None if self.bias_shift is None else self.bias_shift[:, :, tokens],
         )
 
 
@@ -101,19 +103,19 @@ class KeyBlock(NamedTuple):
     position: Tensor | None  # [m] global index of each key, if an option needs it
     segments: Tensor | None  # [B, m] int32
     aligned8: bool = False  # columns 8 m to 8 m + 7 are at positions 8 n to 8 n + 7, for each m
-    runs: tuple[Run, ...] = ()  # of their positions, if an option needs these
+    runs: tuple[PositionRun, ...] = ()  # of their positions, if an option needs these
 
-    def take(self, part: slice) -> KeyBlock:
+    def take(self, tokens: slice) -> KeyBlock:
         """Return the block of a slice of the keys, as views."""
-        if part.start == 0 and part.stop == self.k.shape[1]:
+        if tokens.start == 0 and tokens.stop == self.k.shape[1]:
             return self
         return KeyBlock(
-            self.k[:, part],
-            self.v[:, part],
-            None if self.position is None else self.position[part],
-            None if self.segments is None else self.segments[:, part],
-            self.aligned8 and part.start % 8 == 0,
-            _runs_in(self.runs, part) if self.runs else (),
+            self.k[:, tokens],
+            self.v[:, tokens],
+            None if self.position is None else self.position[tokens],
+            None if self.segments is None else self.segments[:, tokens],
+            self.aligned8 and tokens.start % 8 == 0,
+            _runs_in(self.runs, tokens) if self.runs else (),
         )
 
 
@@ -126,9 +128,9 @@ class AttentionState(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def take(self, part: slice) -> AttentionState:
+    def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
-        return AttentionState(self.out[:, part], self.lse[:, :, part])
+        return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
 
 
 class BackwardInputs(NamedTuple):
@@ -143,10 +145,12 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
     delta: Tensor | None  # rowsum(dout * out) - dlse
 
-    def take(self, part: slice) -> BackwardInputs:
+    def take(self, tokens: slice) -> BackwardInputs:
         """Return the record of a slice of the rows, as views."""
-        delta = None if self.delta is None else self.delta[:, :, part]
-        return BackwardInputs(self.dout[:, part], self.out[:, part], self.lse[:, :, part], delta)
+        delta = None if self.delta is None else self.delta[:, :, tokens]
+        return BackwardInputs(
+            self.dout[:, tokens], self.out[:, tokens], self.lse[:, :, tokens], delta
+        )
 
 
 class QueryGrads(NamedTuple):
@@ -155,9 +159,11 @@ class QueryGrads(NamedTuple):
     dq: Tensor
     dbias: Tensor | None
 
-    def take(self, part: slice) -> QueryGrads:
+    def take(self, tokens: slice) -> QueryGrads:
         """Return the record of a slice of the rows, as views."""
-        return QueryGrads(self.dq[:, part], None if self.dbias is None else self.dbias[:, :, part])
+        return QueryGrads(
+            self.dq[:, tokens], None if self.dbias is None else self.dbias[:, :, tokens]
+        )
 
 
 def zero_bias_grad(rows: QueryBlock, params: KernelParams, dtype: torch.dtype) -> Tensor | None:
@@ -173,9 +179,9 @@ class KeyGrads(NamedTuple):
     dk: Tensor
     dv: Tensor
 
-    def take(self, part: slice) -> KeyGrads:
+    def take(self, tokens: slice) -> KeyGrads:
         """Return the accumulators of a slice of the keys, as views."""
-        return KeyGrads(self.dk[:, part], self.dv[:, part])
+        return KeyGrads(self.dk[:, tokens], self.dv[:, tokens])
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -194,17 +200,17 @@ def empty_state(q: Tensor, v_dim: int) -> AttentionState:
 
 
 def unseen_state(
-    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, covered: bool = False
+    q: Tensor, v_dim: int, dtype: torch.dtype | None = None, *, fully_written: bool = False
 ) -> AttentionState:
     """Allocate results for the rows of ``q [B, n, H, D]``, with ``out`` in its dtype or ``dtype``.
 
-    They are those of rows that see nothing; with ``covered``, as all will be written, they are
-    uninitialised.
+    They are those of rows that see nothing; with ``fully_written``, as all will be written, they
+    are uninitialised.
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
     lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(out.dtype, torch.float32))
-    if not covered:
+    if not fully_written:
         out.zero_()
         lse.fill_(-torch.inf)
     return AttentionState(out, lse)
@@ -260,19 +266,19 @@ _HEADS = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), 2) | {"
 
 def head_group[T: (
     Inputs, QueryBlock, KeyBlock, AttentionState, BackwardInputs, QueryGrads, KeyGrads
-)](of: T, n: int, groups: int) -> T:  # fmt: skip
+)](record: T, n: int, groups: int) -> T:  # fmt: skip
     """Return views of the ``n``-th of ``groups`` equal groups of heads.
 
     Records with a bias or slopes cannot be cut.
     """
     if groups == 1:
-        return of
-    found: dict[str, Any] = {name: x for name, x in of._asdict().items() if x is not None}
-    assert not found.keys() & {"bias", "slopes", "dbias"}
-    for name in found.keys() & _HEADS.keys():
-        size = found[name].shape[_HEADS[name]] // groups
-        found[name] = found[name].narrow(_HEADS[name], n * size, size)
-    return of._replace(**found)
+        return record
+    fields: dict[str, Any] = {name: x for name, x in record._asdict().items() if x is not None}
+    assert not fields.keys() & {"bias", "slopes", "dbias"}
+    for name in fields.keys() & _HEADS.keys():
+        size = fields[name].shape[_HEADS[name]] // groups
+        fields[name] = fields[name].narrow(_HEADS[name], n * size, size)
+    return record._replace(**fields)
 
 
 def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:

@@ -141,22 +141,27 @@ class Unsharding:
         self._agree(signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
-        parts = [x.contiguous()]
+        slices = [x.contiguous()]
         if self.ring.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
-            (own,), parts = parts, [torch.empty_like(parts[0]) for _ in range(self.ring.size)]
+            (local_slice,), slices = (
+                slices,
+                [torch.empty_like(slices[0]) for _ in range(self.ring.size)],
+            )
             with self._guard(signature, x.device), peer_errors(others(self.ring)):
                 dist.all_gather(
-                    [_as_bytes(part) for part in parts], _as_bytes(own), group=self.ring.group
+                    [_as_bytes(rank_slice) for rank_slice in slices],
+                    _as_bytes(local_slice),
+                    group=self.ring.group,
                 )
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
         # Copy each run of a rank's slice to its rows in the whole sequence.
-        for rank, part in enumerate(parts):
+        for rank, rank_slice in enumerate(slices):
             runs = layout.runs(rank)
-            pieces = part.transpose(0, self.dim).split([run.length for run in runs])
-            for run, piece in zip(runs, pieces, strict=True):
-                rows[_slice(run)].copy_(piece)
+            run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
+            for run, row_block in zip(runs, run_rows, strict=True):
+                rows[_slice(run)].copy_(row_block)
         return whole
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:

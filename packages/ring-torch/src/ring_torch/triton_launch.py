@@ -89,45 +89,47 @@ class DirectKernel:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
     def prepared(
-        self, grid: tuple[int, ...], *arguments: Tensor | int | None, **named: Any
+        self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
     ) -> PreparedLaunch | None:
         """Return an equal launch that was made before, to be repeated with other tensors.
 
         It is ``None`` if none was made, and where kernels are not launched directly.
         """
         device = torch.cuda.current_device()
-        key, values = _key_and_values(device, arguments, named)
+        key, values = _key_and_values(device, arguments, options)
         compiled = self._compiled.get(key)
         return None if compiled is None else PreparedLaunch(compiled, grid, device, tuple(values))
 
-    def _launch(self, grid: tuple[int, ...], *given: Tensor | int | None, **named: Any) -> None:
+    def _launch(
+        self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
+    ) -> None:
         """Launch directly if an equal launch was compiled before, otherwise by Triton."""
         device = torch.cuda.current_device()
-        key, values = _key_and_values(device, given, named)
+        key, values = _key_and_values(device, arguments, options)
         compiled = self._compiled.get(key)
         if compiled is None or has_launch_hooks():
-            self._remember(key, self.kernel[grid](*given, **named), len(given), named)
+            self._remember(key, self.kernel[grid](*arguments, **options), len(arguments), options)
             return
         compiled.launch(grid, device, values)
 
-    def _remember(self, key: object, kernel: Any, count: int, named: dict[str, Any]) -> None:
+    def _remember(self, key: object, kernel: Any, count: int, options: dict[str, Any]) -> None:
         if kernel is None:  # a hook of Triton's compiler has kept it from compiling
             return
         if len(self._compiled) >= _MOST_LAUNCHES:
             self._compiled = {}
-        constants = tuple(named[name] for name in self.kernel.arg_names[count:])
+        constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)
 
 
 def _key_and_values(
-    device: int, arguments: Sequence[Tensor | int | None], named: dict[str, Any]
+    device: int, arguments: Sequence[Tensor | int | None], options: dict[str, Any]
 ) -> tuple[object, list[int | None]]:
     """Return the key and the values of a launch; tensors become their addresses.
 
     The key holds all that Triton specialises a kernel for, and the constants.
     """
     values: list[int | None] = []
-    facts: list[object] = [device, *named.items()]
+    facts: list[object] = [device, *options.items()]
     for x in arguments:
         if isinstance(x, Tensor):
             pointer = x.data_ptr()

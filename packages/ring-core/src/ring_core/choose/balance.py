@@ -137,11 +137,11 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
     """
     chunks = chunks.copy()
     for _ in range(weights.size):
-        held = weights[chunks]
-        load = held.sum(axis=1)
+        pairs = weights[chunks]
+        load = pairs.sum(axis=1)
         top = int(load.argmax())
         # Try all swaps at once: of the n-th chunk of the busiest rank with any chunk of any rank.
-        moved = held[top][:, None, None] - held  # [n of the busiest, rank, n of the rank]
+        moved = pairs[top][:, None, None] - pairs  # [n of the busiest, rank, n of the rank]
         after = np.maximum(load[top] - moved, load[:, None] + moved)
         n, rank, m = map(int, np.unravel_index(int(after.argmin()), after.shape))
         if after[n, rank, m] >= load[top]:

@@ -213,14 +213,14 @@ def expected(
 
 def options_of(request: Request, mask: Mask) -> tuple[Option, ...]:
     """Return the options that a call has beside a causal mask, ``("causal",)`` if none."""
-    asked: dict[Option, bool] = {
+    options: dict[Option, bool] = {
         "window": mask.window is not None,
         "documents": mask.cu_seqlens is not None or mask.chunk_size is not None,
         "segment_ids": request.segment_ids, "predicate": mask.predicate is not None,
         "softcap": request.softcap, "alibi": request.alibi, "bias": request.bias,
         "dropout": request.dropout,
     }  # fmt: skip
-    return tuple(option for option, is_asked in asked.items() if is_asked) or ("causal",)
+    return tuple(option for option, is_asked in options.items() if is_asked) or ("causal",)
 
 
 def _case_for(cases: Sequence[Case], option: Option, request: Request) -> Case | None:

@@ -94,13 +94,13 @@ def require(
     reasons = refusals(capabilities, request, program)
     if not reasons:
         return
-    names = [other.name for other in others if not refusals(other, request, program)]
-    words = (
+    names = [candidate.name for candidate in others if not refusals(candidate, request, program)]
+    advice = (
         f"use kernel={_one_of([repr(name) for name in names])} or 'auto'"
         if names
         else "no kernel here can do this call"
     )
-    raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {words}")
+    raise UnsupportedError(f"kernel {capabilities.name!r}: {'; '.join(reasons)}. Instead: {advice}")
 
 
 def split_by_reasons[Kernel](

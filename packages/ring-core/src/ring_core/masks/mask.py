@@ -160,13 +160,13 @@ class Mask:
         >>> Mask(causal=True, window=(4096, 0)).describe()
         'causal, window=(4096, 0)'
         """
-        words = ["causal"] if self.causal else []
-        words += [f"window={self.window}"] if self.window is not None else []
-        words += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
-        words += [f"{len(self.cu_seqlens) - 1} documents"] if self.cu_seqlens is not None else []
+        clauses = ["causal"] if self.causal else []
+        clauses += [f"window={self.window}"] if self.window is not None else []
+        clauses += [f"chunk_size={self.chunk_size}"] if self.chunk_size is not None else []
+        clauses += [f"{len(self.cu_seqlens) - 1} documents"] if self.cu_seqlens is not None else []
         if self.predicate is not None:
-            words.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
-        return ", ".join(words) or "full"
+            clauses.append(f"predicate={getattr(self.predicate, '__name__', 'function')}")
+        return ", ".join(clauses) or "full"
 
 
 def check_documents(mask: Mask, q_len: int, k_len: int) -> None:

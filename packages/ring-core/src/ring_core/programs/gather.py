@@ -101,7 +101,7 @@ class GatherProgram:
         """Global index of each key of the buffer, int64 ``[length]``, ascending."""
         return np.concatenate([np.arange(*span) for span in self.spans] or [np.arange(0)])
 
-    def is_early(self, fetch: Fetch) -> bool:
+    def is_before_last_item(self, fetch: Fetch) -> bool:
         """Return True if a backward is done with these keys before its last item.
 
         It runs the items in reverse, so the last one is ``items[0]``. The gradients of such keys
@@ -111,20 +111,20 @@ class GatherProgram:
         return bool(fetch.target.stop <= last.k_start or last.k_stop <= fetch.target.start)
 
     @cached_property
-    def fresh(self) -> tuple[tuple[slice, ...], ...]:
-        """Columns of each item that a backward has not yet written when it gets there.
+    def overwritten(self) -> tuple[tuple[slice, ...], ...]:
+        """Columns of each item that a backward overwrites: it has not written them before.
 
         It runs the items in reverse, so these are columns that no item behind it sees. There the
         item's dK/dV overwrite the buffer of gradients, which needs no zeros; elsewhere they are
         added.
         """
         written: list[Interval] = []
-        fresh = []
+        overwritten = []
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
-            fresh.append(tuple(slice(*span) for span in _subtract(columns, written)))
+            overwritten.append(tuple(slice(*span) for span in _subtract(columns, written)))
             written = union([*written, columns])
-        return tuple(reversed(fresh))
+        return tuple(reversed(overwritten))
 
     @cached_property
     def num_rows(self) -> int:
@@ -204,7 +204,7 @@ def gather_program(
 def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherProgram:
     """Make the program; arguments are checked."""
     assert not gather_refusals(plan)
-    by_position, in_place, spans = _needed(plan, rank, own=own, splits=splits)
+    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -214,13 +214,13 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherPro
     for item in items:
         columns = Interval(item.k_start, item.k_stop)
         # Columns that an earlier item needs are fetched already.
-        needed = [
+        item_fetches = [
             fetch
             for span in _subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
         # From the rank before this one on: if all began with the same, they would share its links.
-        fetches += sorted(needed, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
+        fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
         fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
@@ -255,12 +255,14 @@ def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
 @lru_cache(maxsize=_KEPT)
 def _longest_gather(plan: Plan, splits: bool) -> Longest:
     """Compute the facts without making all ranks' fetches, as many as there are pairs of ranks."""
-    needed = [_needed(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)]
-    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in needed]
-    return Longest(max(sizes), any(in_place for _, in_place, _ in needed))
+    work_of_ranks = [
+        _work_and_keys(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)
+    ]
+    sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
+    return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
 
 
-def _needed(
+def _work_and_keys(
     plan: Plan, rank: int, *, own: bool, splits: bool
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """Return a rank's items over positions, its items in place, and the keys to gather.
@@ -360,10 +362,10 @@ def _fetches(
         # The columns asked for that lie in this span, then the positions of their keys.
         inside = Interval(span_column, span_column + span.stop - span.start).within(columns)
         column_to_position = span.start - span_column
-        wanted = Interval(inside.start + column_to_position, inside.stop + column_to_position)
+        positions = Interval(inside.start + column_to_position, inside.stop + column_to_position)
         # Runs have equal lengths, so a division finds those that hold the keys.
-        for run, rank in runs[wanted.start // length : -(-wanted.stop // length)]:
-            part = wanted.within(Interval(*_ends(run)))
+        for run, rank in runs[positions.start // length : -(-positions.stop // length)]:
+            part = positions.within(Interval(*_ends(run)))
             if part.start < part.stop:
                 to_local = run.local_start - run.global_start
                 yield Fetch(
@@ -402,12 +404,12 @@ def split_own_key_rows(
     """
     runs = _own_key_runs(plan, rank)
     tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
-    rest: list[WorkItem] = []
+    remaining: list[WorkItem] = []
     in_place: list[WorkItem] = []
     for item in items:
         own_parts = [(run, part) for run in runs if (part := _inside(item, run, tile))]
         if not own_parts:
-            rest.append(item)
+            remaining.append(item)
             continue
         ((run, part),) = own_parts  # a part is most of its item, so there are not two
         to_local = run.local_start - run.global_start
@@ -416,14 +418,16 @@ def split_own_key_rows(
         )
         # The rows above and below it still see keys of others.
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
-        rest += [side for side in sides if side is not None]
+        remaining += [side for side in sides if side is not None]
     parts = (
         span.within(Interval(*_ends(run)))
-        for span in union(Interval(item.k_start, item.k_stop) for item in rest)
+        for span in union(Interval(item.k_start, item.k_stop) for item in remaining)
         for run in runs
     )
-    needed = sum(part.stop - part.start for part in parts)
-    return (list(items), []) if 2 * needed > plan.k_layout.local_len else (rest, in_place)
+    num_still_needed = sum(part.stop - part.start for part in parts)
+    if 2 * num_still_needed > plan.k_layout.local_len:
+        return list(items), []
+    return remaining, in_place
 
 
 def _own_key_runs(plan: Plan, rank: int) -> list[Run]:

@@ -35,7 +35,7 @@ from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.plan.tile_mask import Geometry
 
-HELP_PIECES = 4  # pieces of rows in which helped queries travel
+OFFLOAD_PIECES = 4  # pieces of rows in which offloaded queries travel
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Stage:
             ``None`` moves nothing.
         grad_hop: Backward: after computing, add the step's dK/dV to those that arrived and start
             moving them to the rank this far ahead.
-        helps: In this step ranks also compute for the queries of others, after their own items.
-            Those queries travel to the rank ``steps[step].shift`` ahead in ``HELP_PIECES`` pieces
-            of rows (``WorkItem.cut``): the first during the stage before, each other one while the
-            piece before it is computed. The results go back piece by piece.
+        offloads: In this step ranks also compute for the queries of others, after their own items.
+            Those queries travel to the rank ``steps[step].shift`` ahead in ``OFFLOAD_PIECES``
+            pieces of rows (``WorkItem.cut``): the first during the stage before, each other one
+            while the piece before it is computed. The results go back piece by piece.
     """
 
     step: int
     kv_hop: int | None = None
     grad_hop: int | None = None
-    helps: bool = False
+    offloads: bool = False
 
 
-Help = Literal["none", "mirror", "half"]
+Offload = Literal["none", "mirror", "half"]
 _PAIRS_AT_ONCE = 1 << 15
 
 
@@ -70,7 +70,7 @@ class Step:
 
     Attributes:
         shift: Number of ranks that the K/V have moved ahead; 0 is each rank's own block.
-        helps: Work that ranks do besides, for the queries of rank ``r - shift``, which travel to
+        offload: Work that ranks do besides, for the queries of rank ``r - shift``, which travel to
             them by the same shift and meet their own K/V. ``none``: no such work. ``mirror``: all
             that rank ``r - shift`` would compute in the step with shift ``cp_size - shift``, which
             is left out then. ``half``: where the two shifts are equal, half of that, in exchange
@@ -78,7 +78,7 @@ class Step:
     """
 
     shift: int
-    helps: Help = "none"
+    offload: Offload = "none"
 
 
 StepRows = npt.NDArray[np.int32]
@@ -148,7 +148,7 @@ class RingProgram:
         # one.
         hops = [*(b.shift - a.shift for a, b in pairwise(self.steps)), None]
         return tuple(
-            Stage(step=n, kv_hop=hop, helps=step.helps != "none")
+            Stage(step=n, kv_hop=hop, offloads=step.offload != "none")
             for n, (step, hop) in enumerate(zip(self.steps, hops, strict=True))
         )
 
@@ -159,9 +159,7 @@ class RingProgram:
         # The own block needs no K/V of others: none are moved before it.
         hops = [None, *(a.shift - b.shift for a, b in pairwise(self.steps))]
         return tuple(
-            Stage(
-                n, hops[n] if n > 1 else None, grad_hop=hops[n], helps=self.steps[n].helps != "none"
-            )
+            Stage(n, hops[n] if n > 1 else None, hops[n], offloads=self.steps[n].offload != "none")
             for n in reversed(range(self.num_steps))
         )
 
@@ -189,13 +187,13 @@ class RingProgram:
         """
         check_index("rank", rank, self.plan.cp_size)
         check_index("step", step, self.num_steps)
-        helps, shift = self.steps[step].helps, self.steps[step].shift
-        if helps == "none":
+        offload, shift = self.steps[step].offload, self.steps[step].shift
+        if offload == "none":
             return ()
         if (rank, step) not in self._remote:
-            other = np.array([(rank + shift) % self.plan.cp_size])
-            _, rows = step_rows(helps, self.plan.geometry, other, np.array([rank]))
-            self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(other[0]))
+            helper = np.array([(rank + shift) % self.plan.cp_size])
+            _, rows = step_rows(offload, self.plan.geometry, helper, np.array([rank]))
+            self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(helper[0]))
         return self._remote[rank, step]
 
     def table(self, step: int) -> StepRows:
@@ -209,7 +207,7 @@ class RingProgram:
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
         kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
-        own, remote = step_rows(self.steps[step].helps, self.plan.geometry, ranks, kv_ranks)
+        own, remote = step_rows(self.steps[step].offload, self.plan.geometry, ranks, kv_ranks)
         parts = [_table_of(own, ranks, kv_ranks)]
         parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
@@ -261,12 +259,12 @@ class RingProgram:
         """
         items: list[tuple[WorkItem, ...]] = [()] * self.num_steps
         plan = self.plan
-        for helps in get_args(Help):
-            steps = [n for n, step in enumerate(self.steps) if step.helps == helps]
+        for offload in get_args(Offload):
+            steps = [n for n, step in enumerate(self.steps) if step.offload == offload]
             if not steps:
                 continue
             kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
-            own, remote = step_rows(helps, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks)
+            own, remote = step_rows(offload, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks)
             for pair, n in enumerate(steps):
                 items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
                 if remote is not None:
@@ -283,7 +281,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
     array([[10, 10],
            [ 0, 16]])
     >>> program.forward[0]  # K/V move one rank ahead while the first step is computed
-    Stage(step=0, kv_hop=1, grad_hop=None, helps=False)
+    Stage(step=0, kv_hop=1, grad_hop=None, offloads=False)
 
     Args:
         plan: The plan of the call.
@@ -331,12 +329,12 @@ def active_steps(
 
 
 def step_rows(
-    helps: Help, geometry: Geometry, ranks: Ints, kv_ranks: Ints
+    offload: Offload, geometry: Geometry, ranks: Ints, kv_ranks: Ints
 ) -> tuple[RectangleTable, RectangleTable | None]:
     """Return what ``ranks`` compute in a step: for their own queries, and for those they help.
 
     Args:
-        helps: The kind of help of the step.
+        offload: The kind of offload of the step.
         geometry: That of the plan.
         ranks: Ranks that compute.
         kv_ranks: For each of them the rank whose K/V, and helped queries, it works with.
@@ -345,9 +343,9 @@ def step_rows(
         Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
         ``ranks``' keys, or ``None`` where nobody is helped.
     """
-    if helps == "half":
+    if offload == "half":
         return geometry.rows(ranks, kv_ranks, half=0), geometry.rows(kv_ranks, ranks, half=1)
-    remote = geometry.rows(kv_ranks, ranks) if helps == "mirror" else None
+    remote = geometry.rows(kv_ranks, ranks) if offload == "mirror" else None
     return geometry.rows(ranks, kv_ranks), remote
 
 
@@ -380,8 +378,8 @@ def _balanced_steps(
                 halves = geometry.count(ranks, kv_ranks[n], half=0) + geometry.count(
                     kv_ranks[n], ranks, half=1
                 )
-                helps = halves.max() < own[n].max()
-                yield Step(shift, "half" if helps else "none"), halves if helps else own[n]
+                pays = halves.max() < own[n].max()
+                yield Step(shift, "half" if pays else "none"), halves if pays else own[n]
             # One step that lasts as long as the rank with the largest sum, or two steps that last
             # as long as the slowest rank of each?
             elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():

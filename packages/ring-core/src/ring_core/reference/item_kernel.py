@@ -94,8 +94,8 @@ def forward(
     weights = np.exp(logits - safe[..., None])
     total = weights.sum(axis=-1)
     probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
-    kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
-    out = masked_matmul(kept, visible, _heads(v, q.shape[2]))
+    weights_kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
+    out = masked_matmul(weights_kept, visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), safe + np.log(total)
 
 
@@ -121,17 +121,17 @@ def backward(
     """
     logits, visible, slope = _logits(q, k, rows, columns, item, params)
     safe = np.where(np.isneginf(lse), 0, lse)
-    do, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
+    dout_by_head, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     k_by_head, v_by_head = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _keep(rows, columns, q, params)
     probs = np.where(visible, np.exp(logits - safe[..., None]), 0)
-    dprobs = (do @ v_by_head.swapaxes(-1, -2)) * keep
+    dprobs = (dout_by_head @ v_by_head.swapaxes(-1, -2)) * keep
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
     dproducts = round_to(np.where(visible, dlogits * slope * params.scale, 0), params.precision)
-    kept, seen_by = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
+    weights_kept, visible_t = round_to(probs * keep, params.precision), visible.swapaxes(-1, -2)
     dq = masked_matmul(dproducts, visible, k_by_head)
-    dk = _grouped(masked_matmul(dproducts.swapaxes(-1, -2), seen_by, q_by_head), k.shape[2])
-    dv = _grouped(masked_matmul(kept.swapaxes(-1, -2), seen_by, do), v.shape[2])
+    dk = _grouped(masked_matmul(dproducts.swapaxes(-1, -2), visible_t, q_by_head), k.shape[2])
+    dv = _grouped(masked_matmul(weights_kept.swapaxes(-1, -2), visible_t, dout_by_head), v.shape[2])
     return dq.swapaxes(1, 2), dk, dv, dlogits
 
 

@@ -204,13 +204,13 @@ def _results(
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
-    home = _backward(program, ranks, params, last)
+    own_grads = _backward(program, ranks, params, last)
     dq, dk, dv = (
         item_kernel.round_to(_gather(positions, parts, axis=1), precision)
         for positions, parts in (
             (plan.positions, [not_none(rank.dq) for rank in ranks]),
-            (plan.k_positions, [grad.dk for grad in home]),
-            (plan.k_positions, [grad.dv for grad in home]),
+            (plan.k_positions, [grad.dk for grad in own_grads]),
+            (plan.k_positions, [grad.dv for grad in own_grads]),
         )
     )
     dbias = None
@@ -250,15 +250,17 @@ def _backward(
 ) -> list[Grad]:
     """Run the backward program, and return the dK/dV of each rank's own keys."""
     arrived: list[Grad] | None = None
-    home = [_zero_grad(rank.own) for rank in ranks]
+    own_grads = [_zero_grad(rank.own) for rank in ranks]
     for stage in program.backward:
         own_block = program.steps[stage.step].shift == 0
         arriving = _hop(held, stage.kv_hop)
         # dK/dV of the K/V at hand go into fresh zeros; those of own keys stay at home.
-        step_grads = home if own_block else [_zero_grad(message) for message in held]
+        step_grads = own_grads if own_block else [_zero_grad(message) for message in held]
         for r, rank in enumerate(ranks):
             for item in program.items(r, stage.step):
-                kv, grad = (rank.own, home[r]) if item.kv_rank == r else (held[r], step_grads[r])
+                kv, grad = (
+                    (rank.own, own_grads[r]) if item.kv_rank == r else (held[r], step_grads[r])
+                )
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)
         # What arrived are sums of earlier stages for the same keys, from the rank that held them
@@ -271,7 +273,7 @@ def _backward(
         # The sums follow the K/V to the next rank. The last stage is the own block: they are home.
         arrived = _hop(step_grads, stage.grad_hop)
         held = arriving
-    return home
+    return own_grads
 
 
 def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: Params) -> None:

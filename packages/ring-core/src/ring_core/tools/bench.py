@@ -110,19 +110,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a ``bench`` command; the backend has defaults for those left out."""
     add = parser.add_argument
     add("--seq-len", type=size, metavar="N", help="tokens over all ranks, such as 65536 or 64k")
-    add("--ranks", type=int, metavar="P", help="default: all devices, at least two processes")
+    add(
+        "--ranks", type=int, metavar="P",
+        help="devices that share the sequence; default: all, or two processes on a CPU",
+    )  # fmt: skip
     add("--heads", type=int, metavar="H", help="query heads")
     add("--kv-heads", type=int, metavar="K", help="key/value heads, a divisor of --heads")
     add("--head-dim", type=int, metavar="D", help="head dim of Q, K and V")
-    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"))
+    add(
+        "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="dtype of Q, K and V"
+    )
     add(
         "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees, such as 4096,0",
+        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
     )  # fmt: skip
     add("--layout", choices=LAYOUTS, default="zigzag", help="default: zigzag")
     add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="default: auto")
     add("--kernel", default="auto", metavar="NAME", help="default: auto")
-    add("--seconds", type=float, default=20.0, metavar="S", help="for all rounds; default: 20")
+    add(
+        "--seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds for all rounds; default: 20",
+    )
     add("--json", action="store_true", help="print JSON, with times in seconds")
 
 

@@ -216,7 +216,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
         rows.append((
             f"{layout}/{strategy}", f"{program.imbalance:.3f}",
             f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}",
-            str(sum(step.helps != "none" for step in program.steps)),
+            str(sum(step.offload != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip
     if len(errors) == len(rows):

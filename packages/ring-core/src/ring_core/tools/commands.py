@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
@@ -24,3 +25,21 @@ def add_command(
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=version)
     return parser
+
+
+def check_not_launched(command: str) -> None:
+    """Refuse to run a command that starts its own ranks in each process of a launcher.
+
+    Args:
+        command: The command line without its options, as ``python -m ring_torch bench``.
+
+    Raises:
+        ValueError: A launcher such as torchrun has started several processes (``WORLD_SIZE``).
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise ValueError(
+            f"{command} starts its ranks itself, and here a launcher such as torchrun has started "
+            f"{size} processes (WORLD_SIZE={size}), each of which would run it. Instead: run "
+            f"`{command}` once on a machine, without a launcher"
+        )

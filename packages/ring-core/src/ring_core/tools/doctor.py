@@ -137,10 +137,10 @@ def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
     """
     from packaging.requirements import Requirement  # the rest of ring_core imports numpy alone
 
-    ours = {name: current for name in OURS if (current := installed(name))}
-    words = ", ".join(f"{name} {current}" for name, current in ours.items())
-    several = [f"packages of unlike releases: {words}"] if len(set(ours.values())) > 1 else []
-    asked = [
+    own = {name: current for name in OURS if (current := installed(name))}
+    releases = ", ".join(f"{name} {current}" for name, current in own.items())
+    several = [f"packages of unlike releases: {releases}"] if len(set(own.values())) > 1 else []
+    requirements = [
         (name, Requirement(text))
         for name in by_name
         if installed(name)
@@ -149,11 +149,11 @@ def clashes(by_name: Mapping[str, str]) -> tuple[str, ...]:
     return (
         *several,
         *(
-            f"{name} {by_name[name]} asks for {wanted.name}{wanted.specifier}, and there is {current}"
-            for name, wanted in asked
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""})
-            if (current := installed(wanted.name))
-            if not wanted.specifier.contains(current, prereleases=True)
+            f"{name} {by_name[name]} asks for {requirement.name}{requirement.specifier}, and there is {current}"
+            for name, requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if (current := installed(requirement.name))
+            if not requirement.specifier.contains(current, prereleases=True)
         ),
     )
 

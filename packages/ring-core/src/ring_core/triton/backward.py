@@ -497,17 +497,24 @@ def load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len):
 
 @triton.jit
 def add_query_rows(dq, part, strides, flat, heads, start, q_len, consts):
-    """Add dQ of a block of queries to memory, with the scale, or write it (``FRESH``)."""
+    """Add dQ of a block of queries to memory, with the scale, or write it (``OVERWRITE``)."""
     rows = start + tl.arange(0, consts.BLOCK_Q)
     dq = of_head(dq, flat // heads, flat % heads, strides.dq_batch, strides.dq_head, TMA=False)
     add_rows(
-        dq, part * consts.SCALE, rows, q_len, consts.D, consts.PADDED, consts.DQ_STEP, consts.FRESH
+        dq,
+        part * consts.SCALE,
+        rows,
+        q_len,
+        consts.D,
+        consts.PADDED,
+        consts.DQ_STEP,
+        consts.OVERWRITE,
     )
 
 
 @triton.jit
 def add_key_rows(dk, dv, k_part, v_part, strides, flat, kv_heads, start, k_len, consts):
-    """Add dK (with the scale) and dV of a block of keys to memory, or write them (``FRESH``)."""
+    """Add dK (scaled) and dV of a block of keys to memory, or write them (``OVERWRITE``)."""
     cols = start + tl.arange(0, consts.BLOCK_K)
     batch, head = flat // kv_heads, flat % kv_heads
     dk = of_head(dk, batch, head, strides.dk_batch, strides.dk_head, TMA=False)
@@ -520,20 +527,20 @@ def add_key_rows(dk, dv, k_part, v_part, strides, flat, kv_heads, start, k_len, 
         consts.D,
         consts.PADDED,
         consts.DK_STEP,
-        consts.FRESH,
+        consts.OVERWRITE,
     )
-    add_rows(dv, v_part, cols, k_len, consts.DV, consts.PADDED_V, consts.DV_STEP, consts.FRESH)
+    add_rows(dv, v_part, cols, k_len, consts.DV, consts.PADDED_V, consts.DV_STEP, consts.OVERWRITE)
 
 
 @triton.jit
 def add_rows(
     into, part, rows, length, DIM: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr,
-    FRESH: tl.constexpr,
+    OVERWRITE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to rows of one head in memory, or write it (``FRESH``)."""
+    """Add a block to rows of one head in memory, or write it (``OVERWRITE``)."""
     dims = tl.arange(0, PADDED)
     offsets = rows.to(tl.int64)[:, None] * STEP + dims[None, :]
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
-    if not FRESH:
+    if not OVERWRITE:
         part += tl.load(into + offsets, mask=inside)
     tl.store(into + offsets, part, mask=inside)

@@ -241,7 +241,7 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     inside = real[:, None] & (dims < consts.DV)[None, :]
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
     factor = 1.0 / tl.where(total == 0, 1.0, total)
-    if consts.FRESH:
+    if consts.OVERWRITE:
         result, merged = acc * factor[:, None], part
     else:
         old = tl.load(lse + rows, mask=real, other=-float("inf"))

@@ -43,7 +43,7 @@ class Constexprs(NamedTuple):
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
         Q_IS_MULTIPLE, K_IS_MULTIPLE: Lengths are multiples of the block sizes.
         FUSED: The kernel for dK and dV adds to dQ as well.
-        FRESH: Results are overwritten, not read and added to; but for dQ where ``FUSED`` adds.
+        OVERWRITE: Results are overwritten, not read and added to; but for dQ where ``FUSED`` adds.
         KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
         BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
         ALIGNED8: Of positions of keys ``k_at[8 n]`` is a multiple of 8, and seven follow it.
@@ -67,7 +67,7 @@ class Constexprs(NamedTuple):
     Q_IS_MULTIPLE: tl.constexpr
     K_IS_MULTIPLE: tl.constexpr
     FUSED: tl.constexpr
-    FRESH: tl.constexpr
+    OVERWRITE: tl.constexpr
     KV_PACKED: tl.constexpr
     BIAS_BY_POSITION: tl.constexpr
     ALIGNED8: tl.constexpr

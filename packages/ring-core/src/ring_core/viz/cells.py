@@ -34,14 +34,15 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
     visible = plan.mask.dense(q + plan.q_offset, k)
     pairs = np.broadcast_arrays(q_rank, q_local, k_rank, k_local, _same_cell(plan, q, k))
     counts, rank = np.zeros(visible.shape, dtype=np.int64), np.full(visible.shape, NOBODY)
-    shift, help_shift = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
+    shift, offload_shift = (q_rank - k_rank) % plan.cp_size, (k_rank - q_rank) % plan.cp_size
     for n, step in enumerate(program.steps):
         # Pairs may be computed in this step by the rank of the query, or to help it by the key's.
-        own, helped = shift == step.shift, (help_shift == step.shift) & (step.helps != "none")
-        if not (own.any() or helped.any()):
+        own = shift == step.shift
+        offloaded = (offload_shift == step.shift) & (step.offload != "none")
+        if not (own.any() or offloaded.any()):
             continue
         table = program.table(n).astype(np.int64)
-        for computing, cells in ((pairs[0], own), (pairs[2], helped)):
+        for computing, cells in ((pairs[0], own), (pairs[2], offloaded)):
             num_rows = _count_rows(table[computing[cells]], *(x[cells, None] for x in pairs))
             counts[cells] += num_rows
             rank[cells] = np.where(num_rows > 0, computing[cells], rank[cells])

@@ -164,7 +164,7 @@ def percent(share: float) -> str:
 
 def _figure_lines(program: RingProgram) -> list[str]:
     """Return lines with the program's imbalance, steps and messages."""
-    helped = sum(step.helps != "none" for step in program.steps)
+    num_offloaded = sum(step.offload != "none" for step in program.steps)
     lines = [
         f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",
         (
@@ -174,8 +174,8 @@ def _figure_lines(program: RingProgram) -> list[str]:
         f"steps with work    {program.num_steps} of {program.plan.cp_size}; others are skipped",
         f"K/V messages       {kv_messages(program)} per rank in the forward",
     ]
-    if helped:
+    if num_offloaded:
         lines.append(
-            f"helped steps       {helped}: queries travel to idle ranks, results travel back"
+            f"helped steps       {num_offloaded}: queries travel to idle ranks, results travel back"
         )
     return lines

@@ -362,7 +362,7 @@ def store_key_grads(
         step: gl.constexpr = 2 * consts.D if consts.KV_PACKED else consts.D
         offsets = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
         new_k, new_v = dk * consts.SCALE, dv
-        if not consts.FRESH:
+        if not consts.OVERWRITE:
             new_k += gl.load(to_k + of_keys + offsets, mask=real, other=0.0)
             new_v += gl.load(to_v + of_values + offsets, mask=real, other=0.0)
         gl.store(to_k + of_keys + offsets, new_k.to(to_k.dtype.element_ty), mask=real)

@@ -26,7 +26,7 @@ class HopperConstexprs(NamedTuple):
         SCALE: The softmax scale, positive.
         BLOCK: Keys per block in the forward, queries per block in the backward.
         STAGES: Number of blocks in flight at once.
-        FRESH: Results are overwritten, not merged into.
+        OVERWRITE: Results are overwritten, not merged into.
         KV_PACKED: Each row holds a key and its value after it; so do the gradients' rows.
         PINGPONG: Groups of warps issue their matrix products alternately, as in FlashAttention-3.
         STREAM_K: The last tiles are split over thread blocks, as in Stream-K.
@@ -37,7 +37,7 @@ class HopperConstexprs(NamedTuple):
     SCALE: gl.constexpr
     BLOCK: gl.constexpr
     STAGES: gl.constexpr
-    FRESH: gl.constexpr
+    OVERWRITE: gl.constexpr
     KV_PACKED: gl.constexpr
     PINGPONG: gl.constexpr
     STREAM_K: gl.constexpr

@@ -122,7 +122,7 @@ def fwd_hopper(
       they are left out because of NaN; then the shared counter of tiles; then ``[split, 2]``
       counters of finished parts.
     - ``before``: like ``out``; if it is not None the accumulated output is read from there.
-    - ``lse [B * H, T]``, ``out [B, T, H, D]``: results, merged into unless ``consts.FRESH``.
+    - ``lse [B * H, T]``, ``out [B, T, H, D]``: results, merged into unless ``consts.OVERWRITE``.
     - ``parts [split * each, 2, 64, D]``, ``sums [split * each, 2, 2, 64]``: the results of parts of
       split tiles.
     - ``heads_per_swizzle``: heads whose keys share the L2 cache.
@@ -228,7 +228,7 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
 @gluon.jit
 def has_work(items, row, row_stop, before, consts: gl.constexpr):
     """Return True if queries see something, or their results are new memory and must be written."""
-    if consts.FRESH or before is not None:
+    if consts.OVERWRITE or before is not None:
         some = True
     else:
         some = False
@@ -300,7 +300,7 @@ def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts
                 WHICH,
                 consts,
             )
-        if not consts.FRESH:
+        if not consts.OVERWRITE:
             # Decoded again, so that addresses need not stay in registers during the loop.
             block, flat, part, split_index = decode_tile(
                 load_tile_id(tile_ids.index(slot)), sizes, consts
@@ -405,7 +405,7 @@ def initial_state(
     row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
     total = gl.zeros([ROWS], gl.float32, layout=s_rows)
     acc = gl.zeros([ROWS, consts.D], gl.float32, layout=layout)
-    if not consts.FRESH:  # noqa: SIM102  # a compile-time condition
+    if not consts.OVERWRITE:  # noqa: SIM102  # a compile-time condition
         if part == 0:
             source = out
             if before is not None:

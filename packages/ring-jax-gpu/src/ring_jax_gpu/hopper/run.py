@@ -58,7 +58,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=KEYS_A_BLOCK, STAGES=_STAGES,
-        FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
+        OVERWRITE=consts["OVERWRITE"], KV_PACKED=consts["KV_PACKED"], PINGPONG=True, STREAM_K=split > 0,
     )  # fmt: skip
     before = arrays.get("before")
     parameters: dict[str, Parameter] = {
@@ -67,8 +67,8 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         "stream_k": _row_of_rank(stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(num_flags + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=BTHD),
-        "lse": _result(arrays["lse"], consts["FRESH"]),
-        "out": _result(arrays["out"], consts["FRESH"] or before is not None, BTHD),
+        "lse": _result(arrays["lse"], consts["OVERWRITE"]),
+        "out": _result(arrays["out"], consts["OVERWRITE"] or before is not None, BTHD),
         "parts": OutArray((parts, 2, _HALF, dim), "float32") if split else None,
         "sums": OutArray((parts, 2, 2, _HALF), "float32") if split else None, **_sizes(arrays),
         "heads_per_swizzle": dict(launch.numbers)["heads_per_swizzle"],
@@ -100,7 +100,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     helpers = max((x.helpers for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
-        STAGES=_STAGES, FRESH=consts["FRESH"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
+        STAGES=_STAGES, OVERWRITE=consts["OVERWRITE"], KV_PACKED=consts["KV_PACKED"], PINGPONG=False,
         STREAM_K=split > 0,
     )  # fmt: skip
     dv, parts = arrays.get("dv"), (split, 2, KEYS, dim)
@@ -117,8 +117,8 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         "stream_k": _row_of_rank(stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
         "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
-        "dk": _result(arrays["dk"], consts["FRESH"], BTHD),
-        "dv": None if dv is None else _result(dv, consts["FRESH"], BTHD),
+        "dk": _result(arrays["dk"], consts["OVERWRITE"], BTHD),
+        "dv": None if dv is None else _result(dv, consts["OVERWRITE"], BTHD),
         "flags": OutArray((heads, blocks), "int32"), **sizes,
         "heads_per_swizzle": _key_heads_per_swizzle(heads, blocks),
     }  # fmt: skip

@@ -43,13 +43,15 @@ def window_of(sliding_window: SlidingWindow | None) -> Window | None:
     """
     if sliding_window is None:
         return None
-    both = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window,) * 2
-    if len(both) != 2 or not all(side is None or (is_integer(side) and side >= 0) for side in both):
+    sides = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window,) * 2
+    if len(sides) != 2 or not all(
+        side is None or (is_integer(side) and side >= 0) for side in sides
+    ):
         raise ValueError(
             f"sliding_window must be a number of keys on each side, (left, right), or None, got "
             f"{sliding_window!r}; a side without a limit is None"
         )
-    left, right = (None if side is None else int(side) for side in both)
+    left, right = (None if side is None else int(side) for side in sides)
     return left, right
 
 

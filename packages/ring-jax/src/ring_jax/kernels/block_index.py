@@ -50,10 +50,10 @@ def kinds_of(
     cells = (rows.cells, columns.cells) if in_tiles is None else (None, None)
     for q_numbers, k_numbers in (cells, (rows.ids, columns.ids)):
         if q_numbers is not None and k_numbers is not None:
-            some, every = _equal_numbers(
+            may_be_equal, all_equal = _equal_numbers(
                 _block_min_max(q_numbers, block_q), _block_min_max(k_numbers, block_k)
             )
-            live, full = live & some, full & every
+            live, full = live & may_be_equal, full & all_equal
     if in_tiles is not None:
         live, full = live & in_tiles[0], full & in_tiles[1]
     return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
@@ -105,6 +105,6 @@ def _equal_numbers(q_range: tuple[Array, Array], k_range: tuple[Array, Array]) -
     """
     q_min, q_max = (x[:, :, None] for x in q_range)
     k_min, k_max = (x[:, None, :] for x in k_range)
-    some = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
-    every = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
-    return some, every
+    may_be_equal = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
+    all_equal = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
+    return may_be_equal, all_equal

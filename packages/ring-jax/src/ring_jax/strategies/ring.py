@@ -85,7 +85,7 @@ def _ring_backward(
         own = own_message(x, after=query_grads.dq) if is_own and last is not None else own
         keys, dkv = (own, own_dkv) if is_own else (held, runner.zeros(own.kv.shape))
         # Other stages start from zeros. own_dkv has gradients already if this rank helped others.
-        overwrite = not is_own or not any(stage.helps for stage in stages)
+        overwrite = not is_own or not any(stage.offloads for stage in stages)
         query_grads, dkv = runner.differentiate(
             part, q, keys, upstream, query_grads, dkv, overwrite=overwrite
         )
@@ -123,7 +123,7 @@ def _ring_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
             total += size * nbytes(x.k, x.v, x.k_ids)
         if stage.grad_hop is not None and direction == "backward":
             total += size * (x.k.size + x.v.size) * wide
-        if stage.helps:
+        if stage.offloads:
             total += _helper_bytes(call, x, direction, stage, wide)
     return total
 

@@ -179,7 +179,7 @@ class StepRunner:
             The queries that this device is to help with, zeros on ranks that help nobody; ``None``
             if no rank helps in the stage.
         """
-        if stage is None or not stage.helps:
+        if stage is None or not stage.offloads:
             return None
         part = step_table(self.call.program, stage.step)
         upstream = None if upstream is None else upstream._replace(out=None)

@@ -18,8 +18,9 @@ from typing import cast
 
 import jax
 
-from ring_core import support_matrix
+from ring_core import __version__, support_matrix  # all packages carry one version
 from ring_core.tools import bench, doctor
+from ring_core.tools.commands import add_command, check_not_launched
 from ring_jax.context import ContextParallel
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
@@ -53,11 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
     parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
+    version = f"ring-jax {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help="show what can run here, and test it")
-    doctor.add_argument("--json", action="store_true", help="for programs")
-    commands.add_parser("matrix", help="show what each kernel supports")
-    bench.add_options(commands.add_parser("bench", help="time a ring against one device"))
+    add_command(
+        commands, "doctor", "Show what can run here, and test it.",
+        example="python -m ring_jax doctor", version=version,
+    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
+    add_command(
+        commands, "matrix", "Show what each kernel supports.",
+        example="python -m ring_jax matrix", version=version,
+    )  # fmt: skip
+    timed = add_command(
+        commands, "bench", "Time a ring against one device that computes everything.",
+        example="python -m ring_jax bench --seq-len 16k --window 4096,0", version=version,
+    )  # fmt: skip
+    bench.add_options(timed)
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
@@ -78,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(args: argparse.Namespace) -> int:
     """Run the command ``bench`` and print its table; return the exit code."""
     try:
+        check_not_launched("python -m ring_jax bench")
         setting = bench.setting_of(args, _bench_jax.defaults())
         checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:

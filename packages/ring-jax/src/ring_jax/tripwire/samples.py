@@ -269,7 +269,7 @@ class _Sample(NamedTuple):
             return x
         return cast("Array", lax.all_to_all(x, self.call.axis_name, 0, 0, tiled=True))
 
-    def compare(self, which: str, results: dict[Kind, Results]) -> None:
+    def compare(self, direction: str, results: dict[Kind, Results]) -> None:
         """Pass the results of all ranks to every rank's host, which compares and raises."""
         names = [(kind, name) for kind, by_name in results.items() for name in by_name]
         arrays = [
@@ -279,7 +279,7 @@ class _Sample(NamedTuple):
         ]
         shapes = result_shapes(*(x.shape for x in self.inputs[:3]))
         jax.debug.callback(
-            partial(_compare_rows, self.call, which, shapes, names),
+            partial(_compare_rows, self.call, direction, shapes, names),
             self.number, self.batch, *(self.all_indices(kind) for kind in _KINDS), *arrays,
         )  # fmt: skip
 
@@ -294,7 +294,7 @@ class _Sample(NamedTuple):
 
 
 def _compare_rows(
-    call: CallSpec, which: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
+    call: CallSpec, direction: str, shapes: Mapping[str, tuple[int, ...]], names: Sequence[tuple[Kind, str]],
     number: Any, batch: Any, *arrays: Any,
 ) -> None:  # fmt: skip
     """Raise ``WrongResultError`` if a row of any rank is wrong; runs on the host.
@@ -304,8 +304,8 @@ def _compare_rows(
     indices = dict(zip(_KINDS, arrays[:2], strict=True))
     faults = []
     for n, (kind, name) in enumerate(names):
-        parts = [_joined(call.dtype, x) for x in arrays[2 + 5 * n : 7 + 5 * n]]
-        for rank, rows in enumerate(zip(*parts, strict=True)):
+        fields = [_joined(call.dtype, x) for x in arrays[2 + 5 * n : 7 + 5 * n]]
+        for rank, rows in enumerate(zip(*fields, strict=True)):
             worst = SampledRows(*rows).worst(call.dtype)
             if worst is not None:
                 token = int(indices[kind][rank][worst.row])
@@ -313,7 +313,7 @@ def _compare_rows(
                 faults.append(f"rank {rank}: {text}")
     if faults:
         raise WrongResultError(
-            f"call {int(number):08x} ({which}) is wrong. {'; '.join(faults)}. {_described(call)}. "
+            f"call {int(number):08x} ({direction}) is wrong. {'; '.join(faults)}. {_described(call)}. "
             f"Every rank raises this. To find out more: python -m ring_jax doctor, and the same "
             f"call with kernel='xla' and strategy='ring'"
         )

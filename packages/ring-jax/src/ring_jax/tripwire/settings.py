@@ -91,9 +91,9 @@ class CheckedCall(NamedTuple):
         """Hash the queries ``[B, T, H, D]`` of a call, over all ranks; ``q`` must not be empty."""
         sample = q[:, :: max(1, q.shape[1] // _HASHED_TOKENS)]
         width = jnp.uint16 if sample.dtype.itemsize == 2 else jnp.uint32
-        words = lax.bitcast_convert_type(sample, width).astype(jnp.uint32).reshape(-1)
-        weights = 2 * jnp.arange(len(words), dtype=jnp.uint32) + 1
-        total = lax.bitcast_convert_type((words * weights).sum(dtype=jnp.uint32), jnp.int32)
+        digits = lax.bitcast_convert_type(sample, width).astype(jnp.uint32).reshape(-1)
+        weights = 2 * jnp.arange(len(digits), dtype=jnp.uint32) + 1
+        total = lax.bitcast_convert_type((digits * weights).sum(dtype=jnp.uint32), jnp.int32)
         total = total if call.axis_name is None else lax.psum(total, call.axis_name)
         return cls(call.check_every, mixed(lax.bitcast_convert_type(total, jnp.uint32)))
 

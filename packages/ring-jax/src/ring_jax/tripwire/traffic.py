@@ -29,7 +29,7 @@ _COLLECTIVES = frozenset({"ppermute", "all_gather", "reduce_scatter", "all_to_al
 
 
 def check_traffic(
-    call: CallSpec, inputs: Inputs, which: Direction, expected: int, run: Callable[..., Any],
+    call: CallSpec, inputs: Inputs, direction: Direction, expected: int, run: Callable[..., Any],
     *arrays: Any,
 ) -> None:  # fmt: skip
     """Trace a pass of a strategy once more, and count the bytes that its collectives carry.
@@ -37,7 +37,7 @@ def check_traffic(
     Args:
         call: The call.
         inputs: This device's arrays.
-        which: The pass.
+        direction: The pass.
         expected: The bytes that leave all ranks together, by the strategy.
         run: The strategy's function of ``arrays``.
         arrays: Its arguments.
@@ -49,12 +49,12 @@ def check_traffic(
     if call.axis_name is None or size == 1:
         return
     moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
-    if which == "forward" and inputs.bias_shift is not None:
+    if direction == "forward" and inputs.bias_shift is not None:
         # The shift of a bias needs the segment ids of all keys, see bias_shift.
         expected += size * (size - 1) * nbytes(inputs.k_ids)
     if moved != expected:
         raise WrongResultError(
-            f"the collectives of a {which} carry {moved:,} bytes between {size} ranks, and the "
+            f"the collectives of a {direction} carry {moved:,} bytes between {size} ranks, and the "
             f"program {expected:,}: strategy {call.strategy!r}, layout "
             f"{str(call.plan.q_layout.name)!r}, mask {call.plan.mask.describe()!r}"
         )
@@ -99,7 +99,7 @@ def start_clock(
 
 
 def check_rate(
-    checked_call: CheckedCall, call: CallSpec, inputs: Inputs, which: Direction,
+    checked_call: CheckedCall, call: CallSpec, inputs: Inputs, direction: Direction,
     start_time: Array | None, *results: Array,
 ) -> None:  # fmt: skip
     """Compare the speed of a pass with the device's peak, if this call is checked.
@@ -112,14 +112,14 @@ def check_rate(
     q, v = inputs.q, inputs.v
     model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
     pairs = call.program.work().sum(axis=0) * model.flops_per_pair
-    flops = jnp.asarray(pairs * (1.0 if which == "forward" else BACKWARD_FLOPS), jnp.float32)
+    flops = jnp.asarray(pairs * (1.0 if direction == "forward" else BACKWARD_FLOPS), jnp.float32)
     ring = Ranks(call.axis_name, call.plan.cp_size)
 
     def compare() -> None:
         sums = [jnp.sum(x, dtype=jnp.float32) for x in results]  # needs every element
         took = jnp.maximum(_read_clock(*sums) - start_time, 1)  # unsigned: the clock may wrap
         rates = ring.gather((flops[ring.rank()] / took.astype(jnp.float32) / 1e6)[None], 0)
-        jax.debug.callback(partial(_compare_rates, which, peak), rates)
+        jax.debug.callback(partial(_compare_rates, direction, peak), rates)
 
     checked_call.run(compare, lambda: None)
 
@@ -146,11 +146,11 @@ def _read_clock(*after: Array) -> Array:
     )
 
 
-def _compare_rates(which: Direction, peak: float, rates: Any) -> None:
+def _compare_rates(direction: Direction, peak: float, rates: Any) -> None:
     """Raise ``WrongResultError`` if a rank's rate exceeds the peak; runs on the host."""
     for rank, rate in enumerate(rates):
         if rate > peak:
             raise WrongResultError(
-                f"rank {rank}: a {which} ran at {rate:,.0f} TFLOP/s, and the device has "
+                f"rank {rank}: a {direction} ran at {rate:,.0f} TFLOP/s, and the device has "
                 f"{peak:,.0f}: work was left out"
             )

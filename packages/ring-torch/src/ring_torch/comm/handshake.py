@@ -105,30 +105,33 @@ class Header(NamedTuple):
         head = _HEAD.pack(_MAGIC, self.kind, self.number, self.digest, self.seed, self.nonce)
         return bytearray((head + self.fields).ljust(HEADER_BYTES, b"\0"))
 
-    def mismatch(self, theirs: Header | None) -> str:
+    def mismatch(self, peer_header: Header | None) -> str:
         """Describe how another rank's header differs from this one, field by field."""
-        if theirs is None:
+        if peer_header is None:
             return (
                 "what arrived is no header. It is left over from a call that failed, or something "
                 "else sends messages over this process group"
             )
-        mine, other = self.as_fields(), theirs.as_fields()
+        own_fields, peer_fields = self.as_fields(), peer_header.as_fields()
         names = sorted(
-            name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name)
+            name
+            for name in own_fields.keys() | peer_fields.keys()
+            if own_fields.get(name) != peer_fields.get(name)
         )
         differences = "; ".join(
-            f"{name} is {other.get(name)!r} there and {mine.get(name)!r} here" for name in names
+            f"{name} is {peer_fields.get(name)!r} there and {own_fields.get(name)!r} here"
+            for name in names
         )
-        return differences + (_UNLIKE_SHARDS if _differ_in_length(mine, other) else "")
+        return differences + (_UNLIKE_SHARDS if _differ_in_length(own_fields, peer_fields) else "")
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of the header by name, call number and seed included."""
         if self.kind == _COMPARED:
             return {"status": "a call like an earlier one"}
-        found: object = None
+        decoded: object = None
         with suppress(ValueError):
-            found = json.loads(self.fields)
-        fields = found if isinstance(found, dict) else {"fields": self.fields[:LONGEST_FIELD]}
+            decoded = json.loads(self.fields)
+        fields = decoded if isinstance(decoded, dict) else {"fields": self.fields[:LONGEST_FIELD]}
         return {**fields, "call": self.number, "dropout_seed": self.seed}
 
 
@@ -196,25 +199,27 @@ def _compare(
     Raises:
         RankMismatchError: They are of different calls; it names the fields that differ.
     """
-    mine, theirs = Header.read(sent), Header.read(received)
-    assert mine is not None
-    if theirs is not None and _are_same(mine, theirs, signature):
+    own_header, peer_header = Header.read(sent), Header.read(received)
+    assert own_header is not None
+    if peer_header is not None and _are_same(own_header, peer_header, signature):
         return
-    text = (
+    message = (
         f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
-        f"{mine.mismatch(theirs)}. All ranks must make the same calls in the same order "
+        f"{own_header.mismatch(peer_header)}. All ranks must make the same calls in the same order "
         f"with equal local shapes, dtypes and options"
     )
     state = ring.state
     assert ring.group is not None and state.nonce is not None
-    agreement = StoreAgreement.of(ring.group, state.nonce, mine.number, signature.fields["pass"])
-    agreement.report_mismatch(text)
-    known = theirs is not None and theirs.digest in state.agreed
+    agreement = StoreAgreement.of(
+        ring.group, state.nonce, own_header.number, signature.fields["pass"]
+    )
+    agreement.report_mismatch(message)
+    was_agreed = peer_header is not None and peer_header.digest in state.agreed
     # Ranks that find no difference wait for all in the first such call, and read the report there.
     # In a later one they go on without waiting: then the group is closed, so that they hear of it.
-    if theirs is None or (ring.size > 2 and (known or has_agreed)):
-        fail(ring, text)
-    raise RankMismatchError(text)
+    if peer_header is None or (ring.size > 2 and (was_agreed or has_agreed)):
+        fail(ring, message)
+    raise RankMismatchError(message)
 
 
 def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
@@ -237,13 +242,13 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tupl
     elif is_first:
         # The previous rank sends as soon as it has the nonce; until then this rank waits.
         ring.start([], receives).wait()
-        theirs = Header.read(bytes(arriving.cpu().numpy()))
-        state.nonce = 0 if theirs is None else theirs.nonce
+        received = Header.read(bytes(arriving.cpu().numpy()))
+        state.nonce = 0 if received is None else received.nonce
     assert state.nonce is not None
     sent = header._replace(nonce=state.nonce).bytes()
-    mine = torch.frombuffer(sent, dtype=torch.uint8).to(device)
+    message = torch.frombuffer(sent, dtype=torch.uint8).to(device)
     # Later headers are sent and received together: every rank does both at the same time.
-    ring.start([(mine, ring.ahead(1))], [] if is_first else receives).wait()
+    ring.start([(message, ring.ahead(1))], [] if is_first else receives).wait()
     # The nonce has gone round: the last rank sends now.
     if is_first and is_origin:
         ring.start([], receives).wait()
@@ -258,17 +263,17 @@ def _check_on_stream(
     A difference ends the stream in an error.
     """
     digest = signature.as_int64(number, seed)
-    mine = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
-    theirs = torch.empty_like(mine)
-    ring.start([(mine, ring.ahead(1))], [(theirs, ring.behind(1))]).wait()
+    own_digest = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
+    peer_digest = torch.empty_like(own_digest)
+    ring.start([(own_digest, ring.ahead(1))], [(peer_digest, ring.behind(1))]).wait()
     # Kernels and messages queued behind this run only if the previous rank makes the same call.
-    torch._assert_async(mine[0] == theirs[0], "ranks of a ring make different calls")  # noqa: SLF001
+    torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001
 
 
-def _are_same(mine: Header, theirs: Header, signature: CallSignature) -> bool:
-    if theirs.kind == _COMPARED:
-        return theirs.digest == signature.for_call(mine.number, mine.seed)
-    return theirs[:4] == mine[:4]
+def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
+    if peer_header.kind == _COMPARED:
+        return peer_header.digest == signature.for_call(own_header.number, own_header.seed)
+    return peer_header[:4] == own_header[:4]
 
 
 def _note_agreed(
@@ -281,8 +286,8 @@ def _note_agreed(
     state = ring.state
     # All ranks have come to this agreement, so all have read the one before.
     if state.last is not None and ring.rank == 0:
-        last, read = state.last
-        last.clear(read)
+        last_agreement, last_digest = state.last
+        last_agreement.clear(last_digest)
     state.last = agreement, digest
     state.agreed[signature.digest] = None
     while len(state.agreed) > _MOST_AGREED:
@@ -335,14 +340,16 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         raise
     except PeerError as error:
         note, failure = _read_mismatch(ring, number, name), read_failure(not_none(ring.group))
-        own = f"call {number} ({name}): rank {ring.rank} {error}"
-        fail(ring, note or failure or own, report=False)
+        own_message = f"call {number} ({name}): rank {ring.rank} {error}"
+        fail(ring, note or failure or own_message, report=False)
         if note is not None:
             raise RankMismatchError(note) from error
-        raise RuntimeError(own if failure is None else f"{failure}; {own}") from error
+        raise RuntimeError(
+            own_message if failure is None else f"{failure}; {own_message}"
+        ) from error
     except BaseException as error:
-        where = f"call {number} ({name}) failed on rank {ring.rank} of the group"
-        fail(ring, f"{where}: {type(error).__name__}: {error}")
+        context = f"call {number} ({name}) failed on rank {ring.rank} of the group"
+        fail(ring, f"{context}: {type(error).__name__}: {error}")
         raise
 
 
@@ -367,7 +374,11 @@ def _note_queued(ring: Ranks, name: str) -> None:
         device = torch.cuda.current_device()
         if (ended := state.ended.get(device)) is None:
             ended = state.ended[device] = torch.cuda.Event()
-        ended.record()
+        # Torch makes a new object for the current stream each time it is asked.
+        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001
+        if (stream := state.streams.get(identity)) is None:
+            stream = state.streams[identity] = torch.cuda.current_stream()
+        ended.record(stream)
         state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
@@ -379,12 +390,12 @@ def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
         report_failure(ring.group, text)
 
 
-def _differ_in_length(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+def _differ_in_length(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> bool:
     """Return True if q or k differ in the number of tokens alone.
 
     A field holds ``[B, T_local, H, D, dtype]``.
     """
-    for a, b in ((mine.get(name), theirs.get(name)) for name in "qk"):
+    for a, b in ((own_fields.get(name), peer_fields.get(name)) for name in "qk"):
         if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 5):
             continue
         if a[1] != b[1] and (a[0], a[2:]) == (b[0], b[2:]):

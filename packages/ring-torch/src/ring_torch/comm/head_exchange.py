@@ -60,14 +60,14 @@ def to_tokens(
 
 
 def _exchange(
-    ranks: Ranks, layout: HeadBuffer, given: tuple[Sequence[Tensor], Orders],
+    ranks: Ranks, layout: HeadBuffer, sources: tuple[Sequence[Tensor], Orders],
     results: tuple[Sequence[Tensor], Orders], *, splits_heads: bool,
 ) -> None:  # fmt: skip
-    """Pack ``given`` tensors into a message for each rank, exchange, and unpack into ``results``.
+    """Pack ``sources`` into a message for each rank, exchange, and unpack into ``results``.
 
     With ``splits_heads`` rank n gets the n-th range of heads; otherwise its tokens.
     """
-    device, size = given[0][0].device, (layout.ranks, layout.message.size)
+    device, size = sources[0][0].device, (layout.ranks, layout.message.size)
     sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     pack, unpack = _pack, _unpack
     if device.type == "cuda" and has_triton():
@@ -75,7 +75,7 @@ def _exchange(
 
         pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
     # `sent` and `received` belong to this exchange alone: tensors may be overwritten once packed.
-    pack(layout, sent, *given, by_heads=splits_heads)
+    pack(layout, sent, *sources, by_heads=splits_heads)
     with peer_errors(others(ranks)):
         # Row n goes to rank n, and row n of `received` comes from it. All ranks exchange at the
         # same time. The stream waits for the exchange, so both may be freed behind it.

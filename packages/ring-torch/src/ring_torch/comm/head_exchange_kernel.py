@@ -39,8 +39,8 @@ def _move(
     """Launch the copy between up to three tensors and a buffer; ``packs`` is its direction."""
     assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
     sizes: list[int] = []
-    for part, offset in zip(layout.parts, layout.message.offsets, strict=True):
-        sizes += (part.length, part.heads * part.dim, offset)
+    for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
+        sizes += (shape.length, shape.heads * shape.dim, offset)
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     rows = layout.ranks * max(x.batch * x.length for x in layout.parts)
     widest = max(x.heads * x.dim for x in layout.parts)
@@ -48,10 +48,10 @@ def _move(
     at_once = _NUMBERS // columns
     if rows == 0:
         return
-    none = 3 - len(tensors)  # the kernel takes up to three
+    num_absent = 3 - len(tensors)  # the kernel takes up to three
     _move_tensors[(triton.cdiv(rows, at_once), len(tensors))](
-        buffer, *tensors, *[None] * none, *orders, *[None] * none, *sizes, *[0] * (3 * none),
-        *strides, *[0] * (3 * none), layout.parts[0].batch, layout.ranks,
+        buffer, *tensors, *[None] * num_absent, *orders, *[None] * num_absent, *sizes, *[0] * (3 * num_absent),
+        *strides, *[0] * (3 * num_absent), layout.parts[0].batch, layout.ranks,
         layout.message.size,
         DIM0=layout.parts[0].dim, DIM1=layout.parts[1 % len(tensors)].dim,
         DIM2=layout.parts[2 % len(tensors)].dim,
@@ -70,20 +70,20 @@ def _move_tensors(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr, PACKS: tl.constexpr,
 ):  # fmt: skip
     """Copy between a buffer ``[P, bytes]`` and up to three tensors; grid row n copies tensor n."""
-    which = tl.program_id(1)
-    if which == 0:
+    tensor_index = tl.program_id(1)
+    if tensor_index == 0:
         _move_part(
             buffer, x0, order0, length0, width0, offset0, batch0, row0, head0, batch, ranks, size,
             DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
         )  # fmt: skip
     if x1 is not None:  # noqa: SIM102 - what is None is not compiled
-        if which == 1:
+        if tensor_index == 1:
             _move_part(
                 buffer, x1, order1, length1, width1, offset1, batch1, row1, head1, batch, ranks,
                 size, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
             )  # fmt: skip
     if x2 is not None:  # noqa: SIM102
-        if which == 2:
+        if tensor_index == 2:
             _move_part(
                 buffer, x2, order2, length2, width2, offset2, batch2, row2, head2, batch, ranks,
                 size, DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,

@@ -62,6 +62,7 @@ class GroupState:
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
     ended: dict[int, Any] = field(default_factory=dict)  # the CUDA event of each device
+    streams: dict[Any, Any] = field(default_factory=dict)  # by what torch identifies them
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.
@@ -209,8 +210,8 @@ def peer_errors(peers: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def collective(ring: Ranks, what: str) -> Iterator[None]:
-    """Run a collective so that its error names ``what`` it was; refuse it on a closed group.
+def collective(ring: Ranks, name: str) -> Iterator[None]:
+    """Run a collective so that its error names it; refuse it on a closed group.
 
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
@@ -220,7 +221,7 @@ def collective(ring: Ranks, what: str) -> Iterator[None]:
         with peer_errors(others(ring)):
             yield
     except PeerError as error:
-        raise RuntimeError(f"{what}: rank {ring.rank} {error}") from error
+        raise RuntimeError(f"{name}: rank {ring.rank} {error}") from error
 
 
 def exchange(
@@ -237,15 +238,15 @@ def exchange(
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
-    spec = BufferSpec.of(*((some[0].shape, some[0].dtype) for some in parts))
+    spec = BufferSpec.of(*((blocks[0].shape, blocks[0].dtype) for blocks in parts))
     peers = others(ring)
-    sends = [(spec.pack([some[peer] for some in parts], device), peer) for peer in peers]
+    sends = [(spec.pack([blocks[peer] for blocks in parts], device), peer) for peer in peers]
     receives = [(spec.buffer(device), peer) for peer in peers]
     # All pairs of ranks exchange at the same time; buffers are this exchange's own.
     ring.start(sends, receives).wait()
-    came = {peer: spec.views(buffer) for buffer, peer in receives}
-    came[ring.rank] = [some[ring.rank] for some in parts]
-    return [[came[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
+    received = {peer: spec.views(buffer) for buffer, peer in receives}
+    received[ring.rank] = [blocks[ring.rank] for blocks in parts]
+    return [[received[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
 
 
 def header_device(ring: Ranks, device: torch.device) -> torch.device:

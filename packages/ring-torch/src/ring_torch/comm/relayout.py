@@ -49,7 +49,7 @@ class Relayout:
         moved: torch.Tensor = _Move.apply(x.reshape(x.shape[0], -1), self, guard)
         return moved.reshape(x.shape)
 
-    def back(self) -> Relayout:
+    def inverse(self) -> Relayout:
         """Return the relayout that undoes this one."""
         return Relayout(
             self.ring, self.after.argsort(), self.received, self.sent, self.before.argsort()
@@ -66,14 +66,16 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
         device: The device of the rows.
     """
     rank = ring.rank
-    owner, wanted = _owner_of(source), _owner_of(target)
-    to, came = wanted[source[rank]], owner[target[rank]]
+    owner, new_owner = _owner_of(source), _owner_of(target)
+    target_rank, source_rank = new_owner[source[rank]], owner[target[rank]]
     # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
-    arriving = np.concatenate([row[wanted[row] == rank] for row in source])
+    arriving = np.concatenate([row[new_owner[row] == rank] for row in source])
     after = np.empty(len(arriving), dtype=np.int64)
     after[np.argsort(target[rank])] = np.argsort(arriving)
-    before = np.argsort(to, kind="stable")
-    sent, received = (tuple(np.bincount(x, minlength=ring.size).tolist()) for x in (to, came))
+    before = np.argsort(target_rank, kind="stable")
+    sent, received = (
+        tuple(np.bincount(x, minlength=ring.size).tolist()) for x in (target_rank, source_rank)
+    )
     return Relayout(ring, torch.as_tensor(before, device=device), sent, received,
                  torch.as_tensor(after, device=device))  # fmt: skip
 
@@ -97,7 +99,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         check_backward(grad)  # before attention, whose backward comes after this one, refuses
-        return _move(grad, ctx.moves.back(), ctx.guard), None, None
+        return _move(grad, ctx.moves.inverse(), ctx.guard), None, None
 
 
 def _move(x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:

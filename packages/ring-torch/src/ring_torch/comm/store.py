@@ -47,9 +47,9 @@ class CallSignature:
     def of(cls, fields: dict[str, Any], name: str) -> CallSignature:
         """Make the signature of a pass from the call's fields and the pass's name."""
         fields = {"pass": name, **fields}
-        whole = json.dumps(fields, sort_keys=True).encode()
-        short = json.dumps({key: _cut(x) for key, x in fields.items()}, sort_keys=True).encode()
-        return cls(fields, hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest(), short)
+        full_text = json.dumps(fields, sort_keys=True).encode()
+        text = json.dumps({key: _cut(x) for key, x in fields.items()}, sort_keys=True).encode()
+        return cls(fields, hashlib.blake2b(full_text, digest_size=_DIGEST_BYTES).digest(), text)
 
     def for_call(self, number: int, seed: int) -> bytes:
         """Return a digest of 8 bytes that identifies a call: signature, number and seed."""
@@ -168,10 +168,10 @@ def _base_key() -> str:
     return f"ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _ask_store(what: Callable[[], Any]) -> Any:
+def _ask_store(request: Callable[[], Any]) -> Any:
     """Return the store's answer, or ``None`` if it is gone with the rank that kept it."""
     with suppress(RuntimeError):
-        return _with_timeout(what)
+        return _with_timeout(request)
     return None
 
 
@@ -196,7 +196,7 @@ def _read(store: Any, key: str) -> bytes | None:
     return store.get(key) if store.check([key]) else None
 
 
-def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -> T:
+def _with_timeout[T](request: Callable[[], T], patience: timedelta | None = None) -> T:
     """Return the store's answer, asked for on a thread: over a link that is down none ever comes.
 
     Raises:
@@ -207,7 +207,7 @@ def _with_timeout[T](what: Callable[[], T], patience: timedelta | None = None) -
 
     def ask() -> None:
         try:
-            answer.set_result(what())
+            answer.set_result(request())
         except RuntimeError as error:
             answer.set_exception(error)
 

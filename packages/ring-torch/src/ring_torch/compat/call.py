@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutName, checks
-from ring_torch.autograd import RingAttention
+from ring_torch.autograd import AttentionFunction
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.options import CallOptions, Window
@@ -79,7 +79,7 @@ def run_call(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor]:
     A gradient through ``lse`` would rule out fused kernels, and no caller of ring_flash_attn has
     one.
     """
-    out, lse = RingAttention.apply(call, *inputs[:GIVEN])
+    out, lse = AttentionFunction.apply(call, *inputs[:GIVEN])
     return out, lse.detach()
 
 
@@ -185,4 +185,5 @@ def _set_signature(packed: Any, function: Any, variant: str, description: str) -
         parameters=[*packed_parameters, *list(original.parameters.values())[3:]]
     )
     packed.__name__ = packed.__qualname__ = function.__name__.replace("_func", f"_{variant}_func")
-    packed.__doc__, packed.__module__ = f"The same of {description}.", function.__module__
+    packed.__doc__ = f"Call :func:`{function.__name__}` with {description}."
+    packed.__module__ = function.__module__

@@ -259,7 +259,7 @@ def _attend(
     q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
     out, lse = run_call(call, inputs._replace(q=q, k=k, v=v))
     # Move the rows of the result back to the ranks that hold their documents' pieces.
-    move_back = moves.back()
+    move_back = moves.inverse()
     return (
         move_back(out[0], guard),
         move_back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0],

@@ -49,13 +49,13 @@ def attend_in_graph(
     Raises:
         ValueError: An argument is malformed, as far as the trace can see.
     """
-    slopes = options.alibi_slopes
-    if slopes is not None and slopes.requires_grad:
+    if _requires_grad(options.alibi_slopes):
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
     if q.ndim == k.ndim == 4:  # any other is refused later
         checks.check_causal(options.causal, q.shape[1], k.shape[1])
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, options.sinks, options.bias)
+    bias_grad = torch.is_grad_enabled() and _requires_grad(options.bias)
+    grad = bias_grad or (
+        torch.is_grad_enabled() and any(_requires_grad(x) for x in (q, k, v, options.sinks))
     )
     tensors: list[Tensor] = [q, k, v]
     numbers: list[int] = []
@@ -63,9 +63,14 @@ def attend_in_graph(
         to_json(x, tensors, numbers if name in _VARYING else None)
         for name, x in zip(CallOptions._fields, _as_operands(options), strict=True)
     ]
-    text = static_text(group, to_json(layout), fields, grad)
+    text = static_text(group, to_json(layout), fields, grad, bias_grad)
     out, lse, _ = attention(tensors, numbers, text)
     return out, lse
+
+
+def _requires_grad(x: object) -> bool:
+    """Return True for a tensor that requires a gradient; other objects are refused later."""
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _as_operands(options: CallOptions) -> CallOptions:
@@ -103,11 +108,15 @@ def _as_operands(options: CallOptions) -> CallOptions:
     if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
         halves: Any = (seed & _LOW, seed >> 32)
         options = options._replace(dropout_seed=halves)
+    elif isinstance(seed, (np.ndarray, np.generic, Tensor)):  # JSON cannot hold these
+        raise ValueError(
+            "dropout_seed must be an integer in [0, 2**64), got an array or a tensor; pass int(seed)"
+        )
     return options
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def static_text(group: Any, layout: Any, options: list[Any], grad: bool) -> str:
+def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool) -> str:
     """Return the constant part of a call as JSON; the compiler takes the result for a constant.
 
     Args:
@@ -115,12 +124,16 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool) -> str:
         layout: Layout, as :func:`ring_torch.compiled.static.to_json` returns it.
         options: Options, likewise.
         grad: True if the call needs gradients.
+        bias_grad: True if the bias needs one.
     """
     ranks = ranks_of(group)
     # Ranks exchange here what transports need to know of their machines: an operation must not
     # communicate while it is traced.
     ask_ranks(ranks)
-    facts = {**group_fields(ranks), "layout": layout, "options": options, "grad": grad}
+    facts = {
+        **group_fields(ranks), "layout": layout, "options": options, "grad": grad,
+        "bias_grad": bias_grad,
+    }  # fmt: skip
     return json.dumps(facts)
 
 
@@ -133,6 +146,7 @@ class _StaticCall(NamedTuple):
         layout: Layout of the call.
         fields: Options, as they were written.
         grad: True if the call needs gradients.
+        bias_grad: True if the bias needs one.
     """
 
     group: str | None
@@ -140,6 +154,7 @@ class _StaticCall(NamedTuple):
     layout: LayoutSpec
     fields: list[Any]
     grad: bool
+    bias_grad: bool
 
     @property
     def ranks(self) -> Ranks:
@@ -165,9 +180,10 @@ class _StaticCall(NamedTuple):
         return fields.window is None and fields.chunk_size is None and fields.cu_seqlens is None
 
     def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the indices of the tensors that get gradients: q, k, v, sinks and the bias."""
+        """Return the indices of the tensors that get gradients: q, k, v, sinks, a trained bias."""
         indices: Any = self.options(range(len(tensors)), None)
-        return [0, 1, 2, *(n for n in (indices.sinks, indices.bias) if n is not None)]
+        bias = indices.bias if self.bias_grad else None
+        return [0, 1, 2, *(n for n in (indices.sinks, bias) if n is not None)]
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +192,7 @@ def _static_call(text: str) -> _StaticCall:
     facts: dict[str, Any] = json.loads(text)
     return _StaticCall(
         facts["group"], tuple(facts["ranks"]), from_json(facts["layout"]), facts["options"],
-        facts["grad"],
+        facts["grad"], facts["bias_grad"],
     )  # fmt: skip
 
 
@@ -233,8 +249,9 @@ def _call(
         )  # fmt: skip
         options = _widest(options)._replace(causal=False, mask=mask)
         return check_call(
-            static.ranks, number, static.layout, q, k, v, options, grad=static.grad, check=check
-        )
+            static.ranks, number, static.layout, q, k, v, options, grad=static.grad,
+            bias_grad=static.bias_grad, check=check,
+        )  # fmt: skip
 
     if numbers is None:
         return checked(_widest(options))

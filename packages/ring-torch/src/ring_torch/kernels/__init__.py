@@ -65,13 +65,15 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
         request.device,
     )
     if not able:
-        why = "; ".join(f"{can.name}: {', '.join(reasons)}" for can, reasons in refused)
-        raise UnsupportedError(f"no kernel can do this call. {why}")
+        all_reasons = "; ".join(
+            f"{capabilities.name}: {', '.join(reasons)}" for capabilities, reasons in refused
+        )
+        raise UnsupportedError(f"no kernel can do this call. {all_reasons}")
     names = [kernel.capabilities.name for kernel in able]
     times = expected(cases, request, program, names, grad=request.grad)
     chosen = able[names.index(times.fastest(names, grad=request.grad))]
-    others = [kernel.capabilities for kernel in able if kernel is not chosen]
-    slower = ((can, (times.time(can.name),)) for can in others)
+    not_chosen = [kernel.capabilities for kernel in able if kernel is not chosen]
+    slower = ((capabilities, (times.time(capabilities.name),)) for capabilities in not_chosen)
     return Selection(chosen, (*slower, *refused), times, has_predicate)
 
 
@@ -109,10 +111,12 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
         UnsupportedError: The kernel cannot do the call.
     """
     name = config.name
-    named = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
-    kernel = next((k for k in named if request.device in k.capabilities.devices), named[0])
-    here = [k.capabilities for k in KERNELS if not _unavailable_reasons(k, request)]
-    require(kernel.capabilities, request, program, others=here)
+    candidates = [kernel for kernel in KERNELS if kernel.capabilities.name == name]
+    kernel = next(
+        (k for k in candidates if request.device in k.capabilities.devices), candidates[0]
+    )
+    available = [k.capabilities for k in KERNELS if not _unavailable_reasons(k, request)]
+    require(kernel.capabilities, request, program, others=available)
     if reasons := _unavailable_reasons(kernel, request):
         raise UnsupportedError(f"kernel {name!r}: {reasons[0]}. Instead: use kernel='auto'")
     if config_refusals := kernel.config_refusals(config, request, program):
@@ -126,8 +130,8 @@ def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:
         return (f"runs on {', '.join(devices)}",)
-    why = kernel.unavailable_reason()
-    return () if why is None else (why,)
+    reason = kernel.unavailable_reason()
+    return () if reason is None else (reason,)
 
 
 def matrix() -> str:

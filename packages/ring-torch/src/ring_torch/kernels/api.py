@@ -5,9 +5,9 @@ A kernel knows nothing of ranks, groups or steps. Shapes are those of ``ring_tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.library import ForwardLaunch
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -41,6 +41,28 @@ from ring_torch.records import (
 _MERGED_ROWS = 512
 
 
+class OwnSpans(NamedTuple):
+    """Spans of a rank's own keys in a buffer of gathered keys: as many each, equally far apart.
+
+    Attributes:
+        number: Number of spans.
+        keys: Number of keys of a span.
+        source: Local index of the first key of the first span.
+        source_step: Keys from one span to the next in the shard.
+        target: Column of that key in the buffer.
+        target_step: Columns from one span to the next in the buffer.
+        length: Columns of the buffer.
+    """
+
+    number: int
+    keys: int
+    source: int
+    source_step: int
+    target: int
+    target_step: int
+    length: int
+
+
 class BackwardLaunch(Protocol):
     """The backward launches of a call, prepared for tensors of certain shapes and strides."""
 
@@ -50,8 +72,8 @@ class BackwardLaunch(Protocol):
     ) -> None:  # fmt: skip
         """Write ``dq``, and add to the flat sums of dK and dV.
 
-        ``k`` and ``v`` are all gathered columns, ``sums`` a buffer of sums in head-major order
-        (:class:`ring_torch.payload.KeyGradBuffer`); the other tensors are all of a rank's rows.
+        ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
+        :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
 
 
@@ -81,6 +103,16 @@ class SplitBackward(Protocol):
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         """Round sums into ``places``: ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``."""
+
+    def prepare_round(
+        self, _spans: OwnSpans, _params: KernelParams, /
+    ) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """Return what rounds the sums of own keys in a buffer into whole ``dk`` and ``dv``.
+
+        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. It is
+        ``None`` if each span has to be rounded by :meth:`round`.
+        """
+        return None
 
     def prepare(
         self, _rows: QueryBlock, _columns: KeyBlock, _upstream: BackwardInputs,
@@ -165,6 +197,17 @@ class Kernel(Protocol):
         memory that the kernel may write ``dq`` to; it may also return a new tensor.
         """
 
+    def prepare_backward(
+        self, _rows: QueryBlock, _columns: KeyBlock, _upstream: BackwardInputs, _dq: Tensor,
+        _item: WorkItem, _params: KernelParams, /,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return an item's backward for later calls with tensors like these.
+
+        It is asked after :meth:`grads` has run on such tensors, for items as those of
+        :meth:`prepare_forward`. ``None`` means that every call has to go through :meth:`grads`.
+        """
+        return None
+
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
@@ -203,13 +246,13 @@ class Selection:
         lines = [f"kernel {name}{self.expected.time_and_source(name)}"]
         if self.has_predicate:
             seconds = self.kernel.predicate_compile_seconds
-            words = f"about {seconds} s to compile, forward and backward"
+            compile_time = f"about {seconds} s to compile, forward and backward"
             lines.append(
-                f"  a predicate that is new to it: {words if seconds else 'nothing to compile'}"
+                f"  a predicate that is new to it: {compile_time if seconds else 'nothing to compile'}"
             )
         lines += [
-            f"  not {can.name} ({', '.join(can.devices) or 'any device'}): {'; '.join(why)}"
-            for can, why in self.rejected
+            f"  not {capabilities.name} ({', '.join(capabilities.devices) or 'any device'}): {'; '.join(reasons)}"
+            for capabilities, reasons in self.rejected
         ]
         return "\n".join(lines)
 

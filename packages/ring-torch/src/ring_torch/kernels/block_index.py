@@ -51,7 +51,7 @@ class BlockIndex(NamedTuple):
 
 
 def block_index(
-    item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, shown: Tensor | None = None
+    item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | None, mask: Tensor | None = None
 ) -> BlockIndex:
     """Return the block index of an item.
 
@@ -59,22 +59,22 @@ def block_index(
         item: The work item.
         grid: Its division into blocks.
         segments: Segment ids of its rows, ``[B, n]``, and of its columns, ``[B, m]``.
-        shown: Booleans ``[B or 1, n, m]``, false where a mask hides a score from all heads.
+        mask: Booleans ``[B or 1, n, m]``, false where a mask hides a score from all heads.
     """
-    if segments is None and shown is None:
+    if segments is None and mask is None:
         return _without_segments(item, grid)
     kinds = kinds_on(item, grid)
     if segments is not None:
         kinds = _in_segments(kinds, segments, grid)
-    if shown is not None:
-        kinds = torch.where(in_blocks(shown, grid.block_q, grid.block_k), kinds, EMPTY)
+    if mask is not None:
+        kinds = torch.where(in_blocks(mask, grid.block_q, grid.block_k), kinds, EMPTY)
     return _indexed(kinds, grid)
 
 
-def in_blocks(shown: Tensor, block_q: int, block_k: int) -> Tensor:
+def in_blocks(mask: Tensor, block_q: int, block_k: int) -> Tensor:
     """Return for each block of booleans ``[B, n, m]`` whether any is true, ``[B, I, J]``."""
-    edges = (0, -shown.shape[2] % block_k, 0, -shown.shape[1] % block_q)
-    blocks = torch.nn.functional.pad(shown, edges).unflatten(2, (-1, block_k))
+    edges = (0, -mask.shape[2] % block_k, 0, -mask.shape[1] % block_q)
+    blocks = torch.nn.functional.pad(mask, edges).unflatten(2, (-1, block_k))
     live: Tensor = blocks.unflatten(1, (-1, block_q)).any(dim=4).any(dim=2)
     return live
 
@@ -125,8 +125,8 @@ def _kinds(live: npt.NDArray[np.bool_], full: npt.NDArray[np.bool_]) -> Kinds:
 
 def _edges(length: int, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the first and the last token of each block."""
-    first = np.arange(0, length, block)
-    return first, np.minimum(first + block, length) - 1
+    starts = np.arange(0, length, block)
+    return starts, np.minimum(starts + block, length) - 1
 
 
 def _in_band(item: WorkItem, block_q: int, block_k: int) -> Kinds:
@@ -159,8 +159,8 @@ def tile_numbers(item: WorkItem, geometry: BlockGeometry) -> npt.NDArray[np.int3
     """
     tiles, index = not_none(item.tiles), not_none(geometry.tiles)[1][item.q_rank, item.kv_rank]
     q_tile, k_tile = item.q_start // TILE, item.k_start // TILE
-    which = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
-    return np.where(tiles == PARTIAL, which, np.where(tiles == FULL, -1, -2)).astype(np.int32)
+    numbers = index[q_tile : q_tile + tiles.shape[0], k_tile : k_tile + tiles.shape[1]]
+    return np.where(tiles == PARTIAL, numbers, np.where(tiles == FULL, -1, -2)).astype(np.int32)
 
 
 def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
@@ -170,27 +170,29 @@ def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     """
     geometry = not_none(grid.geometry)
     sizes = math.gcd(TILE, grid.block_q), math.gcd(TILE, grid.block_k)
-    which = tile_numbers(item, geometry)
-    some, every = (
-        x[which].swapaxes(1, 2).reshape(which.shape[0] * x.shape[1], -1)
+    numbers = tile_numbers(item, geometry)
+    live, full = (
+        x[numbers].swapaxes(1, 2).reshape(numbers.shape[0] * x.shape[1], -1)
         for x in _parts(geometry, *sizes)
     )
     for dim, block in enumerate((grid.block_q, grid.block_k)):
-        each = block // sizes[dim]
-        some = _in_blocks(some, dim, shape[dim], each, beyond=False).any(axis=dim + 1)
-        every = _in_blocks(every, dim, shape[dim], each, beyond=True).all(axis=dim + 1)
-    return _kinds(some, every)
+        parts_per_block = block // sizes[dim]
+        live = _in_blocks(live, dim, shape[dim], parts_per_block, beyond=False).any(axis=dim + 1)
+        full = _in_blocks(full, dim, shape[dim], parts_per_block, beyond=True).all(axis=dim + 1)
+    return _kinds(live, full)
 
 
-def _in_blocks(flags: Flags, dim: int, blocks: int, each: int, *, beyond: bool) -> Flags:
-    """Return flags of parts, grouped along an axis: ``each`` parts of a block are a new axis.
+def _in_blocks(flags: Flags, dim: int, blocks: int, parts_per_block: int, *, beyond: bool) -> Flags:
+    """Return flags of parts, grouped along an axis: the ``parts_per_block`` of each are a new axis.
 
     Parts beyond the last have the flag ``beyond``.
     """
-    more = max(0, blocks * each - flags.shape[dim])
-    edges = [(0, more if n == dim else 0) for n in range(2)]
-    flags = np.pad(flags, edges, constant_values=beyond).take(range(blocks * each), axis=dim)
-    return flags.reshape(*flags.shape[:dim], blocks, each, *flags.shape[dim + 1 :])
+    padding = max(0, blocks * parts_per_block - flags.shape[dim])
+    edges = [(0, padding if n == dim else 0) for n in range(2)]
+    flags = np.pad(flags, edges, constant_values=beyond).take(
+        range(blocks * parts_per_block), axis=dim
+    )
+    return flags.reshape(*flags.shape[:dim], blocks, parts_per_block, *flags.shape[dim + 1 :])
 
 
 @lru_cache(maxsize=32)
@@ -200,8 +202,8 @@ def _parts(geometry: BlockGeometry, rows: int, columns: int) -> tuple[Flags, Fla
 
 def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest id of each block of ``ids [B, n]``, ``[B, blocks]``."""
-    more = -ids.shape[1] % size
-    if more:
-        ids = torch.cat([ids, ids[:, -1:].expand(-1, more)], dim=1)
-    parts = ids.unflatten(1, (-1, size))
-    return parts.amin(dim=2), parts.amax(dim=2)
+    padding = -ids.shape[1] % size
+    if padding:
+        ids = torch.cat([ids, ids[:, -1:].expand(-1, padding)], dim=1)
+    blocks = ids.unflatten(1, (-1, size))
+    return blocks.amin(dim=2), blocks.amax(dim=2)

@@ -56,11 +56,11 @@ class EagerKernel(AccumulatingKernel):
         v_clean = is_clean(columns.v)
         for i in _row_blocks(rows, params):
             q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
-            part = into.take(i)
+            block_state = into.take(i)
             # Resume the running softmax from the accumulated state: with `top = lse` its
             # denominator is 1, or 0 in rows that have seen nothing.
-            acc = _to_groups(part.out, columns.k.shape[2], into.out.dtype)
-            top = part.lse.reshape(acc.shape[:-1])
+            acc = _to_groups(block_state.out, columns.k.shape[2], into.out.dtype)
+            top = block_state.lse.reshape(acc.shape[:-1])
             total = (top > -torch.inf).to(acc.dtype)
             acc = acc * total.unsqueeze(-1)
             for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
@@ -81,10 +81,12 @@ class EagerKernel(AccumulatingKernel):
                 )
                 top = new_top
             # Write the normalised output and `lse` back over the state.
-            part.out.copy_(
-                _from_groups(acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), part.out.shape)
+            block_state.out.copy_(
+                _from_groups(
+                    acc / total.masked_fill(total == 0, 1.0).unsqueeze(-1), block_state.out.shape
+                )
             )
-            part.lse.copy_((top + total.log()).view(part.lse.shape))
+            block_state.lse.copy_((top + total.log()).view(block_state.lse.shape))
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -99,7 +101,7 @@ class EagerKernel(AccumulatingKernel):
             "do": is_clean(upstream.dout),
         }
         for i in _row_blocks(rows, params):
-            q, do = (
+            q, dout = (
                 _to_groups(rows.q[:, i], kv_heads, dtype),
                 _to_groups(upstream.dout[:, i], kv_heads, dtype),
             )
@@ -117,7 +119,7 @@ class EagerKernel(AccumulatingKernel):
                 if visible is not None:  # in rows that hold NaN, masked scores became NaN too
                     probs.masked_fill_(~visible, 0.0)
                 keep = blocks.keep(probs, i, j)
-                dscores = do @ v.mT
+                dscores = dout @ v.mT
                 if keep is not None:
                     dscores.mul_(keep)
                 dscores.sub_(delta).mul_(probs)
@@ -132,12 +134,12 @@ class EagerKernel(AccumulatingKernel):
                         dscores.masked_fill_(~visible, 0.0)
                 dq += _masked_matmul(dscores, visible, k, clean=clean["k"])
                 weights = probs if keep is None else probs * keep
-                seen_by = None if visible is None else visible.mT
+                visible_t = None if visible is None else visible.mT
                 column_grads.dk[:, j] += _masked_matmul(
-                    dscores.mT, seen_by, q, clean=clean["q"]
+                    dscores.mT, visible_t, q, clean=clean["q"]
                 ).transpose(1, 2)
                 column_grads.dv[:, j] += _masked_matmul(
-                    weights.mT, seen_by, do, clean=clean["do"]
+                    weights.mT, visible_t, dout, clean=clean["do"]
                 ).transpose(1, 2)
             row_grads.dq[:, i] += _from_groups(dq, row_grads.dq[:, i].shape)
 
@@ -157,15 +159,15 @@ class ScoreBlocks:
 
     def key_blocks(self, i: slice, size: int) -> Iterator[slice]:
         """Yield the blocks of columns, of ``size`` each, that some of the rows ``i`` may see."""
-        item, first, last = self.item, i.start, i.stop - 1
-        start = 0 if item.hi is None else max(0, first - item.hi)
+        item, first_row, last_row = self.item, i.start, i.stop - 1
+        start = 0 if item.hi is None else max(0, first_row - item.hi)
         stop = (
             self.columns.k.shape[1]
             if item.lo is None
-            else min(self.columns.k.shape[1], last - item.lo + 1)
+            else min(self.columns.k.shape[1], last_row - item.lo + 1)
         )
         if item.cu_q is not None and item.cu_k is not None:
-            documents = np.searchsorted(item.cu_q, [first, last], side="right")
+            documents = np.searchsorted(item.cu_q, [first_row, last_row], side="right")
             start = max(start, int(item.cu_k[documents[0] - 1]))
             stop = min(stop, int(item.cu_k[documents[1]]))
         for j in _blocks(start, stop, size):
@@ -219,8 +221,8 @@ class ScoreBlocks:
             return None
         batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
-        kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
-        return kept.to(like.dtype).div_(1 - p).view(like.shape)
+        is_kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
+        return is_kept.to(like.dtype).div_(1 - p).view(like.shape)
 
     def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:
         """Add a block's gradient to the bias's, summed over the dimensions it broadcasts over."""
@@ -240,26 +242,26 @@ class ScoreBlocks:
         It is made of the band, documents, the predicate and segment ids.
         """
         item, rows, columns, device = self.item, self.rows, self.columns, self.rows.q.device
-        parts = []
+        conditions = []
         if (item.lo is not None and i.start - (j.stop - 1) < item.lo) or (
             item.hi is not None and i.stop - 1 - j.start > item.hi
         ):
             distance = torch.arange(i.start, i.stop, device=device)[:, None] - torch.arange(
                 j.start, j.stop, device=device
             )
-            parts += [distance >= item.lo] if item.lo is not None else []
-            parts += [distance <= item.hi] if item.hi is not None else []
+            conditions += [distance >= item.lo] if item.lo is not None else []
+            conditions += [distance <= item.hi] if item.hi is not None else []
         if item.cu_q is not None:
             q_doc, k_doc = self._documents
-            parts.append(q_doc[i, None] == k_doc[j])
+            conditions.append(q_doc[i, None] == k_doc[j])
         if item.tiles is not None and not (self._tiles(i, j) == FULL).all():
-            parts.append(self._rule(i, j))
-        visible = reduce(torch.logical_and, parts)[None, None] if parts else None
+            conditions.append(self._rule(i, j))
+        visible = reduce(torch.logical_and, conditions)[None, None] if conditions else None
         if rows.segments is None or columns.segments is None:
             return visible
         q_ids, k_ids = rows.segments[:, i, None], columns.segments[:, None, j]
-        same = ((q_ids == k_ids) & (q_ids >= 0))[:, None]
-        return same if visible is None else visible & same
+        same_segment = ((q_ids == k_ids) & (q_ids >= 0))[:, None]
+        return same_segment if visible is None else visible & same_segment
 
     @cached_property
     def _documents(self) -> tuple[Tensor, Tensor]:
@@ -303,8 +305,8 @@ def _row_blocks(rows: QueryBlock, params: KernelParams) -> Iterator[slice]:
 
 
 def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
-    for at in range(start, stop, size):
-        yield slice(at, min(at + size, stop))
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
 
 
 def _to_groups(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -331,12 +333,12 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
     """
     if visible is None or clean:
         return weights @ x
-    odd = ~torch.isfinite(x).all(dim=-1)
-    result = weights @ x.masked_fill(odd.unsqueeze(-1), 0.0)
-    for j in odd.flatten(0, 1).any(dim=0).nonzero().flatten().tolist():
+    is_nonfinite = ~torch.isfinite(x).all(dim=-1)
+    result = weights @ x.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
+    for j in is_nonfinite.flatten(0, 1).any(dim=0).nonzero().flatten().tolist():
         term = weights[..., :, j, None] * x[..., j, None, :]
-        seen = visible[..., :, j, None] & odd[..., j, None, None]
-        result = result + torch.where(seen, term, 0.0)
+        is_visible = visible[..., :, j, None] & is_nonfinite[..., j, None, None]
+        result = result + torch.where(is_visible, term, 0.0)
     return result
 
 
@@ -367,11 +369,15 @@ def dropout_keep(
     groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
     h = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    words = torch.stack(_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1)
-    return words.flatten(-2)[..., group_index * 4 + (position & 3)] >= philox.dropout_threshold(p)
+    random_words = torch.stack(
+        _random_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1
+    )
+    return random_words.flatten(-2)[
+        ..., group_index * 4 + (position & 3)
+    ] >= philox.dropout_threshold(p)
 
 
-def _words(
+def _random_words(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, ...]:
     """Return the four words that Philox makes of each counter, each in int64."""

@@ -24,6 +24,7 @@ from ring_torch.kernels.library import (
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
+    ItemBackward,
     Mods,
     Options,
     Pass,
@@ -115,17 +116,17 @@ class FlashKernel(Kernel):
                 )
             result, lse = self._forward(q, k, v, options, out)
             if options.mods is not None and options.mods.masked is not None:
-                return AttentionState(result, _numbers_where_seen(result, lse))
-            return AttentionState(result, _numbers(lse))
+                return AttentionState(result, _mark_nonfinite_where_seen(result, lse))
+            return AttentionState(result, _mark_nonfinite(lse))
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
         options = _options(item, params, item.documents_window, _documents(item, batch, device))
-        unseen, inside = _unseen(item, device), None
+        unseen, packed_dst = _unseen(item, device), None
         if out is not None and batch == 1 and unseen is None:
-            inside = AttentionState(out.out[0], out.lse[0])
+            packed_dst = AttentionState(out.out[0], out.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        result, lse = self._forward(q, k, v, options, inside)
-        lse = _numbers(lse).unflatten(1, (batch, -1)).transpose(0, 1)
+        result, lse = self._forward(q, k, v, options, packed_dst)
+        lse = _mark_nonfinite(lse).unflatten(1, (batch, -1)).transpose(0, 1)
         result = result.unflatten(0, (batch, -1))
         if unseen is not None:
             # Libraries write inf or -inf into lse of such rows, and anything into out.
@@ -151,9 +152,34 @@ class FlashKernel(Kernel):
             q, k, v, place, options._replace(needs_lse=params.needs_lse)
         )
 
+    def prepare_backward(
+        self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dq: Tensor,
+        item: WorkItem, params: KernelParams,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return the library's backward of a band, if nothing has to be padded, copied or cut."""
+        q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
+        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
+        fits = self._dims("backward", q, v) == (q.shape[-1], v.shape[-1]) and 0 not in q.stride()
+        tensors = q, k, v, dout, out
+        if not (is_band and fits and rows.slopes is None and all(map(is_aligned, tensors))):
+            return None
+        if self._pieces(item):
+            return None
+        options = _options(item, params)
+        launch = self.flash.prepare_backward(dout, q, k, v, out, lse.contiguous(), options, dq)
+        if launch is None:
+            return None
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return launch(q, k, v, dout, out, lse.contiguous(), dq)
+
+        return run
+
     def mark_nonfinite(self, lse: Tensor) -> None:
         """Write NaN into ``lse`` where it is infinite: a score was not finite there."""
-        _numbers(lse)
+        _mark_nonfinite(lse)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -175,37 +201,37 @@ class FlashKernel(Kernel):
         )
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
-        inside = out[0] if out is not None and batch == 1 else None
-        grads = self._backward(dout, q, k, v, result, lse, options, inside)
+        packed_dst = out[0] if out is not None and batch == 1 else None
+        grads = self._backward(dout, q, k, v, result, lse, options, packed_dst)
         dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in grads)
         return Grads(dq, dk, dv, None)
 
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Options, place: AttentionState | None
+        self, q: Tensor, k: Tensor, v: Tensor, options: Options, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
         """Call the library's forward at head dims that it has, and cut the padding off again.
 
-        Results are in ``place`` if the library writes there and no padding is cut off.
+        Results are in ``dst`` if the library writes there and no padding is cut off.
         """
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
-            place = None
+            dst = None
         q = _ready(_with_own_rows(q), dims.qk)
         k, v = _ready(k, dims.qk), _ready(v, dims.v)
-        out, lse = self.flash.forward(q, k, v, options, place)
+        out, lse = self.flash.forward(q, k, v, options, dst)
         return _narrow(out, v_dim), lse
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: Options, place: Tensor | None,
+        options: Options, dst: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Call the library's backward at head dims that it has, and cut the padding off again."""
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
-            place = None
+            dst = None
         q, k = _ready(_with_own_rows(q), dims.qk), _ready(k, dims.qk)
         dout, v, out = (_ready(x, dims.v) for x in (dout, v, out))
-        dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, place)
+        dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, dst)
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
     def _dims(self, direction: Pass, q: Tensor, v: Tensor) -> HeadDims:
@@ -226,8 +252,10 @@ class FlashKernel(Kernel):
         keys = item.k_stop - item.k_start
         if not self._clips(item.window, item.q_stop - item.q_start, keys):
             return []
-        whole = replace(item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys)
-        cuts = [whole.rows(n, n + keys) for n in range(0, whole.q_stop, keys)]
+        item_from_0 = replace(
+            item, q_start=0, k_start=0, q_stop=item.q_stop - item.q_start, k_stop=keys
+        )
+        cuts = [item_from_0.rows(n, n + keys) for n in range(0, item_from_0.q_stop, keys)]
         return [piece for piece in cuts if piece is not None]
 
     def _clips(self, window: Window, queries: int, keys: int) -> bool:
@@ -240,13 +268,15 @@ class FlashKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
     ) -> AttentionState:
         """Run a forward launch for each piece; no two share a row, so nothing is merged."""
-        whole = unseen_state(rows.q, columns.v.shape[3])
-        for one in pieces:
-            part = whole.take(one.q_slice)
-            result = self.attend(rows.take(one.q_slice), columns.take(one.k_slice), one, params)
-            part.out.copy_(result.out)
-            part.lse.copy_(result.lse)
-        return whole
+        state = unseen_state(rows.q, columns.v.shape[3])
+        for piece in pieces:
+            piece_state = state.take(piece.q_slice)
+            result = self.attend(
+                rows.take(piece.q_slice), columns.take(piece.k_slice), piece, params
+            )
+            piece_state.out.copy_(result.out)
+            piece_state.lse.copy_(result.lse)
+        return state
 
     def _grads_each(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, pieces: Sequence[WorkItem],
@@ -255,12 +285,16 @@ class FlashKernel(Kernel):
         """Run a backward launch for each piece; pieces may share keys, so dK/dV are added up."""
         dq = rows.q.new_zeros(rows.q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
-        for one in pieces:
-            part = rows.take(one.q_slice), columns.take(one.k_slice), upstream.take(one.q_slice)
-            grads = self.grads(*part, one, params)
-            dq[:, one.q_slice].copy_(grads.dq)
-            dk[:, one.k_slice].add_(grads.dk)
-            dv[:, one.k_slice].add_(grads.dv)
+        for piece in pieces:
+            operands = (
+                rows.take(piece.q_slice),
+                columns.take(piece.k_slice),
+                upstream.take(piece.q_slice),
+            )
+            grads = self.grads(*operands, piece, params)
+            dq[:, piece.q_slice].copy_(grads.dq)
+            dk[:, piece.k_slice].add_(grads.dk)
+            dv[:, piece.k_slice].add_(grads.dv)
         return Grads(dq, dk, dv, None)
 
 
@@ -304,7 +338,7 @@ def _narrow(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[-1] == dim else x[..., :dim].contiguous()
 
 
-def _numbers(lse: Tensor) -> Tensor:
+def _mark_nonfinite(lse: Tensor) -> Tensor:
     """Turn infinities in ``lse`` into NaN, in place, where every row sees something.
 
     A score was not finite there.
@@ -312,7 +346,7 @@ def _numbers(lse: Tensor) -> Tensor:
     return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
-def _numbers_where_seen(out: Tensor, lse: Tensor) -> Tensor:
+def _mark_nonfinite_where_seen(out: Tensor, lse: Tensor) -> Tensor:
     """Turn infinities in ``lse`` into NaN, in place, but for rows that see nothing.
 
     For these the library writes ``lse = -inf`` and ``out = 0``. For rows whose scores are NaN it
@@ -375,10 +409,10 @@ def _with_mods(
 def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """Return an item's documents, repeated for each sequence of a batch, one after the other."""
     sides = not_none(item.cu_q), not_none(item.cu_k)
-    every = (
+    offsets = (
         np.concatenate([[0], *(cu[1:] + n * int(cu[-1]) for n in range(batch))]) for cu in sides
     )
-    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in every)
+    cu_q, cu_k = (torch.as_tensor(cu, dtype=torch.int32).to(device) for cu in offsets)
     return Documents(cu_q, cu_k, *(int(np.diff(cu).max()) for cu in sides))
 
 

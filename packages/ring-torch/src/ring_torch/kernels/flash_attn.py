@@ -63,7 +63,7 @@ class FlashAttention(FlashLibrary):
         )  # fmt: skip
         return dq, dk, dv
 
-    def _call(self, direction: Pass, options: Options, **given: Any) -> Any:
+    def _call(self, direction: Pass, options: Options, **tensors: Any) -> Any:
         """Call a function of the library with those arguments that the installed version has.
 
         Versions differ: 2.6 takes a window as one pair, later ones as two numbers. Required
@@ -72,14 +72,16 @@ class FlashAttention(FlashLibrary):
         packed = "" if options.documents is None else self.packed
         function, parameters = _function(self.module, f"_flash_attn_{packed}{direction}")
         left, right = (unbounded(side) for side in options.window)
-        known = given | {
+        arguments = tensors | {
             "softmax_scale": options.scale, "causal": False, "is_causal": False, "softcap": 0.0,
             "dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False,
             "window_size": (left, right), "window_size_left": left, "window_size_right": right,
             **dict(zip(DOCUMENT_ARGUMENTS, options.documents or (), strict=False)),
         }  # fmt: skip
-        needed = {key: None for key, is_needed in parameters.items() if is_needed}
-        return function(**needed | {key: known[key] for key in parameters.keys() & known.keys()})
+        required = {key: None for key, is_needed in parameters.items() if is_needed}
+        return function(
+            **required | {key: arguments[key] for key in parameters.keys() & arguments.keys()}
+        )
 
 
 FLASH_2 = FlashAttention("flash_attn.flash_attn_interface", packed="varlen_")
@@ -96,20 +98,22 @@ def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, boo
     function = getattr(import_module(module), name)
     function = getattr(function, "_init_fn", function)
     parameters = inspect.signature(function).parameters.values()
-    return function, {one.name: one.default is inspect.Parameter.empty for one in parameters}
+    return function, {
+        parameter.name: parameter.default is inspect.Parameter.empty for parameter in parameters
+    }
 
 
 @cache
 def _missing_2() -> str | None:
     """Return why FlashAttention-2 cannot be called on this machine, or ``None``."""
     try:
-        found = version("flash-attn")
+        installed = version("flash-attn")
         import_module(FLASH_2.module)
     except (PackageNotFoundError, ImportError) as error:
         return f"flash-attn is not installed or does not load ({error}); pip install flash-attn"
-    major, minor, *_ = (int(part) for part in found.split(".")[:2])
+    major, minor, *_ = (int(number) for number in installed.split(".")[:2])
     if (major, minor) not in ((2, 6), (2, 7), (2, 8)):
-        return f"flash-attn {found} is installed; 2.6 to 2.8 are known to work"
+        return f"flash-attn {installed} is installed; 2.6 to 2.8 are known to work"
     return old_gpu_reason()
 
 

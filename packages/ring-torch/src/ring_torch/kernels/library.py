@@ -98,6 +98,15 @@ class ForwardLaunch(Protocol):
         """Write ``out [B, n, H, Dv]`` and ``lse [B, H, n]``; ``sinks`` are float32 ``[H]``."""
 
 
+class ItemBackward(Protocol):
+    """A backward launch that was prepared for tensors of certain shapes, strides and alignment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, /
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``dq``, and return ``(dk, dv)``."""
+
+
 class HeadDims(NamedTuple):
     """Head dims of Q and K, and of V."""
 
@@ -115,9 +124,9 @@ def rounded_to_8(_direction: Pass, head_dim: int, v_head_dim: int) -> HeadDims:
     return HeadDims(padded_to(head_dim, 8), padded_to(v_head_dim, 8))
 
 
-def padded_to(dim: int, by: int) -> int:
-    """Return ``dim`` rounded up to a multiple of ``by``."""
-    return -(-dim // by) * by
+def padded_to(dim: int, multiple: int) -> int:
+    """Return ``dim`` rounded up to a multiple of ``multiple``."""
+    return -(-dim // multiple) * multiple
 
 
 class FlashLibrary(Protocol):
@@ -146,4 +155,11 @@ class FlashLibrary(Protocol):
         self, _q: Tensor, _k: Tensor, _v: Tensor, _place: AttentionState, _options: Options, /
     ) -> ForwardLaunch | None:
         """Return a forward for later calls with tensors like these, if there is a shorter way."""
+        return None
+
+    def prepare_backward(
+        self, _dout: Tensor, _q: Tensor, _k: Tensor, _v: Tensor, _out: Tensor, _lse: Tensor,
+        _options: Options, _place: Tensor, /,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return a backward for later calls with tensors like these, if there is a shorter way."""
         return None

@@ -76,8 +76,8 @@ class CpuFlashKernel(AccumulatingKernel):
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Add the item's gradients to the accumulators."""
-        others = columns.v, upstream.dout, upstream.out
-        if _reads_nonfinite(item, rows.q, columns.k, *others):
+        value_tensors = columns.v, upstream.dout, upstream.out
+        if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
         for heads, (q, k, v) in _head_groups(rows.q, columns):
@@ -218,14 +218,14 @@ def _lengths(
     return options.documents or (None, None, q.shape[1], k.shape[1])
 
 
-def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+def _reads_nonfinite(item: WorkItem, q: Tensor, k: Tensor, *value_tensors: Tensor) -> bool:
     """Return True if an item has NaN or infinity that the operator would handle wrongly.
 
     That is any in q or k and, if some of the item is masked, any in the other tensors: masked
     weights, which are 0, are multiplied with them.
     """
-    read = (q, k) if item.is_full else (q, k, *others)
-    return False in [bool(torch.isfinite(x).all()) for x in read]
+    checked = (q, k) if item.is_full else (q, k, *value_tensors)
+    return False in [bool(torch.isfinite(x).all()) for x in checked]
 
 
 def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor, Tensor, Tensor]]]:

@@ -35,18 +35,18 @@ def strategy_names() -> tuple[str, ...]:
     return ("auto", *(spec.name for spec in STRATEGIES))
 
 
-def resolve(spec: StrategySpec, given: Resolution, *, sinks: bool) -> Strategy:
+def resolve(spec: StrategySpec, resolution: Resolution, *, sinks: bool) -> Strategy:
     """Return the object that runs both passes of a strategy on a rank.
 
     A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy.
     """
     item = only_item(
-        given.program.plan, given.kernel, batch=given.sizes.batch, sinks=sinks,
-        segment_ids=given.segment_ids,
+        resolution.program.plan, resolution.kernel, batch=resolution.sizes.batch, sinks=sinks,
+        segment_ids=resolution.segment_ids,
     )  # fmt: skip
     if item is None:
-        return spec.resolve(given)
-    needs_more = given.needs_index or given.segment_ids
+        return spec.resolve(resolution)
+    needs_more = resolution.needs_index or resolution.segment_ids
     return Single(item, spec.name, not needs_more and item.cu_q is None and item.tiles is None)
 
 
@@ -57,10 +57,10 @@ def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:
     the strategies that offer themselves for automatic choice over it.
     """
     for spec in STRATEGIES:
-        for each in transports.TRANSPORTS:
-            is_meant = spec.is_automatic(each) if strategy == "auto" else spec.name == strategy
-            if is_meant and transport in ("auto", each.name) and spec.runs_over(each):
-                yield spec, each
+        for candidate in transports.TRANSPORTS:
+            is_meant = spec.is_automatic(candidate) if strategy == "auto" else spec.name == strategy
+            if is_meant and transport in ("auto", candidate.name) and spec.runs_over(candidate):
+                yield spec, candidate
 
 
 def choose_strategy(
@@ -91,24 +91,24 @@ def choose_strategy(
     Raises:
         UnsupportedError: No allowed pair can do this call; the reasons of the last are named.
     """
-    meant = list(ways(strategy, transport))
-    if not meant:
+    candidates = list(ways(strategy, transport))
+    if not candidates:
         senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
-        others = [f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions]
+        with_sessions = [f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
-            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(others)}"
+            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(with_sessions)}"
         )
     if ring.size == 1:
         return next(ways(program.strategy))
-    for spec, each in meant:
-        reasons = _reasons(spec, each, ring, program, device, request, probe=probe)
+    for spec, candidate in candidates:
+        reasons = _reasons(spec, candidate, ring, program, device, request, probe=probe)
         if not reasons and (strategy, transport) == ("auto", "auto"):
             reasons = [*spec.automatic_refusals(program.plan, request)]
         if not reasons:
-            return spec, each
+            return spec, candidate
     raise UnsupportedError(
-        f"strategy {strategy!r} over transport {meant[-1][1].name!r}: {'; '.join(reasons)}. "
+        f"strategy {strategy!r} over transport {candidates[-1][1].name!r}: {'; '.join(reasons)}. "
         f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
     )
 
@@ -154,17 +154,17 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
             spec, fastest, ring, call.program, call.device, call.request, probe=False
         )
         reasons = reasons or spec.automatic_refusals(call.plan, call.request)
-        why = "; ".join(reasons) or "another one was named"
-        lines.append(f"  not {spec.name} over {fastest.name}: {why}")
-    saved = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
+        reason_text = "; ".join(reasons) or "another one was named"
+        lines.append(f"  not {spec.name} over {fastest.name}: {reason_text}")
+    saves = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
     passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
-    moved = [
-        f"{name} {_in_words(call.strategy.traffic(call, inputs, forward=forward, saved=saved))}"
+    bytes_of_passes = [
+        f"{name} {_traffic_text(call.strategy.traffic(call, inputs, forward=forward, saved=saves))}"
         for name, forward in passes.items()
     ]
-    lines.append(f"  this rank moves {', '.join(moved)}")
+    lines.append(f"  this rank moves {', '.join(bytes_of_passes)}")
     return "\n".join(lines)
 
 
-def _in_words(traffic: Traffic) -> str:
+def _traffic_text(traffic: Traffic) -> str:
     return f"{traffic.sent:,} bytes out and {traffic.received:,} in"

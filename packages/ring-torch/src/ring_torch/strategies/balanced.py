@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
-from ring_core.programs.ring import HELP_PIECES, Stage
+from ring_core.programs.ring import OFFLOAD_PIECES, Stage
 from ring_torch.buffers import packing_of
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
@@ -42,17 +42,17 @@ from ring_torch.strategies.ring import (
 from ring_torch.transports.api import Traffic
 
 
-class HelpPiece(NamedTuple):
+class OffloadPiece(NamedTuple):
     """A piece of the work that ranks do for each other in a step, as one rank sees it.
 
     Attributes:
         helper: The rank that computes for this rank.
-        helped: Slices of this rank's query rows that are sent there.
+        sent_rows: Slices of this rank's query rows that are sent there.
         launches: Launches of this rank for other ranks' query rows, over its own K/V.
     """
 
     helper: int
-    helped: tuple[slice, ...]
+    sent_rows: tuple[slice, ...]
     launches: tuple[Launch, ...]
 
 
@@ -63,30 +63,32 @@ class BalancedStep(NamedTuple):
     """
 
     own: RingStep
-    pieces: tuple[HelpPiece, ...]
+    pieces: tuple[OffloadPiece, ...]
 
 
 def balanced_steps(
     program: RingProgram, rank: int, stages: tuple[Stage, ...]
 ) -> tuple[BalancedStep, ...]:
-    """Return the steps of a pass for a rank, each with its pieces of helped and helping work."""
+    """Return the steps of a pass for a rank, each with its pieces of offloaded work."""
 
-    def pieces(stage: Stage) -> tuple[HelpPiece, ...]:
+    def pieces(stage: Stage) -> tuple[OffloadPiece, ...]:
         """Return the pieces of a stage: cuts of its work items for others, in matching order."""
-        if not stage.helps:
+        if not stage.offloads:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
-        helped = [item.cut(HELP_PIECES) for item in program.remote_items(rank, stage.step)]
-        others = [
-            item.cut(HELP_PIECES) for item in program.items(rank, stage.step) if item.q_rank != rank
+        offloaded = [item.cut(OFFLOAD_PIECES) for item in program.remote_items(rank, stage.step)]
+        for_others = [
+            item.cut(OFFLOAD_PIECES)
+            for item in program.items(rank, stage.step)
+            if item.q_rank != rank
         ]
         return tuple(
-            HelpPiece(
+            OffloadPiece(
                 helper,
-                tuple(cut[n].q_slice for cut in helped if n < len(cut)),
-                tuple(Launch.of(cut[n]) for cut in others if n < len(cut)),
+                tuple(cut[n].q_slice for cut in offloaded if n < len(cut)),
+                tuple(Launch.of(cut[n]) for cut in for_others if n < len(cut)),
             )
-            for n in range(HELP_PIECES)
+            for n in range(OFFLOAD_PIECES)
         )
 
     steps = ring_steps(program, rank, stages)
@@ -124,18 +126,18 @@ class Balanced(Strategy):
             held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
         remote = RemoteQueries(
             call.ranks, self.forward_steps,
-            take=lambda part: rows_tensors(rows.take(part)),
+            take=lambda tokens: rows_tensors(rows.take(tokens)),
             like=into.take,
-            add=lambda part, tensors: merge_into(into.take(part), *tensors),
+            add=lambda tokens, tensors: merge_into(into.take(tokens), *tensors),
         )  # fmt: skip
 
         def attend(launch: Launch, tensors: list[Tensor]) -> AttentionState:
             """Attend to own K/V with another rank's rows; the result is merged there, not here."""
-            theirs = helped_rows(call, launch.item, rows, tensors)
-            result = empty_state(theirs.q, inputs.v.shape[3])
-            if theirs.q.shape[0] > 0:
+            peer_rows = remote_rows(call, launch.item, rows, tensors)
+            result = empty_state(peer_rows.q, inputs.v.shape[3])
+            if peer_rows.q.shape[0] > 0:
                 keys = own.take(launch.columns)
-                call.kernel.attend_into(theirs, keys, launch.item, call.params, result)
+                call.kernel.attend_into(peer_rows, keys, launch.item, call.params, result)
             return result
 
         for step, pieces in self.forward_steps:
@@ -152,7 +154,7 @@ class Balanced(Strategy):
             attend_step(call, step.launches, rows, columns, into)
             # Merge what helpers computed for this rank before, then compute for others.
             remote.finish()
-            remote.help(pieces, attend)
+            remote.compute_pieces(pieces, attend)
             # The next step reads the K/V that arrived; `held` has been sent and may be overwritten.
             transfer.wait()
             if step.keys_to is not None:
@@ -178,29 +180,29 @@ class Balanced(Strategy):
 
         def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
-            theirs = helped_rows(call, launch.item, rows, tensors)
-            grads = zero_row_grads(call, theirs)
-            if theirs.q.shape[0] > 0:
+            peer_rows = remote_rows(call, launch.item, rows, tensors)
+            grads = zero_row_grads(call, peer_rows)
+            if peer_rows.q.shape[0] > 0:
                 dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
-                given = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-                into: KeyGrads = key_grads.grads(home=True).take(launch.columns)
+                peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
+                into: KeyGrads = key_grads.grads(own=True).take(launch.columns)
                 call.kernel.grads_into(
-                    theirs, own.take(launch.columns), given, launch.item, call.params, grads, into
-                )
+                    peer_rows, own.take(launch.columns), peer_upstream, launch.item, call.params, grads, into,
+                )  # fmt: skip
             return _row_grad_tensors(grads)
 
-        def add(part: slice, tensors: list[Tensor]) -> None:
+        def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Add the gradients that a helper sent home for a slice of this rank's rows."""
-            for total, x in zip(_row_grad_tensors(row_grads.take(part)), tensors, strict=True):
+            for total, x in zip(_row_grad_tensors(row_grads.take(tokens)), tensors, strict=True):
                 total.add_(x)
 
         remote = RemoteQueries(
             call.ranks, self.backward_steps,
-            take=lambda part: [
-                *rows_tensors(rows.take(part)),
-                *(x for x in upstream.take(part) if x is not None),
+            take=lambda tokens: [
+                *rows_tensors(rows.take(tokens)),
+                *(x for x in upstream.take(tokens) if x is not None),
             ],
-            like=lambda part: _row_grad_tensors(row_grads.take(part)),
+            like=lambda tokens: _row_grad_tensors(row_grads.take(tokens)),
             add=add,
         )  # fmt: skip
         held = next(iter(saved), None)
@@ -220,7 +222,7 @@ class Balanced(Strategy):
                 differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
             # Add the dQ that helpers computed for this rank before, then compute for others.
             remote.finish()
-            remote.help(pieces, differentiate)
+            remote.compute_pieces(pieces, differentiate)
             # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
             key_grads.hop(step)
             # The next step reads the K/V that arrived.
@@ -228,8 +230,8 @@ class Balanced(Strategy):
             held = arriving
         # dQ of the last step's helpers may still be on its way.
         remote.finish()
-        home = key_grads.grads(home=True)
-        return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
+        own_grads = key_grads.grads(own=True)
+        return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of a ring, of query rows sent to helpers, and of results sent back."""
@@ -237,13 +239,13 @@ class Balanced(Strategy):
         steps = self.forward_steps if forward else self.backward_steps
         ring = ring_traffic(call, inputs, [step.own for step in steps], forward=forward)
         pieces = [piece for step in steps for piece in step.pieces]
-        helped = sum(rows.stop - rows.start for piece in pieces for rows in piece.helped)
-        others = sum(x.rows.stop - x.rows.start for piece in pieces for x in piece.launches)
+        rows_sent = sum(rows.stop - rows.start for piece in pieces for rows in piece.sent_rows)
+        rows_received = sum(x.rows.stop - x.rows.start for piece in pieces for x in piece.launches)
         query = _query_bytes(call, inputs, forward=forward)
         result = _result_bytes(call, inputs, forward=forward)
         return Traffic(
-            ring.sent + query * helped + result * others,
-            ring.received + query * others + result * helped,
+            ring.sent + query * rows_sent + result * rows_received,
+            ring.received + query * rows_received + result * rows_sent,
         )
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -287,9 +289,9 @@ class RemoteQueries:
         self._returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
         self._arriving = self._send_next()
 
-    def help(
+    def compute_pieces(
         self,
-        pieces: Sequence[HelpPiece],
+        pieces: Sequence[OffloadPiece],
         compute: Callable[[Launch, list[Tensor]], Sequence[Tensor]],
     ) -> None:
         """Compute for other ranks in a step, piece by piece, and start sending the results home.
@@ -325,7 +327,9 @@ class RemoteQueries:
         piece = next(self._to_send, None)
         if piece is None:
             return DONE, []
-        sends = [(x.contiguous(), piece.helper) for rows in piece.helped for x in self._take(rows)]
+        sends = [
+            (x.contiguous(), piece.helper) for rows in piece.sent_rows for x in self._take(rows)
+        ]
         arriving = [
             (launch, [x.new_empty(x.shape) for x in self._take(launch.rows)])
             for launch in piece.launches
@@ -334,14 +338,14 @@ class RemoteQueries:
         return self._ring.start(sends, receives), arriving
 
     def _return_results(
-        self, piece: HelpPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
+        self, piece: OffloadPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> None:
         """Start sending computed results to their owners, and receiving those of this rank's rows.
 
         The transfer keeps what is sent alive; :meth:`finish` takes in what arrives.
         """
         expected = [
-            (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.helped
+            (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.sent_rows
         ]
         transfer = self._ring.start(
             [(x, owner) for owner, tensors in results for x in tensors],
@@ -358,20 +362,20 @@ def rows_tensors(rows: QueryBlock) -> list[Tensor]:
     return [x for x in (rows.q, rows.segments, rows.bias, rows.bias_shift) if x is not None]
 
 
-def helped_rows(call: Call, item: WorkItem, like: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
+def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Tensor]) -> QueryBlock:
     """Return another rank's rows as a block, from tensors in the order of :func:`rows_tensors`.
 
-    Positions come from the plan, which every rank has, and slopes from ``like``, this rank's rows:
+    Positions come from the plan, which every rank has, and slopes from ``local``, this rank's rows:
     both are never sent.
     """
-    q, *rest = tensors
-    segments = None if like.segments is None else rest.pop(0)
-    bias = None if like.bias is None else rest.pop(0)
-    shift = None if like.bias_shift is None else rest.pop(0)
+    q, *remaining = tensors
+    segments = None if local.segments is None else remaining.pop(0)
+    bias = None if local.bias is None else remaining.pop(0)
+    shift = None if local.bias_shift is None else remaining.pop(0)
     index, position, _ = [
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
-    return QueryBlock(q, index, position, segments, bias, like.slopes, bias_shift=shift)
+    return QueryBlock(q, index, position, segments, bias, local.slopes, bias_shift=shift)
 
 
 def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
@@ -406,4 +410,6 @@ def _result_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:
     return (batch * heads * dim + bias) * call.acc_dtype.itemsize
 
 
-BALANCED = StrategySpec("balanced", lambda given: Balanced.of(given.program, given.rank))
+BALANCED = StrategySpec(
+    "balanced", lambda resolution: Balanced.of(resolution.program, resolution.rank)
+)

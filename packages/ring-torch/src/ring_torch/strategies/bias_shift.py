@@ -52,8 +52,8 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
     step = max(1, _BLOCK_BYTES // max(1, size))
     tops = []
-    for at in range(0, length, step):
-        i = slice(at, at + step)
+    for start_row in range(0, length, step):
+        i = slice(start_row, start_row + step)
         visible, rows = _visible(call, inputs, k_ids, i), bias[:, :, i]
         rows = rows if visible is None else torch.where(visible, rows, -torch.inf)
         tops.append(rows.amax(dim=-1))
@@ -76,10 +76,10 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
     agree(ring, call.number, call.seed, call.forward_signature, call.device)
-    (parts,) = exchange(ring, [[k_ids] * ring.size], call.device)
+    (ids_of_ranks,) = exchange(ring, [[k_ids] * ring.size], call.device)
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
-    for rank, part in enumerate(parts):
-        ids[:, not_none(call.positions(rank)[2])] = part
+    for rank, rank_ids in enumerate(ids_of_ranks):
+        ids[:, not_none(call.positions(rank)[2])] = rank_ids
     return ids
 
 
@@ -91,16 +91,16 @@ def _visible(call: Call, inputs: Inputs, k_ids: Tensor | None, i: slice) -> Tens
     plan, rank, device = call.plan, call.ranks.rank, call.device
     start, stop = visible_spans(plan, rank, device)
     keys = torch.arange(plan.kv_seq_len, dtype=torch.int32, device=device)
-    parts = [] if start is None else [keys >= start[i, None]]
-    parts += [] if stop is None else [keys < stop[i, None]]
+    conditions = [] if start is None else [keys >= start[i, None]]
+    conditions += [] if stop is None else [keys < stop[i, None]]
     if plan.mask.predicate is not None:
         q_pos = not_none(call.positions(rank)[1])[i, None]
-        seen = plan.mask.predicate(q_pos, keys.long()[None])
-        parts.append(torch.as_tensor(seen, device=device).expand(len(q_pos), len(keys)))
+        shown = plan.mask.predicate(q_pos, keys.long()[None])
+        conditions.append(torch.as_tensor(shown, device=device).expand(len(q_pos), len(keys)))
     if k_ids is not None:
         q_ids = not_none(inputs.q_ids)[:, i, None]
-        parts.append((q_ids == k_ids[:, None]) & (q_ids >= 0))
-    if not parts:
+        conditions.append((q_ids == k_ids[:, None]) & (q_ids >= 0))
+    if not conditions:
         return None
-    visible = reduce(operator.and_, parts)
+    visible = reduce(operator.and_, conditions)
     return visible[:, None] if visible.ndim == 3 else visible[None, None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +48,15 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import (
+    PreparedBackward,
+    PreparedLaunches,
+    keep,
+    prepare_backward,
+    prepare_forward,
+    put_columns,
+    tensors_key,
+)
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
@@ -95,9 +103,9 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     moved = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
     if moved > MIN_BYTES_PER_FLOP * flops:
-        most = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
-        groups = max(n for n in range(1, max(most, 1) + 1) if sizes.kv_heads % n == 0)
-    return HeadGroups(groups, groups, early=flops > EARLY_RETURN_FLOPS)
+        most_groups = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
+        groups = max(n for n in range(1, max(most_groups, 1) + 1) if sizes.kv_heads % n == 0)
+    return HeadGroups(groups, groups, before_last_item=flops > EARLY_RETURN_FLOPS)
 
 
 @dataclass(frozen=True)
@@ -123,23 +131,20 @@ class Gather(Strategy):
             inputs, call.forward_signature, groups=groups, own=True, splits=self.gather.splits
         )
         gather, keys = self.gather, session.spec.keys
-        covered = gather.num_rows == inputs.q.shape[1]
-        whole = unseen_state(inputs.q, inputs.v.shape[3], covered=covered)
+        fully_written = gather.num_rows == inputs.q.shape[1]
+        state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
         sinks = None
         if inputs.sinks is not None and self.adds_sinks:
             sinks = folded(inputs.sinks, torch.float32)
-        alike = tensors_key(inputs.q, sinks)
-        if (launches := self.launches.forward.get(alike)) is not None:
+        key = tensors_key(inputs.q, sinks)
+        if (launches := self.launches.forward.get(key)) is not None:
             (arriving,) = session.fetch(gather, inputs)
             k, v = keys.split(arriving.tensors[0])
-            for launch in launches:
-                # A launch waits for its own fetches; those of later ones go on beside it.
-                arriving.wait(launch.waits_for)
-                launch.run(inputs.q, k, v, whole, sinks)
+            launches.run(inputs.q, k, v, state, sinks, arriving.wait)
             arriving.wait(None)
             if call.params.needs_lse:
-                call.kernel.mark_nonfinite(whole.lse)
-            return whole, tuple(arriving.tensors) if self._saves(call, keys) else ()
+                call.kernel.mark_nonfinite(state.lse)
+            return state, tuple(arriving.tensors) if self._saves(call, keys) else ()
         if sinks is not None:
             call = call._replace(params=replace(call.params, sinks=sinks))
         rows = call.rows(inputs)
@@ -151,23 +156,24 @@ class Gather(Strategy):
             gathered += arriving.tensors
             columns = call.gathered_columns(gather, keys, arriving.tensors)
             in_place = _in_place(call, gather, inputs, n, groups)
-            part, place = head_group(rows, n, groups), head_group(whole, n, groups)
+            group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
             # Each launch waits for the fetches that it needs; later ones go on beside it.
-            results.append(_attend(call, part, columns, in_place, gather, arriving, place))
+            results.append(
+                _attend(call, group_rows, columns, in_place, gather, arriving, group_state)
+            )
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        if self.is_plain and covered and results[0] is whole:
+        if self.is_plain and fully_written and results[0] is state:
             items = list(zip(gather.items, gather.waits_for, strict=True))
-            self.launches.keep_forward(
-                alike, prepare_forward(call.kernel, rows, columns, whole, items, call.params)
-            )
+            launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
+            keep(self.launches.forward, key, launches)
         if len(results) == 1:
-            whole = results[0]
-        elif results[0].out.dtype != whole.out.dtype:
+            state = results[0]
+        elif results[0].out.dtype != state.out.dtype:
             outs, lses = zip(*results, strict=True)
-            whole = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-        return whole, tuple(gathered) if self._saves(call, keys) else ()
+            state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
+        return state, tuple(gathered) if self._saves(call, keys) else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.
@@ -182,64 +188,96 @@ class Gather(Strategy):
             inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
         )
         gather, keys = self.gather, session.spec.keys
-        rows, sums = call.rows(inputs), _sums(call, inputs, keys, self.gather.splits)
+        sums = _sums(call, inputs, keys, self.gather.splits)
+        key = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
+        if (prepared := self.launches.backward.get(key)) is not None:
+            return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
+        rows = call.rows(inputs)
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
-        room = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
+        grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
-        row_grads = QueryGrads(_dq(call, gather, rows), dbias)
+        row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
         dk, dv = (
             torch.empty(x.shape, dtype=call.dtype, device=call.device) for x in (inputs.k, inputs.v)
         )
-        alike = tensors_key(inputs.q, upstream.dout, upstream.out)
-        launch = self.launches.backward.get(alike) if sums.head_major else None
         in_flight: list[list[PendingGrads]] = [[] for _ in range(groups)]
-        home: list[Tensor | None] = []
+        own_sums: list[Tensor | None] = []
 
         def finish(n: int) -> None:
-            places = head_group(KeyGrads(dk, dv), n, groups)
-            _finish_own_grads(call, gather, sums, (room[n], home[n]), in_flight[n], places)
+            group_grads = head_group(KeyGrads(dk, dv), n, groups)
+            _finish_own_grads(
+                call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
+            )
 
         # One group of dK/dV is in flight while the next is computed: a transfer is waited for only
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
-        # their transfer ends, so nothing writes `room[n]` any more but own columns (`finish`).
+        # their transfer ends, so nothing writes `grad_sums[n]` any more but own columns (`finish`).
         for n, columns in enumerate(
             _keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
-            part = (
+            group_tensors = (
                 head_group(rows, n, groups), head_group(upstream, n, groups),
                 head_group(row_grads, n, groups),
             )  # fmt: skip
-            for some, early, overlapped in _launches(items, self.groups, last=n + 1 == groups):
-                if launch is not None:
-                    dout, out, lse, _ = upstream
-                    launch(inputs.q, columns.k, columns.v, dout, out, lse, row_grads.dq, room[n])
-                else:
-                    work = [(columns, gather.items[m], gather.fresh[m]) for m in reversed(some)]
-                    _differentiate(call, work, *part, sums, room[n], gather.length)
+            for part_items, before_last_item, overlapped in _launches(
+                items, self.groups, last=n + 1 == groups
+            ):
+                work = [
+                    (columns, gather.items[m], gather.overwritten[m]) for m in reversed(part_items)
+                ]
+                _differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
                     session.return_grads(
-                        gather, sums, room[n], n, early=early, overlapped=overlapped
+                        gather,
+                        sums,
+                        grad_sums[n],
+                        n,
+                        before_last_item=before_last_item,
+                        overlapped=overlapped,
                     )
                 )
             in_place = _in_place(call, gather, inputs, n, groups)
             # Beside that: rows that see own keys only, whose gradients do not travel.
-            home.append(_differentiate_in_place(call, in_place, *part, sums))
+            own_sums.append(_differentiate_in_place(call, in_place, *group_tensors, sums))
             # Only now take in what came for the group before.
             if n > 0:
                 finish(n - 1)
         # Nothing is left to hide the last group behind.
         finish(groups - 1)
-        can_prepare = self.is_plain and sums.head_major and not self.groups.early and items
-        if launch is None and can_prepare and call.kernel.parts is not None:
-            self.launches.keep_backward(
-                alike,
-                call.kernel.parts.prepare(rows, columns, upstream, gather.items, call.params),
-            )
+        if self.is_plain and not self.groups.before_last_item and upstream.delta is None and items:
+            prepared = prepare_backward(
+                call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
+                call.params,
+            )  # fmt: skip
+            keep(self.launches.backward, key, prepared)
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
+
+    def _repeat(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved,
+        session: GatherSession, sums: KeyGradBuffer, prepared: PreparedBackward,
+    ) -> Grads:  # fmt: skip
+        """Run a backward by prepared launches: one group of heads, all work over the buffer."""
+        gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
+        dq, dk, dv = _dq(call, gather, q), torch.empty_like(k), torch.empty_like(v)
+        if saved:
+            kv = saved[0]
+        else:
+            (arriving,) = session.fetch(gather, inputs)
+            arriving.wait(None)
+            kv = arriving.tensors[0]
+        dout, out, lse, _ = upstream
+        prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        # The sums are final on this rank: the owners of their keys take them, and this rank takes
+        # the peers' sums for its own keys. Peers read other columns than those that these go to.
+        pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
+        pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
+        prepared.round(grad_sums, dk, dv)
+        return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
@@ -250,9 +288,9 @@ class Gather(Strategy):
         if not plan_known or not self._saves(call, keys):
             return []
         length = self.gather.length
-        both: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
+        kv: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
         ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
-        return (both + ids) * self.groups.forward
+        return (kv + ids) * self.groups.forward
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
@@ -270,15 +308,18 @@ class Gather(Strategy):
 
 def _attend(
     call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
-    gather: GatherProgram, arriving: PendingKV, whole: AttentionState,
+    gather: GatherProgram, arriving: PendingKV, state: AttentionState,
 ) -> AttentionState:  # fmt: skip
     """Run the forward launches of a group of heads; nothing is merged.
 
-    Returns ``whole``, filled, or a wider copy of it if the kernel's results are wider; those are
+    Returns ``state``, filled, or a wider copy of it if the kernel's results are wider; those are
     rounded at the end.
     """
-    work = [(*each, 0) for each in in_place]
-    work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
+    work = [(*item_and_count, 0) for item_and_count in in_place]
+    work += [
+        (columns, *item_and_count)
+        for item_and_count in zip(gather.items, gather.waits_for, strict=True)
+    ]
     for keys, item, waits_for in work:
         # Let the launch wait for its own fetches. Those of later items write other columns of the
         # buffer meanwhile; peers copy from this rank's memory and need nothing from this loop.
@@ -286,17 +327,17 @@ def _attend(
             arriving.wait(waits_for)
         if rows.q.shape[0] == 0:
             break
-        part = rows.take(item.q_slice), keys.take(item.k_slice)
-        place = whole.take(item.q_slice)
-        result = call.kernel.attend(*part, item, call.params, place)
-        if result.out.dtype != whole.out.dtype:
-            whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
-            place = whole.take(item.q_slice)
+        operands = rows.take(item.q_slice), keys.take(item.k_slice)
+        dst = state.take(item.q_slice)
+        result = call.kernel.attend(*operands, item, call.params, dst)
+        if result.out.dtype != state.out.dtype:
+            state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
+            dst = state.take(item.q_slice)
         # Kernels that cannot write into a given place return new tensors.
-        if result.out.data_ptr() != place.out.data_ptr():
-            place.out.copy_(result.out)
-            place.lse.copy_(result.lse)
-    return whole
+        if result.out.data_ptr() != dst.out.data_ptr():
+            dst.out.copy_(result.out)
+            dst.lse.copy_(result.lse)
+    return state
 
 
 def _launches(
@@ -304,11 +345,12 @@ def _launches(
 ) -> list[tuple[range, bool | None, bool]]:
     """Return the parts of a group's launches, after each of which gradients are sent home.
 
-    A part is ``(items, early, overlapped)``: the indices of its items; which gradients are sent
-    after it (``True``: those that ``items[0]``, the last launch, does not touch; ``False``: the
-    others; ``None``: all); and whether more launches follow that can hide the transfer.
+    A part is ``(items, before_last_item, overlapped)``: the indices of its items; which gradients
+    are sent after it (``True``: those that ``items[0]``, the last launch, does not touch;
+    ``False``: the others; ``None``: all); and whether more launches follow that can hide the
+    transfer.
     """
-    if last and groups.early:
+    if last and groups.before_last_item:
         return [(items[1:], True, True), (items[:1], False, False)]
     return [(items, None, not last)]
 
@@ -324,11 +366,11 @@ def _differentiate_in_place(
     if not in_place:
         return None
     length = sums.keys.length
-    home = torch.zeros(sums.numel(length), dtype=call.acc_dtype, device=call.device)
+    own_sums = torch.zeros(sums.numel(length), dtype=call.acc_dtype, device=call.device)
     if rows.q.shape[0] > 0:
-        work = [(*each, ()) for each in reversed(in_place)]
-        _differentiate(call, work, rows, upstream, row_grads, sums, home, length)
-    return home
+        work = [(*keys_and_item, ()) for keys_and_item in reversed(in_place)]
+        _differentiate(call, work, rows, upstream, row_grads, sums, own_sums, length)
+    return own_sums
 
 
 def _differentiate(
@@ -337,22 +379,23 @@ def _differentiate(
 ) -> None:  # fmt: skip
     """Run backward launches: write dQ into ``row_grads``, and put dK/dV into the sums ``grads``.
 
-    ``work`` is ``(columns, item, fresh)`` of each launch, where ``fresh`` are the columns that no
+    ``work`` is ``(columns, item, overwrite)`` of each launch; ``overwrite`` are the columns that no
     launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
     the sums of ``length`` tokens.
     """
-    for columns, item, fresh in work:
-        part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        into = row_grads.take(item.q_slice), sums.of(grads, length, item.k_slice)
+    for columns, item, overwrite in work:
+        operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
+        query_grads = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.accumulate(*part, item, call.params, into[0].dq, into[1])
+            totals = sums.of(grads, length, item.k_slice)
+            call.kernel.parts.accumulate(*operands, item, call.params, query_grads.dq, totals)
         else:
-            result = call.kernel.grads(*part, item, call.params, into[0].dq)
-            if result.dq.data_ptr() != into[0].dq.data_ptr():
-                into[0].dq.copy_(result.dq)
-            if into[0].dbias is not None and result.dbias is not None:
-                into[0].dbias.add_(result.dbias)
-            _put_columns(result, into[1], item, fresh)
+            result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
+            if result.dq.data_ptr() != query_grads.dq.data_ptr():
+                query_grads.dq.copy_(result.dq)
+            if query_grads.dbias is not None and result.dbias is not None:
+                query_grads.dbias.add_(result.dbias)
+            put_columns((result.dk, result.dv), sums.views(grads, length), item, overwrite)
 
 
 def _keys_by_group(
@@ -366,92 +409,90 @@ def _keys_by_group(
             arriving.wait(None)
             yield call.gathered_columns(gather, keys, arriving.tensors)
         return
-    before, each = groups.forward, len(saved) // groups.forward
-    cuts = groups.backward // before  # the forward's groups are cut once more
+    forward_groups, per_group = groups.forward, len(saved) // groups.forward
+    cuts = groups.backward // forward_groups  # the forward's groups are cut once more
     keys = replace(keys, heads=cuts * keys.heads)
-    for n in range(before):
-        columns = call.gathered_columns(gather, keys, saved[n * each : (n + 1) * each])
+    for n in range(forward_groups):
+        columns = call.gathered_columns(gather, keys, saved[n * per_group : (n + 1) * per_group])
         yield from (head_group(columns, n, cuts) for n in range(cuts))
 
 
 def _finish_own_grads(
-    call: Call, gather: GatherProgram, sums: KeyGradBuffer, found: tuple[Tensor, Tensor | None],
-    in_flight: Sequence[PendingGrads], places: KeyGrads,
+    call: Call, gather: GatherProgram, sums: KeyGradBuffer, computed: tuple[Tensor, Tensor | None],
+    in_flight: Sequence[PendingGrads], key_grads: KeyGrads,
 ) -> None:  # fmt: skip
-    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``places``.
+    """Add the peers' dK/dV of own keys to this rank's, and round the sums into ``key_grads``.
 
-    ``found`` are the flat sums over the gathered buffer, and those over own K/V in place, if any.
-    All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it holds
-    all own keys, and are copied into a buffer of their own if not.
+    ``computed`` are the flat sums over the gathered buffer, and those over own K/V in place, if
+    any. All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it
+    holds all own keys, and are copied into a buffer of their own if not.
     """
     keys, length = sums.keys, gather.length
-    own = [one for one in gather.fetches if one.rank == call.ranks.rank]
-    grads, home = found
-    if home is None and sum(one.source.stop - one.source.start for one in own) < keys.length:
-        home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+    own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
+    grads, own_sums = computed
+    if (
+        own_sums is None
+        and sum(fetch.source.stop - fetch.source.start for fetch in own_fetches) < keys.length
+    ):
+        own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
     # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
-    if home is not None:
-        for one in own:
-            places_at_home = sums.parts(home, keys.length, one.source)
-            add_staged(places_at_home, [sums.parts(grads, length, one.target)])
-        every = slice(0, keys.length)
-        grads, own, length = home, [Fetch(-1, every, every)], keys.length
+    if own_sums is not None:
+        for fetch in own_fetches:
+            destinations = sums.parts(own_sums, keys.length, fetch.source)
+            add_staged(destinations, [sums.parts(grads, length, fetch.target)])
+        all_keys = slice(0, keys.length)
+        grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
 
-    def where(source: slice) -> slice:
-        one = next(x for x in own if x.source.start <= source.start < x.source.stop)
-        by = one.target.start - one.source.start
-        return slice(source.start + by, source.stop + by)
+    def index_map(source: slice) -> slice:
+        return _shifted(source, own_fetches)
 
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
-        pending(grads, length, where)
+        pending(grads, length, index_map)
     # The sums are complete: round each once.
-    for one in own:
-        mine = sums.of(grads, length, one.target)
-        into = places.take(one.source)
+    for fetch in own_fetches:
+        fetched_sums = sums.of(grads, length, fetch.target)
+        dst = key_grads.take(fetch.source)
         if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.round(mine, into, call.params)
+            call.kernel.parts.round(fetched_sums, dst, call.params)
         else:
-            for place, x in zip(into, mine, strict=True):
-                place.copy_(x)
+            for grad, x in zip(dst, fetched_sums, strict=True):
+                grad.copy_(x)
+
+
+def _shifted(source: slice, fetches: Sequence[Fetch]) -> slice:
+    """Return the columns at which ``fetches`` put a span of local keys."""
+    fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
+    shift = fetch.target.start - fetch.source.start
+    return slice(source.start + shift, source.stop + shift)
+
+
+def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
+    """Return the columns of a span of a rank's own keys in its buffer."""
+    return _shifted(source, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
 def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
     """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
-    parts, (q, k, v) = call.kernel.parts, inputs[:3]
+    split_backward, (q, k, v) = call.kernel.parts, inputs[:3]
     banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
     head_major = (
-        parts is not None
+        split_backward is not None
         and banded
-        and parts.applies(call.plan, q, k, v, call.params, splits=splits)
+        and split_backward.applies(call.plan, q, k, v, call.params, splits=splits)
     )
     return KeyGradBuffer(keys, head_major)
 
 
-def _dq(call: Call, gather: GatherProgram, rows: QueryBlock) -> Tensor:
+def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
     """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
 
     Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
     """
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
-    dq = torch.empty(rows.q.shape, dtype=dtype, device=call.device)
-    return dq if gather.num_rows == rows.q.shape[1] else dq.zero_()
-
-
-def _put_columns(
-    result: Grads, sums: tuple[Tensor, Tensor], item: WorkItem, fresh: Sequence[slice]
-) -> None:
-    """Store an item's dK/dV in the sums: overwrite its ``fresh`` columns, and add to the others."""
-    # Edges alternate: from the item's start to a fresh span, over it, to the next, ..., to its end.
-    edges = [item.k_start, *(at for one in fresh for at in (one.start, one.stop)), item.k_stop]
-    for n, (start, stop) in enumerate(pairwise(edges)):
-        part = slice(start - item.k_start, stop - item.k_start)
-        for total, x in zip(sums, (result.dk, result.dv), strict=True):
-            if start < stop and n % 2 == 0:
-                total[:, part].add_(x[:, part])
-            elif start < stop:
-                total[:, part].copy_(x[:, part])
+    dq = torch.empty(q.shape, dtype=dtype, device=call.device)
+    return dq if gather.num_rows == q.shape[1] else dq.zero_()
 
 
 def _in_place(
@@ -464,25 +505,27 @@ def _in_place(
     return [(own, item) for item in gather.in_place]
 
 
-def _resolve(given: Resolution) -> Strategy:
+def _resolve(resolution: Resolution) -> Strategy:
     """Return the gathering strategy for a rank: by one launch a row, or in two stages.
 
     Kernels that cannot mask any band take two stages. Heads are not cut into groups with options
     that belong to single heads or keys: bias, slopes, dropout, predicates, segment ids.
     """
-    program = given.program
-    if given.kernel.capabilities.bands != "any":
-        return TwoStageGather.of(program.plan, given.rank)
-    needs_more = given.needs_index or given.segment_ids
-    groups = ONE_GROUP if needs_more else head_groups_of(program, given.sizes, given.itemsize)
-    gather = gather_program(program.plan, given.rank, splits=not given.is_short)
+    program = resolution.program
+    if resolution.kernel.capabilities.bands != "any":
+        return TwoStageGather.of(program.plan, resolution.rank)
+    needs_more = resolution.needs_index or resolution.segment_ids
+    groups = (
+        ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)
+    )
+    gather = gather_program(program.plan, resolution.rank, splits=not resolution.is_short)
     items = (*gather.items, *gather.in_place)
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
-    covered = gather.num_rows == given.sizes.q_len and given.sizes.batch > 0
+    fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
         groups, gather,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
-        adds_sinks=given.kernel.adds_sinks and banded and covered and groups.forward == 1,
+        adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         is_plain=banded and groups.backward == 1 and not gather.in_place,
     )  # fmt: skip
 

@@ -8,16 +8,24 @@ those for which the strategy was resolved. Launches hold sizes and compiled func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_core import WorkItem
-from ring_torch.kernels.api import BackwardLaunch, Kernel
-from ring_torch.kernels.library import ForwardLaunch
-from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
+from ring_core import GatherProgram, WorkItem
+from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward
+from ring_torch.payload import KeyGradBuffer
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+)
 
 _MOST = 16  # kinds of tensors for which launches are kept
 
@@ -27,51 +35,74 @@ class PreparedItem(NamedTuple):
 
     Attributes:
         launch: The launch.
-        q_start, q_len: First row, and number of rows.
-        k_start, k_len: First column, and number of columns.
+        k_start: First column.
+        k_len: Number of columns.
         waits_for: How many fetches must have arrived.
     """
 
     launch: ForwardLaunch
-    q_start: int
-    q_len: int
     k_start: int
     k_len: int
     waits_for: int
 
+
+class PreparedForward(NamedTuple):
+    """The forward launches of a rank, whose items have its rows one after the other.
+
+    Attributes:
+        items: The launches.
+        rows: Number of rows of each.
+    """
+
+    items: tuple[PreparedItem, ...]
+    rows: tuple[int, ...]
+
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: AttentionState, sinks: Tensor | None
-    ) -> None:
-        """Write the item's rows of ``whole``; ``q``, ``k`` and ``v`` are all rows and columns."""
-        rows, columns = (self.q_start, self.q_len), (self.k_start, self.k_len)
-        self.launch(
-            q.narrow(1, *rows), k.narrow(1, *columns), v.narrow(1, *columns),
-            whole.out.narrow(1, *rows), whole.lse.narrow(2, *rows), sinks,
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, sinks: Tensor | None,
+        wait: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Write ``state``; ``wait`` is called with the fetches that a launch needs."""
+        rows = [*self.rows]
+        # One call of torch cuts all slices of a tensor; `split` would go through Python.
+        slices = zip(
+            self.items, q.split_with_sizes(rows, 1), state.out.split_with_sizes(rows, 1),
+            state.lse.split_with_sizes(rows, 2), strict=True,
         )  # fmt: skip
+        for (launch, k_start, k_len, waits_for), q_rows, out, lse in slices:
+            # A launch waits for its own fetches; those of later ones go on beside it.
+            wait(waits_for)
+            launch(
+                q_rows, k.narrow(1, k_start, k_len), v.narrow(1, k_start, k_len), out, lse, sinks
+            )
+
+
+class PreparedBackward(NamedTuple):
+    """The backward of a rank over gathered keys.
+
+    Attributes:
+        launch: All launches, which add to a buffer of dK/dV sums.
+        round: Rounds the sums of own keys in the buffer: ``round(sums, dk, dv)``.
+    """
+
+    launch: BackwardLaunch
+    round: Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class PreparedLaunches:
     """Launches of both passes, each by the key of :func:`tensors_key`."""
 
-    forward: dict[object, tuple[PreparedItem, ...]] = field(default_factory=dict)
-    backward: dict[object, BackwardLaunch] = field(default_factory=dict)
-
-    def keep_forward(self, key: object, items: tuple[PreparedItem, ...] | None) -> None:
-        """Keep the launches of a forward, if there are any; of others some may be dropped."""
-        if items is not None:
-            _keep(self.forward, key, items)
-
-    def keep_backward(self, key: object, launch: BackwardLaunch | None) -> None:
-        """Keep the launch of a backward, if there is one; of others some may be dropped."""
-        if launch is not None:
-            _keep(self.backward, key, launch)
+    forward: dict[object, PreparedForward] = field(default_factory=dict)
+    backward: dict[object, PreparedBackward] = field(default_factory=dict)
 
 
-def _keep[T](kept: dict[object, T], key: object, value: T) -> None:
-    if len(kept) >= _MOST:
-        kept.clear()
-    kept[key] = value
+def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -> None:
+    """Keep launches, if there are any; those of other tensors may be dropped for them."""
+    if launches is None:
+        return
+    if len(launches_by_key) >= _MOST:
+        launches_by_key.clear()
+    launches_by_key[key] = launches
 
 
 def tensors_key(*tensors: Tensor | None) -> object:
@@ -80,20 +111,153 @@ def tensors_key(*tensors: Tensor | None) -> object:
 
 
 def prepare_forward(
-    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, whole: AttentionState,
+    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, state: AttentionState,
     items: Sequence[tuple[WorkItem, int]], params: KernelParams,
-) -> tuple[PreparedItem, ...] | None:  # fmt: skip
-    """Return the launches of ``(item, waits_for)``, or ``None`` if one of them cannot be prepared.
+) -> PreparedForward | None:  # fmt: skip
+    """Return the launches of ``(item, waits_for)``, or ``None`` if they cannot be prepared.
 
-    All of them have run on such tensors, and together they cover all rows.
+    All of them have run on such tensors.
     """
-    found = []
+    if not _in_turn([item for item, _ in items], rows.q.shape[1]):
+        return None
+    prepared = []
     for item, waits_for in items:
         launch = kernel.prepare_forward(
-            rows.take(item.q_slice), columns.take(item.k_slice), whole.take(item.q_slice), item, params
+            rows.take(item.q_slice), columns.take(item.k_slice), state.take(item.q_slice), item, params
         )  # fmt: skip
         if launch is None:
             return None
-        spans = item.q_start, item.q_stop - item.q_start, item.k_start, item.k_stop - item.k_start
-        found.append(PreparedItem(launch, *spans, waits_for))
-    return tuple(found)
+        prepared.append(PreparedItem(launch, item.k_start, item.k_stop - item.k_start, waits_for))
+    return PreparedForward(tuple(prepared), tuple(item.q_stop - item.q_start for item, _ in items))
+
+
+def prepare_backward(
+    kernel: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dq: Tensor,
+    sums: KeyGradBuffer, gather: GatherProgram, rank: int, params: KernelParams,
+) -> PreparedBackward | None:  # fmt: skip
+    """Return the launches of a gather program's items, or ``None`` if they cannot be prepared.
+
+    All of them have run on such tensors.
+    """
+    spans = own_spans(gather, rank, sums.keys.length)
+    items, split_backward = gather.items, kernel.parts
+    if spans is None or not _in_turn(items, rows.q.shape[1]):
+        return None
+    if sums.head_major:
+        assert split_backward is not None
+        launch = split_backward.prepare(rows, columns, upstream, items, params)
+        rounding = split_backward.prepare_round(spans, params)
+        return None if launch is None or rounding is None else PreparedBackward(launch, rounding)
+    launches = []
+    for item in items:
+        launch_of_item = kernel.prepare_backward(
+            rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice),
+            dq[:, item.q_slice], item, params,
+        )  # fmt: skip
+        if launch_of_item is None:
+            return None
+        launches.append(launch_of_item)
+    return PreparedBackward(_ItemByItem(tuple(launches), gather, sums), _Rounding(spans, sums))
+
+
+@dataclass(frozen=True)
+class _ItemByItem(BackwardLaunch):
+    """Backward launches that return dK/dV of each item, which are put into the sums by torch."""
+
+    launches: tuple[ItemBackward, ...]
+    gather: GatherProgram
+    sums: KeyGradBuffer
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: Tensor,
+    ) -> None:  # fmt: skip
+        """Write ``dq``, and put dK/dV into the sums."""
+        rows = [item.q_stop - item.q_start for item in self.gather.items]
+        slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
+        totals = self.sums.views(sums, self.gather.length)
+        work = zip(
+            self.launches, self.gather.items, self.gather.overwritten, *slices,
+            lse.split_with_sizes(rows, 2),
+            strict=True,
+        )  # fmt: skip
+        for launch, item, overwrite, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):
+            columns = item.k_start, item.k_stop - item.k_start
+            grads = launch(
+                q_n, k.narrow(1, *columns), v.narrow(1, *columns), dout_n, out_n, lse_n, dq_n
+            )
+            put_columns(grads, totals, item, overwrite)
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Rounds the sums of own keys by token, all spans at once, in torch's operations."""
+
+    spans: OwnSpans
+    sums: KeyGradBuffer
+
+    def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Round the sums of own keys in a buffer into ``dk`` and ``dv``."""
+        spans = self.spans
+        for x, grad in zip(self.sums.views(sums, spans.length), (dk, dv), strict=True):
+            _spans_of(grad, spans.source, spans.source_step, spans).copy_(
+                _spans_of(x, spans.target, spans.target_step, spans)
+            )
+
+
+def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
+    """Return a view ``[B, spans, keys, K, D]`` of spans of ``x [B, n, K, D]``."""
+    batch, token, head, number = x.stride()
+    return x.as_strided(
+        (x.shape[0], spans.number, spans.keys, *x.shape[2:]),
+        (batch, step * token, token, head, number), x.storage_offset() + start * token,
+    )  # fmt: skip
+
+
+def put_columns(
+    grads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], item: WorkItem,
+    overwrite: Sequence[slice],
+) -> None:  # fmt: skip
+    """Store an item's dK/dV in the sums of all columns: replace ``overwrite``, add to others."""
+    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
+    edges = [
+        item.k_start,
+        *(edge for span in overwrite for edge in (span.start, span.stop)),
+        item.k_stop,
+    ]
+    for n, (start, stop) in enumerate(pairwise(edges)):
+        if start == stop:
+            continue
+        for total, x in zip(sums, grads, strict=True):
+            total_span = total.narrow(1, start, stop - start)
+            grad_span = x.narrow(1, start - item.k_start, stop - start)
+            total_span.add_(grad_span) if n % 2 == 0 else total_span.copy_(grad_span)
+
+
+def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:
+    """Return where a rank's own keys, ``keys`` in number, lie in its buffer.
+
+    It is ``None`` if they are not all there, or not in spans of one size and equal distances.
+    """
+    own_fetches = sorted(
+        (fetch.source.start, fetch.source.stop, fetch.target.start)
+        for fetch in gather.fetches
+        if fetch.rank == rank
+    )
+    sizes = {stop - start for start, stop, _ in own_fetches}
+    steps = {(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(own_fetches)}
+    if len(sizes) != 1 or len(steps) > 1 or len(own_fetches) * max(sizes) != keys:
+        return None
+    source_step, target_step = next(iter(steps), (0, 0))
+    start, _, target = own_fetches[0]
+    return OwnSpans(
+        len(own_fetches), max(sizes), start, source_step, target, target_step, gather.length
+    )
+
+
+def _in_turn(items: Sequence[WorkItem], rows: int) -> bool:
+    """Return True if items have all rows, one item after the other."""
+    edges = [0, *(item.q_stop for item in items)]
+    return edges[-1] == rows and all(
+        item.q_start == start for item, start in zip(items, edges, strict=False)
+    )

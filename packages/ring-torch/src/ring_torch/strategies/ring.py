@@ -73,7 +73,7 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
     """Return the steps of a pass for a rank: its launches, and the ranks it exchanges with."""
     size = program.plan.cp_size
 
-    def away(hop: int | None, direction: int) -> int | None:
+    def neighbour(hop: int | None, direction: int) -> int | None:
         return None if hop is None else (rank + direction * hop) % size
 
     return tuple(
@@ -83,8 +83,8 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
             ),
             (rank - program.steps[stage.step].shift) % size,
             program.steps[stage.step].shift == 0,
-            away(stage.kv_hop, 1), away(stage.kv_hop, -1),
-            away(stage.grad_hop, 1), away(stage.grad_hop, -1),
+            neighbour(stage.kv_hop, 1), neighbour(stage.kv_hop, -1),
+            neighbour(stage.grad_hop, 1), neighbour(stage.grad_hop, -1),
         )
         for stage in stages
     )  # fmt: skip
@@ -180,8 +180,8 @@ class Ring(Strategy):
             transfer.wait()
             held = arriving
         # The last hop brought the other ranks' sum home, and added it to the own part.
-        home = key_grads.grads(home=True)
-        return Grads(row_grads.dq, home.dk, home.dv, row_grads.dbias)
+        own_grads = key_grads.grads(own=True)
+        return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of K/V that are passed on and, in the backward, of dK/dV."""
@@ -221,9 +221,9 @@ def attend_step(
     """Run a step's forward launches, and merge each partial result into ``into`` in place."""
     if rows.q.shape[0] == 0:
         return
-    for item, at, keys_at in launches:
+    for item, row_slice, key_slice in launches:
         call.kernel.attend_into(
-            rows.take(at), columns.take(keys_at), item, call.params, into.take(at)
+            rows.take(row_slice), columns.take(key_slice), item, call.params, into.take(row_slice)
         )
 
 
@@ -234,11 +234,11 @@ def differentiate_step(
     """Run a step's backward launches, and add their gradients to the accumulators."""
     if rows.q.shape[0] == 0:
         return
-    column_grads = key_grads.grads(home=step.is_own)
-    for item, at, keys_at in step.launches:
+    column_grads = key_grads.grads(own=step.is_own)
+    for item, row_slice, key_slice in step.launches:
         call.kernel.grads_into(
-            rows.take(at), columns.take(keys_at), upstream.take(at), item, call.params,
-            row_grads.take(at), column_grads.take(keys_at),
+            rows.take(row_slice), columns.take(key_slice), upstream.take(row_slice), item, call.params,
+            row_grads.take(row_slice), column_grads.take(key_slice),
         )  # fmt: skip
 
 
@@ -254,22 +254,22 @@ class RotatingKeyGrads:
         self._arriving: Tensor | None = None
         self._transfer: Transfer = DONE
 
-    def grads(self, *, home: bool) -> KeyGrads:
-        """Return the accumulators of the rank's own K/V (``home``) or of the held ones.
+    def grads(self, *, own: bool) -> KeyGrads:
+        """Return the accumulators of the rank's own K/V (``own``) or of the held ones.
 
         They are allocated, and filled with zeros, when first asked for.
         """
-        if home not in self._sums:
-            self._sums[home] = self._packing.buffer(self._call.device).zero_()
-        return KeyGrads(*self._packing.views(self._sums[home]))
+        if own not in self._sums:
+            self._sums[own] = self._packing.buffer(self._call.device).zero_()
+        return KeyGrads(*self._packing.views(self._sums[own]))
 
     def hop(self, step: RingStep) -> None:
         """Add the arrived dK/dV to those computed in a step, and start sending the sum on."""
         # Wait for the exchange that the hop before started: the sum of the ranks before for this
         # step's K/V has arrived, and what this rank sent then has left and is released.
         self._transfer.wait()
-        home = step.is_own
-        total, arrived = self._sums.pop(home, None), self._arriving
+        is_own = step.is_own
+        total, arrived = self._sums.pop(is_own, None), self._arriving
         self._arriving, self._transfer = None, DONE
         # Without launches there is no part of this rank: the arrived sum goes on as it is.
         if total is None:
@@ -277,8 +277,8 @@ class RotatingKeyGrads:
         elif arrived is not None:
             acc_dtype = self._call.acc_dtype
             total.view(acc_dtype).add_(arrived.view(acc_dtype))
-        if home and total is not None:
-            self._sums[home] = total
+        if is_own and total is not None:
+            self._sums[is_own] = total
         if step.grads_to is None or step.grads_from is None:
             return
         # `sent` belongs to the transfer until the next hop: nothing else holds it, so nothing
@@ -292,5 +292,7 @@ class RotatingKeyGrads:
 
 
 RING = StrategySpec(
-    "ring", lambda given: Ring.of(given.program, given.rank), is_automatic=lambda _: True
+    "ring",
+    lambda resolution: Ring.of(resolution.program, resolution.rank),
+    is_automatic=lambda _: True,
 )

@@ -10,7 +10,7 @@ from ring_core import Plan, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
-from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward, tensors_key
+from ring_torch.strategies.prepared import PreparedLaunches, keep, prepare_forward, tensors_key
 from ring_torch.transports.api import Traffic
 
 
@@ -32,33 +32,31 @@ class Single(Strategy):
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider; nothing is saved."""
         q, k, v = inputs[:3]
         item, params, sinks = self.item, call.params, None
-        covered = item.q_stop - item.q_start == q.shape[1]
-        whole = unseen_state(q, v.shape[3], covered=covered)
+        fully_written = item.q_stop - item.q_start == q.shape[1]
+        state = unseen_state(q, v.shape[3], fully_written=fully_written)
         if inputs.sinks is not None:
             sinks = folded(inputs.sinks, torch.float32)
-        alike = tensors_key(q, k, v, sinks)
-        if (launches := self.launches.forward.get(alike)) is not None:
-            for launch in launches:
-                launch.run(q, k, v, whole, sinks)
+        key = tensors_key(q, k, v, sinks)
+        if (launches := self.launches.forward.get(key)) is not None:
+            launches.run(q, k, v, state, sinks, lambda _: None)
             if params.needs_lse:
-                call.kernel.mark_nonfinite(whole.lse)
-            return whole, ()
+                call.kernel.mark_nonfinite(state.lse)
+            return state, ()
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         if sinks is not None:
             params = replace(params, sinks=sinks)
-        place, part = whole.take(item.q_slice), rows.take(item.q_slice)
-        result = call.kernel.attend(part, columns.take(item.k_slice), item, params, place)
-        if covered:
-            if self.is_plain and result.out.data_ptr() == whole.out.data_ptr():
-                self.launches.keep_forward(
-                    alike, prepare_forward(call.kernel, rows, columns, whole, [(item, 0)], params)
-                )
+        dst, rows_in_item = state.take(item.q_slice), rows.take(item.q_slice)
+        result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
+        if fully_written:
+            if self.is_plain and result.out.data_ptr() == state.out.data_ptr():
+                launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
+                keep(self.launches.forward, key, launches)
             return result, ()
-        whole = AttentionState(whole.out.to(result.out.dtype), whole.lse.to(result.lse.dtype))
-        for mine, found in zip(whole.take(item.q_slice), result, strict=True):
-            if mine.data_ptr() != found.data_ptr():
-                mine.copy_(found)
-        return whole, ()
+        state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
+        for target, source in zip(state.take(item.q_slice), result, strict=True):
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+        return state, ()
 
     def backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
@@ -66,15 +64,15 @@ class Single(Strategy):
         """Return the gradients in the inputs' dtype or wider."""
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
-        part = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        found = call.kernel.grads(*part, item, call.params)
-        dbias = found.dbias
+        operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
+        grads = call.kernel.grads(*operands, item, call.params)
+        dbias = grads.dbias
         if dbias is not None and rows.bias is not None:
-            dbias = _whole(dbias, rows.bias, item.q_slice, dim=2)
+            dbias = _padded(dbias, rows.bias, item.q_slice, dim=2)
         return Grads(
-            _whole(found.dq, inputs.q, item.q_slice, dim=1),
-            _whole(found.dk, inputs.k, item.k_slice, dim=1),
-            _whole(found.dv, inputs.v, item.k_slice, dim=1),
+            _padded(grads.dq, inputs.q, item.q_slice, dim=1),
+            _padded(grads.dk, inputs.k, item.k_slice, dim=1),
+            _padded(grads.dv, inputs.v, item.k_slice, dim=1),
             dbias,
         )
 
@@ -98,14 +96,14 @@ def only_item(
     # Kernels add sinks only where every row is in the launch, and the mask is a band alone.
     (item,) = plan.items(0, 0)
     banded = not segment_ids and item.cu_q is None and item.tiles is None
-    whole = item.q_stop - item.q_start == plan.seq_len
-    return None if sinks and not (kernel.adds_sinks and banded and whole) else item
+    covers_all = item.q_stop - item.q_start == plan.seq_len
+    return None if sinks and not (kernel.adds_sinks and banded and covers_all) else item
 
 
-def _whole(part: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
+def _padded(grad: torch.Tensor, like: torch.Tensor, span: slice, *, dim: int) -> torch.Tensor:
     """Return a gradient of a span of rows or keys, padded with zeros to the size of ``like``."""
-    if part.shape[dim] == like.shape[dim]:
-        return part
-    whole = torch.zeros_like(like, dtype=part.dtype, memory_format=torch.contiguous_format)
-    whole.narrow(dim, span.start, span.stop - span.start).copy_(part)
-    return whole
+    if grad.shape[dim] == like.shape[dim]:
+        return grad
+    padded = torch.zeros_like(like, dtype=grad.dtype, memory_format=torch.contiguous_format)
+    padded.narrow(dim, span.start, span.stop - span.start).copy_(grad)
+    return padded

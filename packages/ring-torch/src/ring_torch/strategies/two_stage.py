@@ -75,31 +75,37 @@ class TwoStageGather(Strategy):
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
-        (others,) = session.accumulators(gather, sums, zero=True)
+        (peer_sums,) = session.accumulators(gather, sums, zero=True)
         (arriving,) = session.fetch(gather, inputs)
-        home = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
+        own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
         columns = call.gathered_columns(gather, keys, arriving.tensors)
         # Nothing to compute meanwhile: own launches are kept to hide the way home.
         arriving.wait(None)
 
-        def differentiate(of: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        def differentiate(
+            key_block: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor
+        ) -> None:
             """Run a backward launch, adding to the rows' gradients, ``dk`` and ``dv``."""
             if rows.q.shape[0] > 0:
-                part = rows.take(item.q_slice), of.take(item.k_slice), upstream.take(item.q_slice)
+                operands = (
+                    rows.take(item.q_slice),
+                    key_block.take(item.k_slice),
+                    upstream.take(item.q_slice),
+                )
                 into = row_grads.take(item.q_slice), KeyGrads(dk, dv)
-                call.kernel.grads_into(*part, item, call.params, *into)
+                call.kernel.grads_into(*operands, item, call.params, *into)
 
         for item in gather.items:
-            differentiate(columns, item, *sums.of(others, gather.length, item.k_slice))
-        # `others` is final and may not be written any more: peers take their part of it, while this
-        # rank starts taking the peers' sums for its own keys ...
-        add_to = session.return_grads(gather, sums, others, 0, overlapped=True)
-        # ... and goes on with launches over own keys, into `home`, which nobody else reads.
+            differentiate(columns, item, *sums.of(peer_sums, gather.length, item.k_slice))
+        # `peer_sums` is final and may not be written any more: peers take their part of it, while
+        # this rank starts taking the peers' sums for its own keys ...
+        add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)
+        # ... and goes on with launches over own keys, into `own_sums`, which nobody else reads.
         for item in self.own_items:
-            differentiate(own, item, *sums.of(home, keys.length, item.k_slice))
-        # Wait for the peers' sums and add them; own keys lie in `home` as they lie in the shard.
-        add_to(home, keys.length, lambda source: source)
-        return Grads(row_grads.dq, *sums.views(home, keys.length), row_grads.dbias)
+            differentiate(own, item, *sums.of(own_sums, keys.length, item.k_slice))
+        # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
+        add_to(own_sums, keys.length, lambda source: source)
+        return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of K/V, fetched in both passes, and of returned dK/dV."""

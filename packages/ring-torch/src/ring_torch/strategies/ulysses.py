@@ -43,17 +43,17 @@ class Ulysses(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
-        moves = exchanges_of(call, inputs)
+        layouts = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
-        q, k, v = to_heads(call.ranks, moves.qkv, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(call.ranks, layouts.qkv, inputs[:3], (rows, columns, columns))
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
-        (out, lse), _ = attend(self.inner, _of_heads(call.ranks, inputs, q, k, v))
+        (out, lse), _ = attend(self.inner, _inner_inputs(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = to_tokens(call.ranks, moves.results, sent, (rows, rows))
+        own_out, own_lse = to_tokens(call.ranks, layouts.results, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
@@ -63,23 +63,23 @@ class Ulysses(Strategy):
         They are rounded before they travel: each is whole, as no other rank adds to it.
         """
         agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
-        moves = exchanges_of(call, inputs)
+        layouts = exchanges_of(call, inputs)
         rows, columns = _orders(call)
         q, k, v, out, lse = saved
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
         # dout and delta go from tokens to heads; q, k, v, out and lse stayed since the forward ...
-        dout, *rest = to_heads(call.ranks, moves.upstream, sent, [rows] * len(sent))
-        delta = rest[0].squeeze(-1).transpose(1, 2) if rest else None
+        dout, *deltas = to_heads(call.ranks, layouts.upstream, sent, [rows] * len(sent))
+        delta = deltas[0].squeeze(-1).transpose(1, 2) if deltas else None
         # ... the backward of all tokens runs for this rank's heads ...
         grads = self.inner.strategy.backward(
-            self.inner, _of_heads(call.ranks, inputs, q, k, v),
+            self.inner, _inner_inputs(call.ranks, inputs, q, k, v),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = to_tokens(call.ranks, moves.qkv, sent, (rows, columns, columns))
+        dq, dk, dv = to_tokens(call.ranks, layouts.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -99,9 +99,9 @@ class Ulysses(Strategy):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of a pass's two exchanges, with the padding inside their messages."""
         del saved
-        moves = exchanges_of(call, inputs)
-        both = (moves.qkv, moves.results) if forward else (moves.upstream, moves.qkv)
-        size = (call.ranks.size - 1) * sum(x.message.size for x in both)
+        layouts = exchanges_of(call, inputs)
+        exchanges = (layouts.qkv, layouts.results) if forward else (layouts.upstream, layouts.qkv)
+        size = (call.ranks.size - 1) * sum(x.message.size for x in exchanges)
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
@@ -109,7 +109,7 @@ class Ulysses(Strategy):
         return float(call.program.work().sum(axis=0).mean())
 
 
-class Exchanges(NamedTuple):
+class ExchangeLayouts(NamedTuple):
     """Message layouts of the exchanges of a call, two in each pass.
 
     Attributes:
@@ -123,7 +123,7 @@ class Exchanges(NamedTuple):
     upstream: HeadBuffer
 
 
-def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
+def exchanges_of(call: Call, inputs: Inputs) -> ExchangeLayouts:
     """Return the message layouts of a call's exchanges; equal calls share them."""
     q, k, v = inputs.q, inputs.k, inputs.v
     return _exchanges(
@@ -136,7 +136,7 @@ def exchanges_of(call: Call, inputs: Inputs) -> Exchanges:
 def _exchanges(
     ranks: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype,
     acc_dtype: torch.dtype, needs_delta: bool,
-) -> Exchanges:  # fmt: skip
+) -> ExchangeLayouts:  # fmt: skip
     """Make the message layouts of a call from the shapes of its tensors; P ranks cut heads."""
     q, k = (
         HeadPart(batch, length, heads // ranks, dim, dtype)
@@ -144,14 +144,14 @@ def _exchanges(
     )
     out = q._replace(dim=v_dim)
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
-    return Exchanges(
+    return ExchangeLayouts(
         qkv=HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)),
         results=HeadBuffer.of(ranks, out, row),
         upstream=HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
     )
 
 
-def _of_heads(
+def _inner_inputs(
     ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Inputs:
     """Return the inputs of the inner call: q, k, v, and sinks and slopes of this rank's heads."""
@@ -197,5 +197,5 @@ def _refusals(plan: Plan, request: Request) -> Refusals:
 
 
 ULYSSES = StrategySpec(
-    "ulysses", lambda given: Ulysses(not_none(given.inner)), _refusals, splits_heads=True
+    "ulysses", lambda resolution: Ulysses(not_none(resolution.inner)), _refusals, splits_heads=True
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ import torch
 from ring_core import __version__  # all packages carry one version
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command
+from ring_core.tools.commands import add_command, check_not_launched
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.tools import bench as _bench_torch
@@ -53,12 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
     )  # fmt: skip
     bench.add_options(bench_parser)
-    bench_parser.add_argument("--transport", choices=transport_names(), default="auto")
+    bench_parser.add_argument(
+        "--transport", choices=transport_names(), default="auto", help="default: auto"
+    )
     bench_parser.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
     )  # fmt: skip
     args = parser.parse_args(argv)
+    if args.command != "matrix":
+        try:
+            check_not_launched(f"python -m ring_torch {args.command}")
+        except ValueError as error:
+            if os.environ.get("RANK", "0") == "0":  # say it once
+                print(f"ring_torch: error: {error}", file=sys.stderr)
+            return 2
     if args.command == "bench":
         if args.rates is None:
             return _bench(args)

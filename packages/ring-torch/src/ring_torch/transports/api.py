@@ -21,7 +21,7 @@ from ring_torch.records import Inputs
 
 _ALL = slice(None)
 
-Where = Callable[[slice], slice]  # from local key indices of a shard to columns of a buffer
+IndexMap = Callable[[slice], slice]  # from local key indices of a shard to columns of a buffer
 
 
 class SessionSpec(NamedTuple):
@@ -87,14 +87,14 @@ class GatherSession(Protocol):
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
-        early: bool | None = None,
+        before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start sending a group's dK/dV to the ranks that own the keys, and receiving this rank's.
 
-        Nothing may write ``grads`` any more, but what arrives for own keys. ``early`` selects what
-        is sent: ``None`` all; ``True`` the gradients for which
-        :meth:`ring_core.GatherProgram.is_early` is true; ``False``, afterwards, the others.
-        ``overlapped`` says that more kernels follow, which the transfer must not slow down.
+        Nothing may write ``grads`` any more, but what arrives for own keys. ``before_last_item``
+        selects what is sent: ``None`` all; ``True`` the gradients for which
+        :meth:`ring_core.GatherProgram.is_before_last_item` is true; ``False``, afterwards, the
+        others. ``overlapped`` says that more kernels follow, which the transfer must not slow down.
         """
 
 
@@ -154,10 +154,11 @@ class PendingKV:
     wait: Callable[[int | None], None]
 
 
-#: dK/dV of own keys, on their way home from peers. Called as ``(total, length, where)``, it waits
-#: for them and adds them to the flat sums ``total`` of ``length`` tokens, in which ``where`` finds
-#: the columns of own keys. It is called once, and several in the order in which they were sent.
-PendingGrads = Callable[[torch.Tensor, int, Where], None]
+#: dK/dV of own keys, on their way home from peers. Called as ``(total, length, index_map)``, it
+#: waits for them and adds them to the flat sums ``total`` of ``length`` tokens, in which
+#: ``index_map`` finds the columns of own keys. It is called once, and several in the order in
+#: which they were sent.
+PendingGrads = Callable[[torch.Tensor, int, IndexMap], None]
 
 
 class Traffic(NamedTuple):
@@ -176,16 +177,17 @@ def gathered_traffic(
     ``keys`` describes the K/V of all heads, to which groups add up. ``fetches`` is false for a
     backward to which the forward has saved the gathered K/V.
     """
-    requests = [one for _, one in requests_to(plan, rank, like=gather)]
-    fetched = [one for one in gather.fetches if one.rank != rank]
-    asked, given = (
-        sum(one.source.stop - one.source.start for one in some) for some in (requests, fetched)
+    requests = [fetch for _, fetch in requests_to(plan, rank, like=gather)]
+    fetched = [fetch for fetch in gather.fetches if fetch.rank != rank]
+    tokens_sent, tokens_received = (
+        sum(fetch.source.stop - fetch.source.start for fetch in some)
+        for some in (requests, fetched)
     )
-    kv = Traffic(keys.size(asked), keys.size(given)) if fetches else Traffic(0, 0)
+    kv = Traffic(keys.size(tokens_sent), keys.size(tokens_received)) if fetches else Traffic(0, 0)
     if forward:
         return kv
     token = keys.batch * keys.width * acc_dtype.itemsize
-    return Traffic(kv.sent + given * token, kv.received + asked * token)
+    return Traffic(kv.sent + tokens_received * token, kv.received + tokens_sent * token)
 
 
 def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
@@ -195,26 +197,26 @@ def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
 
 @lru_cache(maxsize=256)
 def requests_to(
-    plan: Plan, rank: int, *, like: GatherProgram, early: bool | None = None
+    plan: Plan, rank: int, *, like: GatherProgram, before_last_item: bool | None = None
 ) -> tuple[tuple[int, Fetch], ...]:
     """Return what other ranks fetch from a rank, as ``(peer, fetch)``, in a peer's own order.
 
-    Both sides derive it from the plan, so a request needs no message. ``early`` selects fetches as
-    in :func:`some_fetches`.
+    Both sides derive it from the plan, so a request needs no message. ``before_last_item`` selects
+    fetches as in :func:`some_fetches`.
     """
     return tuple(
-        (peer, one)
+        (peer, fetch)
         for peer in range(plan.cp_size)
         if peer != rank
-        for one in some_fetches(program_of(plan, peer, like=like), early)
-        if one.rank == rank
+        for fetch in some_fetches(program_of(plan, peer, like=like), before_last_item)
+        if fetch.rank == rank
     )
 
 
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     """Return the union of the fetches' source spans, ascending; touching spans are joined."""
     spans: list[slice] = []
-    for start, stop in sorted({(one.source.start, one.source.stop) for one in fetches}):
+    for start, stop in sorted({(fetch.source.start, fetch.source.stop) for fetch in fetches}):
         if spans and start <= spans[-1].stop:
             spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
         else:
@@ -222,9 +224,13 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     return spans
 
 
-def some_fetches(gather: GatherProgram, early: bool | None) -> list[Fetch]:
-    """Return all fetches (``early=None``), those whose gradients are final early, or the others."""
-    return [one for one in gather.fetches if early is None or gather.is_early(one) == early]
+def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:
+    """Return all fetches (``None``), or those with gradients final before the last item or not."""
+    return [
+        fetch
+        for fetch in gather.fetches
+        if before_last_item is None or gather.is_before_last_item(fetch) == before_last_item
+    ]
 
 
 def write_keys(
@@ -247,26 +253,26 @@ def write_keys(
         message[1].copy_(inputs.k_ids[:, span])
 
 
-def room_for(sums: KeyGradBuffer, like: torch.Tensor, one: Fetch) -> list[torch.Tensor]:
+def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:
     """Allocate buffers for the dK/dV that come home for what a peer fetched."""
-    length = one.source.stop - one.source.start
+    length = fetch.source.stop - fetch.source.start
     return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
-def add_staged(places: Sequence[torch.Tensor], came: Sequence[Sequence[torch.Tensor]]) -> None:
+def add_staged(totals: Sequence[torch.Tensor], received: Sequence[Sequence[torch.Tensor]]) -> None:
     """Add gradients from several ranks to sums in place, in the order of the ranks.
 
-    ``came`` has for each rank as many tensors as there are ``places``. They may be in peers'
+    ``received`` has for each rank as many tensors as there are ``totals``. They may be in peers'
     memory, which one kernel then reads for several ranks at once.
     """
-    for place, parts in zip(places, zip(*came, strict=True), strict=True):
-        if place.is_cuda and place.dtype == torch.float32 and has_triton():
+    for total, summands in zip(totals, zip(*received, strict=True), strict=True):
+        if total.is_cuda and total.dtype == torch.float32 and has_triton():
             from ring_torch.memory_ops import add_on_gpu
 
-            add_on_gpu(place, parts)
+            add_on_gpu(total, summands)
         else:
-            for part in parts:
-                place.add_(part)
+            for summand in summands:
+                total.add_(summand)
 
 
 # Called with the bytes of each tensor read out of peers' memory, while somebody counts them.

@@ -39,7 +39,7 @@ _PACKED = 1 << 14  # numbers that it packs at a time
 _OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
 
 
-class Place(NamedTuple):
+class ExchangeSetup(NamedTuple):
     """Fixed arguments of a rank's exchanges: addresses of headers, and launch sizes."""
 
     headers: Tensor  # int64 [ranks]: addresses of all ranks' headers
@@ -70,12 +70,18 @@ class SumExchange(NamedTuple):
 
 
 def exchange_keys(
-    place: Place, digest: int, k: Tensor, v: Tensor, own: Tensor, table: Tensor, target: Tensor
+    setup: ExchangeSetup,
+    digest: int,
+    k: Tensor,
+    v: Tensor,
+    own: Tensor,
+    table: Tensor,
+    target: Tensor,
 ) -> KeyExchange | None:
     """Write own K/V where peers read them, and fetch pieces of all ranks' K/V: one exchange.
 
     Args:
-        place: This rank's place.
+        setup: Setup of this rank.
         digest: Identifies the exchange; a rank with another one ends in a device assert.
         k: ``[B, n, K, D]``; the heads of a token are contiguous.
         v: ``[B, n, K, Dv]``, likewise.
@@ -91,7 +97,7 @@ def exchange_keys(
     widths = heads * dim, heads * v.shape[3]
     size = triton.next_power_of_2(max(*widths, 1))
     arguments: tuple[Tensor | int, ...] = (
-        place.headers, place.header, digest, place.rank, place.headers.shape[0], place.patience,
+        setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
         table, table.shape[0], target.view(-1).view(torch.uint8),
     )  # fmt: skip
@@ -99,36 +105,36 @@ def exchange_keys(
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
         "WORDS": CHUNK // 8, **_OPTIONS,
     }  # fmt: skip
-    grid = (place.programs,)
+    grid = (setup.programs,)
     _exchange_keys[grid](*arguments, **constants)
     launch = _exchange_keys.prepared(grid, *arguments, **constants)
     return None if launch is None else KeyExchange(launch)
 
 
-def clear(place: Place, room: Tensor, *, zero: bool) -> PreparedLaunch | None:
-    """Wait until all ranks have finished reading the last exchange, then fill ``room`` with zeros.
+def clear(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:
+    """Wait until all ranks have finished reading the last exchange, then fill ``sums`` with zeros.
 
-    Without ``zero`` it only waits. ``room`` is float32 and contiguous, in memory that peers read.
+    Without ``zero`` it only waits. ``sums`` is float32 and contiguous, in memory that peers read.
 
     Returns:
         The same launch for later calls, or ``None`` if it cannot be repeated directly.
     """
-    grid = (place.programs if zero else 1,)
-    size = room.numel() if zero else 0
-    arguments = place.header, place.headers.shape[0], place.patience, room, size
+    grid = (setup.programs if zero else 1,)
+    size = sums.numel() if zero else 0
+    arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
     _clear[grid](*arguments, NUMBERS=NUMBERS, **_OPTIONS)
     return _clear.prepared(grid, *arguments, NUMBERS=NUMBERS, **_OPTIONS)
 
 
 def reduce_from_peers(
-    place: Place, digest: int, table: Tensor, total: Tensor
+    setup: ExchangeSetup, digest: int, table: Tensor, total: Tensor
 ) -> SumExchange | None:
     """Let peers read the sums that this rank holds, and add those of peers to ``total``.
 
     It is one exchange. What peers read has been written by earlier kernels of this stream.
 
     Args:
-        place: This rank's place.
+        setup: Setup of this rank.
         digest: Identifies the exchange; a rank with another one ends in a device assert.
         table: int64 ``[chunks, 2 + parts]``: an offset in ``total`` and a count, in numbers (at
             most :data:`NUMBERS`), and the addresses of what to add there, in this order; 0 is none.
@@ -137,9 +143,9 @@ def reduce_from_peers(
     Returns:
         The same exchange for later calls, or ``None`` if it cannot be repeated directly.
     """
-    grid = (place.programs,)
+    grid = (setup.programs,)
     arguments = (
-        place.headers, place.header, digest, place.rank, place.headers.shape[0], place.patience,
+        setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         table, table.shape[0], total,
     )  # fmt: skip
     constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **_OPTIONS}
@@ -155,13 +161,13 @@ def _now():
 
 
 @triton.jit
-def _await(number, wanted, patience):
+def _await(number, expected, patience):
     """Wait until a peer has written the wanted number; then what it wrote before can be read."""
     start = _now()
-    seen = tl.atomic_add(number, 0, sem="acquire", scope="sys")
-    while seen != wanted:
+    current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
+    while current != expected:
         tl.device_assert(_now() - start < patience, "a rank of a ring did not come in time")
-        seen = tl.atomic_add(number, 0, sem="acquire", scope="sys")
+        current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -177,10 +183,10 @@ def _signal_peers(headers, digest, rank, ranks, number):
     """Tell all ranks that this one has written its part of an exchange."""
     for peer in range(ranks):
         # First the digest, then the number by which the peer knows that the digest is there.
-        theirs = tl.load(headers + peer).to(tl.pointer_type(tl.int64)) + 8 + 2 * rank
-        tl.store(theirs, digest)
+        peer_slot = tl.load(headers + peer).to(tl.pointer_type(tl.int64)) + 8 + 2 * rank
+        tl.store(peer_slot, digest)
         tl.debug_barrier()
-        tl.atomic_xchg(theirs + 1, number, sem="release", scope="sys")
+        tl.atomic_xchg(peer_slot + 1, number, sem="release", scope="sys")
 
 
 @triton.jit
@@ -188,8 +194,8 @@ def _await_all(header, digest, ranks, number, patience):
     """Wait until all ranks have written their parts, and assert that these are of one exchange."""
     for rank in range(ranks):
         _await(header + 8 + 2 * rank + 1, number, patience)
-        theirs = tl.load(header + 8 + 2 * rank, volatile=True)
-        tl.device_assert(theirs == digest, "ranks of a ring make different calls")
+        peer_digest = tl.load(header + 8 + 2 * rank, volatile=True)
+        tl.device_assert(peer_digest == digest, "ranks of a ring make different calls")
 
 
 @triton.jit
@@ -197,8 +203,8 @@ def _finish(headers, header, rank, ranks, number):
     """Count a program that has finished reading; the last one of the launch tells all ranks."""
     # All threads of this program have read.
     tl.debug_barrier()
-    before = tl.atomic_add(header + 1, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) - 1:
+    num_finished = tl.atomic_add(header + 1, 1, sem="acq_rel", scope="gpu")
+    if num_finished == tl.num_programs(0) - 1:
         # No program of this launch looks at the counters any more: set them for the next exchange,
         # and then let peers overwrite their parts.
         tl.store(header, 0)
@@ -206,8 +212,8 @@ def _finish(headers, header, rank, ranks, number):
         tl.store(header + 2, number + 1)
         tl.debug_barrier()
         for peer in range(ranks):
-            theirs = tl.load(headers + peer).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(theirs + 8 + 2 * ranks + rank, number, sem="release", scope="sys")
+            peer_header = tl.load(headers + peer).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(peer_header + 8 + 2 * ranks + rank, number, sem="release", scope="sys")
 
 
 @DirectKernel
@@ -236,33 +242,33 @@ def _exchange_keys(
         tl.store(own + row * (K + V) + K + column, y, mask=in_v)
     # The program that is the last to have written signals for all of them.
     tl.debug_barrier()
-    before = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
+    num_written = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
-    if before == programs - 1:
+    if num_written == programs - 1:
         _signal_peers(headers, digest, rank, ranks, number)
     # Each program waits for all ranks' signals. From here on all parts are there to be read, and
     # none is overwritten before this rank has signalled that it has finished reading.
     _await_all(header, digest, ranks, number, patience)
     # Copy pieces in words of 8 bytes; programs that run at once read from different ranks.
-    at = tl.arange(0, WORDS)
+    word = tl.arange(0, WORDS)
     for chunk in range(tl.program_id(0), chunks, programs):
-        piece = table + 3 * chunk
-        source = tl.multiple_of(tl.load(piece).to(tl.pointer_type(tl.int64)), 16)
-        place = tl.multiple_of((target + tl.load(piece + 1)).to(tl.pointer_type(tl.int64)), 16)
-        inside = at < tl.multiple_of(tl.load(piece + 2) // 8, 2)
-        tl.store(place + at, tl.load(source + at, mask=inside), mask=inside)
+        table_row = table + 3 * chunk
+        source = tl.multiple_of(tl.load(table_row).to(tl.pointer_type(tl.int64)), 16)
+        dst = tl.multiple_of((target + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
+        inside = word < tl.multiple_of(tl.load(table_row + 2) // 8, 2)
+        tl.store(dst + word, tl.load(source + word, mask=inside), mask=inside)
     _finish(headers, header, rank, ranks, number)
 
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _clear(header, ranks, patience, room, numel, NUMBERS: tl.constexpr):
+def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
     # Only then may this rank, and kernels behind this one, write into memory that peers read.
     _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
     step = tl.num_programs(0) * NUMBERS
     for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, numel, step):
-        at = start + tl.arange(0, NUMBERS)
-        tl.store(room + at, tl.zeros([NUMBERS], tl.float32), mask=at < numel)
+        index = start + tl.arange(0, NUMBERS)
+        tl.store(sums + index, tl.zeros([NUMBERS], tl.float32), mask=index < numel)
 
 
 @DirectKernel
@@ -280,17 +286,17 @@ def _add_peers(
     # Then all ranks' sums are final. Peers read their own keys' sums of this rank meanwhile, but
     # not those that this kernel adds to.
     _await_all(header, digest, ranks, number, patience)
-    at = tl.arange(0, NUMBERS)
+    index = tl.arange(0, NUMBERS)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row = table + (2 + PARTS) * chunk
         size = tl.load(row + 1)
-        inside = at < size
-        place = total + tl.multiple_of(tl.load(row), 4) + at
-        x = tl.load(place, mask=inside)
+        inside = index < size
+        dst = total + tl.multiple_of(tl.load(row), 4) + index
+        x = tl.load(dst, mask=inside)
         # In the table's order, so that sums are repeatable. An address of 0 loads nothing.
-        for part in tl.static_range(PARTS):
-            address = tl.load(row + 2 + part)
-            theirs = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-            x += tl.load(theirs + at, mask=at < tl.where(address == 0, 0, size), other=0.0)
-        tl.store(place, x, mask=inside)
+        for n in tl.static_range(PARTS):
+            address = tl.load(row + 2 + n)
+            peer_sums = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            x += tl.load(peer_sums + index, mask=index < tl.where(address == 0, 0, size), other=0.0)
+        tl.store(dst, x, mask=inside)
     _finish(headers, header, rank, ranks, number)

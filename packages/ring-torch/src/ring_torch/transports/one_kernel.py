@@ -27,10 +27,10 @@ from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel
 from ring_torch.transports.api import (
+    IndexMap,
     PendingGrads,
     PendingKV,
     SessionSpec,
-    Where,
     is_counted,
     note_reads,
     program_of,
@@ -52,7 +52,7 @@ class ExchangeState:
     """Symmetric memory of a group for exchanges by one kernel, and the tables that kernels read."""
 
     memory: SymmetricMemory
-    _place: exchange_kernel.Place | None = None
+    _setup: exchange_kernel.ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
@@ -60,43 +60,43 @@ class ExchangeState:
     #: of tables, and live as long as these.
     _prepared: dict[object, Any] = field(default_factory=dict)
 
-    def reserve(self, size: int) -> exchange_kernel.Place:
-        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its place.
+    def reserve(self, size: int) -> exchange_kernel.ExchangeSetup:
+        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its setup.
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
         """
-        if self.memory.reserve(size) or self._place is None:
+        if self.memory.reserve(size) or self._setup is None:
             self._forget()
-            self._place = self._new_place()
+            self._setup = self._new_setup()
         if is_capturing():
-            self._kept.append(self._place)
+            self._kept.append(self._setup)
         self._wait_last()
-        return self._place
+        return self._setup
 
     def _wait_last(self) -> None:
         """Let the current stream wait for the last pass, if that ran on another stream.
 
         Exchanges are numbered, so two of a group must never run at the same time.
         """
-        before, device = self._stream, torch.cuda.current_device()
+        last_stream, device = self._stream, torch.cuda.current_device()
         handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
-        if (before is not None and before.cuda_stream == handle) or is_capturing():
+        if (last_stream is not None and last_stream.cuda_stream == handle) or is_capturing():
             return
         self._stream = torch.cuda.current_stream()
-        if before is not None:
-            self._stream.wait_stream(before)
+        if last_stream is not None:
+            self._stream.wait_stream(last_stream)
 
-    def _new_place(self) -> exchange_kernel.Place:
-        """Make the place of this rank in new memory, whose first exchange has number 1."""
+    def _new_setup(self) -> exchange_kernel.ExchangeSetup:
+        """Make the setup of this rank in new memory, whose first exchange has number 1."""
         headers, ring = self.memory.headers(), self.memory.ring
         assert ring.group is not None
         device = headers[ring.rank].device
         headers[ring.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
         patience = timeout_of(ring.group, device) // timedelta(microseconds=1)
-        every = torch.tensor(addresses, dtype=torch.int64).to(device)
-        return exchange_kernel.Place(
-            every, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
+        header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
+        return exchange_kernel.ExchangeSetup(
+            header_addresses, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
         )
 
     def _forget(self) -> None:
@@ -123,12 +123,12 @@ class ExchangeState:
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
-        assert self._place is not None
+        assert self._setup is not None
         if len(self._tables) > _MOST_TABLES:
             self._forget()
         if key not in self._tables:
             found = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = found.to(self._place.headers.device)
+            self._tables[key] = found.to(self._setup.headers.device)
         if is_capturing():
             self._kept.append(self._tables[key])
         return self._tables[key]
@@ -144,7 +144,7 @@ def _programs(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
-def meeting_of(ring: Ranks) -> ExchangeState:
+def exchange_state_of(ring: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
     assert ring.group is not None
     if ring.group not in _state_of:
@@ -161,15 +161,15 @@ class OneKernel:
     """
 
     spec: SessionSpec
-    meeting: ExchangeState
-    place: exchange_kernel.Place
+    state: ExchangeState
+    setup: exchange_kernel.ExchangeSetup
     digest: int  # identifies this pass of this call
 
     @classmethod
-    def of(cls, spec: SessionSpec, room: int, digest: int) -> OneKernel:
-        """Open a session whose memory also holds ``room`` bytes of dK/dV sums."""
-        meeting = meeting_of(spec.ranks)
-        return cls(spec, meeting, meeting.reserve(spec.keys.message.size + room), digest)
+    def of(cls, spec: SessionSpec, grad_bytes: int, digest: int) -> OneKernel:
+        """Open a session whose memory also holds ``grad_bytes`` bytes of dK/dV sums."""
+        state = exchange_state_of(spec.ranks)
+        return cls(spec, state, state.reserve(spec.keys.message.size + grad_bytes), digest)
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
         """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
@@ -180,20 +180,20 @@ class OneKernel:
         kept = (gather, keys, k.stride(), v.stride()) if aligned else None
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        if kept is not None and (exchange := self.meeting.prepared(kept)) is not None:
+        if kept is not None and (exchange := self.state.prepared(kept)) is not None:
             exchange(self.digest, k, v, target)
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
-            own = self._keys_of(self.place.rank)
-            table = self.meeting.table((gather, keys), 3, lambda: self._pieces(gather))
+            own = self._keys_of(self.setup.rank)
+            table = self.state.table((gather, keys), 3, lambda: self._pieces(gather))
             exchange = exchange_kernel.exchange_keys(
-                self.place, self.digest, own_k, own_v, own, table, target
+                self.setup, self.digest, own_k, own_v, own, table, target
             )
             if kept is not None and own_k is k and own_v is v:
-                self.meeting.keep(kept, exchange)
+                self.state.keep(kept, exchange)
         if is_counted():
-            others = (one for one in gather.fetches if one.rank != self.place.rank)
-            note_reads(target[:, one.target] for one in others)
+            from_peers = (fetch for fetch in gather.fetches if fetch.rank != self.setup.rank)
+            note_reads(target[:, fetch.target] for fetch in from_peers)
         # Attention is queued behind it on the same stream, so it has nothing to wait for.
         yield PendingKV([target], lambda _fetches: None)
 
@@ -202,30 +202,30 @@ class OneKernel:
     ) -> list[torch.Tensor]:
         """Return the place of dK/dV, where the owners of the keys will read them."""
         if gather.length == 0:  # nobody reads any
-            room = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
+            grad_sums = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
         else:
-            room = self._grads_of(self.spec.ranks.rank, sums, gather.length)
+            grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         # The kernel waits until peers have read what the exchange before left for them.
         kept = gather, sums, zero
-        if gather.length > 0 and (launch := self.meeting.prepared(kept)) is not None:
+        if gather.length > 0 and (launch := self.state.prepared(kept)) is not None:
             launch({})
         else:
-            launch = exchange_kernel.clear(self.place, room, zero=zero)
+            launch = exchange_kernel.clear(self.setup, grad_sums, zero=zero)
             if gather.length > 0:
-                self.meeting.keep(kept, launch)
-        return [room]
+                self.state.keep(kept, launch)
+        return [grad_sums]
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
-        early: bool | None = None,
+        before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Return what makes the exchange of dK/dV: all of them go home in one kernel at the end.
 
         So nothing is sent early.
         """
         del grads, group, overlapped
-        if early:
-            return lambda _total, _length, _where: None
+        if before_last_item:
+            return lambda _total, _length, _index_map: None
         return lambda *total: self._add(gather, sums, *total)
 
     def _add(
@@ -234,37 +234,44 @@ class OneKernel:
         sums: KeyGradBuffer,
         total: torch.Tensor,
         length: int,
-        where: Where,
+        index_map: IndexMap,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
-        spans = _cut_spans([one for _, one in requests])
-        starts = tuple([where(span).start for span in spans])
+        spans = _cut_spans([fetch for _, fetch in requests])
+        starts = tuple([index_map(span).start for span in spans])
         kept = gather, sums, length, starts
-        if (exchange := self.meeting.prepared(kept)) is not None and total.data_ptr() % 16 == 0:
+        if (exchange := self.state.prepared(kept)) is not None and total.data_ptr() % 16 == 0:
             exchange(self.digest, total)
             return
-        parts = max(self.spec.ranks.size - 1, 1)
-        table = self.meeting.table(
-            kept, 2 + parts,
-            lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), parts),
+        num_peers = max(self.spec.ranks.size - 1, 1)
+        table = self.state.table(
+            kept, 2 + num_peers,
+            lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
         )  # fmt: skip
-        exchange = exchange_kernel.reduce_from_peers(self.place, self.digest, table, total)
+        exchange = exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total)
         if total.data_ptr() % 16 == 0:
-            self.meeting.keep(kept, exchange)
+            self.state.keep(kept, exchange)
         if is_counted():
-            for _, one in requests:
-                note_reads(sums.parts(total, length, where(one.source)))
+            for _, fetch in requests:
+                note_reads(sums.parts(total, length, index_map(fetch.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """Return the rows of the table by which :func:`exchange_keys` fetches a rank's K/V."""
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
-        for one in gather.fetches:
-            for n, part in enumerate(self._keys_of(one.rank)[:, one.source]):
-                size, offset = part.shape[0] * token, (n * gather.length + one.target.start) * token
-                rows.setdefault(one.rank, []).extend(
-                    (part.data_ptr() + at, offset + at, min(exchange_kernel.CHUNK, size - at))
+        for fetch in gather.fetches:
+            for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
+                size, offset = (
+                    keys_of_rank.shape[0] * token,
+                    (n * gather.length + fetch.target.start) * token,
+                )
+                rows.setdefault(fetch.rank, []).extend(
+                    (
+                        keys_of_rank.data_ptr() + at,
+                        offset + at,
+                        min(exchange_kernel.CHUNK, size - at),
+                    )
                     for at in range(0, size, exchange_kernel.CHUNK)
                 )
         return _mixed(list(rows.values()))
@@ -282,32 +289,34 @@ class OneKernel:
         rows: list[list[Sequence[int]]] = []
         for span, start in spans:
             tokens = span.stop - span.start
-            theirs = []
-            for peer, one in requests:
-                if one.source.start <= span.start and span.stop <= one.source.stop:
-                    theirs_length = program_of(self.spec.plan, peer, like=gather).length
-                    first = one.target.start + span.start - one.source.start
-                    flat = self._grads_of(peer, sums, theirs_length)
-                    theirs.append(sums.parts(flat, theirs_length, slice(first, first + tokens)))
-            mine = sums.parts(like, length, slice(start, start + tokens))
-            rest = [0] * (width - len(theirs))
+            peer_sums = []
+            for peer, fetch in requests:
+                if fetch.source.start <= span.start and span.stop <= fetch.source.stop:
+                    peer_length = program_of(self.spec.plan, peer, like=gather).length
+                    first_column = fetch.target.start + span.start - fetch.source.start
+                    flat = self._grads_of(peer, sums, peer_length)
+                    peer_sums.append(
+                        sums.parts(flat, peer_length, slice(first_column, first_column + tokens))
+                    )
+            own_sums = sums.parts(like, length, slice(start, start + tokens))
+            absent = [0] * (width - len(peer_sums))
             rows.append([
                 (
-                    row.storage_offset() + at, min(exchange_kernel.NUMBERS, row.numel() - at),
-                    *(x.data_ptr() + at * x.itemsize for x in peers), *rest,
+                    row.storage_offset() + offset, min(exchange_kernel.NUMBERS, row.numel() - offset),
+                    *(x.data_ptr() + offset * x.itemsize for x in peers), *absent,
                 )
-                for place, *parts in zip(mine, *theirs, strict=True)
-                for row, *peers in zip(place, *parts, strict=True)
-                for at in range(0, row.numel(), exchange_kernel.NUMBERS)
+                for total_rows, *parts in zip(own_sums, *peer_sums, strict=True)
+                for row, *peers in zip(total_rows, *parts, strict=True)
+                for offset in range(0, row.numel(), exchange_kernel.NUMBERS)
             ])  # fmt: skip
         return _mixed(rows)
 
     def _keys_of(self, rank: int) -> torch.Tensor:
-        return self.meeting.memory.views(rank, 0, self.spec.keys.message)[0]
+        return self.state.memory.views(rank, 0, self.spec.keys.message)[0]
 
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
-        return self.meeting.memory.views(rank, self.spec.keys.message.size, packing)[0]
+        return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
 
 
 def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
@@ -315,12 +324,12 @@ def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
 
     Programs take rows in turns: those that run at the same time then read from all ranks.
     """
-    at = [
-        ((n + 0.5) / len(some), which, row)
-        for which, some in enumerate(rows)
-        for n, row in enumerate(some)
+    keyed = [
+        ((n + 0.5) / len(list_rows), list_number, row)
+        for list_number, list_rows in enumerate(rows)
+        for n, row in enumerate(list_rows)
     ]
-    return [row for *_, row in sorted(at)]
+    return [row for *_, row in sorted(keyed)]
 
 
 def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
@@ -328,9 +337,9 @@ def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
 
     So each fetch covers a span wholly or not at all.
     """
-    edges = sorted({at for one in fetches for at in (one.source.start, one.source.stop)})
+    edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
     return [
         slice(a, b)
         for a, b in pairwise(edges)
-        if any(one.source.start <= a and b <= one.source.stop for one in fetches)
+        if any(fetch.source.start <= a and b <= fetch.source.stop for fetch in fetches)
     ]

@@ -16,15 +16,15 @@ from ring_torch.comm.handshake import agree
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
+    IndexMap,
     PendingGrads,
     PendingKV,
     SessionSpec,
     Transport,
-    Where,
     add_staged,
     requests_to,
-    room_for,
     some_fetches,
+    staging_for,
     write_keys,
 )
 
@@ -63,15 +63,15 @@ class Messages:
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         # Own K/V go into the buffer by copies.
         for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
-            for x, mine in zip(tensors, own, strict=True):
-                x[:, one.target] = mine[:, one.source]
+            for x, own_tensor in zip(tensors, own, strict=True):
+                x[:, one.target] = own_tensor[:, one.source]
         # Peers have derived from the plan that these messages come, and in which order.
         sends = [
             (x[:, one.source].contiguous(), peer)
             for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
             for x in own
         ]
-        places = [
+        destinations = [
             (x[:, one.target], one.rank)
             for one in gather.fetches
             if one.rank != ring.rank
@@ -79,8 +79,13 @@ class Messages:
         ]
         # Messages are contiguous. Columns of a buffer are so only for a batch of one; otherwise
         # they arrive in a staging tensor, and are copied when they are waited for.
-        receives = [(x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in places]
-        staged = [(place, x) for (place, _), (x, _) in zip(places, receives, strict=True)]
+        receives = [
+            (x if x.is_contiguous() else torch.empty_like(x), peer) for x, peer in destinations
+        ]
+        staged = [
+            (destination, x)
+            for (destination, _), (x, _) in zip(destinations, receives, strict=True)
+        ]
         # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
         # nothing of `tensors` but own columns until it is waited for.
         pending = [(ring.start(sends, receives), staged)]
@@ -91,9 +96,9 @@ class Messages:
             # Empty after the first wait.
             for transfer, arrived in pending:
                 transfer.wait()
-                for place, x in arrived:
-                    if place.data_ptr() != x.data_ptr():
-                        place.copy_(x)
+                for destination, x in arrived:
+                    if destination.data_ptr() != x.data_ptr():
+                        destination.copy_(x)
             pending.clear()
 
         return PendingKV(tensors, wait)
@@ -110,34 +115,36 @@ class Messages:
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *,
-        overlapped: bool, early: bool | None = None,
+        overlapped: bool, before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Start the messages of :meth:`fetch` in the other direction, with gradients."""
         del group, overlapped  # messages are matched by their order, and always run beside kernels
         ring = self.spec.ranks
         # To each owner the sums over its keys: views of `grads` where those are contiguous.
         sends = [
-            (part.contiguous(), one.rank)
-            for one in some_fetches(gather, early)
-            if one.rank != ring.rank
-            for part in sums.parts(grads, gather.length, one.target)
+            (block.contiguous(), fetch.rank)
+            for fetch in some_fetches(gather, before_last_item)
+            if fetch.rank != ring.rank
+            for block in sums.parts(grads, gather.length, fetch.target)
         ]
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather, early=early)
+        requests = requests_to(
+            self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
+        )
         # From each peer the sums over what it fetched here, into staging tensors: several peers may
         # have fetched the same keys.
-        staged = [room_for(sums, grads, one) for _, one in requests]
+        staged = [staging_for(sums, grads, fetch) for _, fetch in requests]
         receives = [
-            (part, peer)
-            for (peer, _), parts in zip(requests, staged, strict=True)
-            for part in parts
+            (block, peer)
+            for (peer, _), blocks in zip(requests, staged, strict=True)
+            for block in blocks
         ]
         transfer = ring.start(sends, receives)
 
-        def add_to(total: torch.Tensor, length: int, where: Where) -> None:
+        def add_to(total: torch.Tensor, length: int, index_map: IndexMap) -> None:
             # All peers' parts are here; they are added in the plan's order, so sums are repeatable.
             transfer.wait()
-            for (_, one), came in zip(requests, staged, strict=True):
-                add_staged(sums.parts(total, length, where(one.source)), [came])
+            for (_, fetch), blocks_of_peer in zip(requests, staged, strict=True):
+                add_staged(sums.parts(total, length, index_map(fetch.source)), [blocks_of_peer])
 
         return add_to
 

@@ -18,16 +18,16 @@ from ring_torch.optional import has_triton
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
+    IndexMap,
     PendingGrads,
     PendingKV,
     SessionSpec,
-    Where,
     add_staged,
     note_reads,
     program_of,
     requests_to,
-    room_for,
     spans_of,
+    staging_for,
     write_keys,
 )
 from ring_torch.transports.symm_buffer import SymmBuffer, on_stream
@@ -44,13 +44,13 @@ _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats co
 class PeerCopies:
     """A :class:`ring_torch.transports.api.GatherSession` of copies out of peers' symmetric buffers.
 
-    A rank's buffer (``window``) holds its K/V, one group of heads after the other, and behind them,
+    A rank's ``buffer`` holds its K/V, one group of heads after the other, and behind them,
     group by group, its dK/dV of the keys that it fetched.
     """
 
     spec: SessionSpec
-    window: SymmBuffer
-    room: int  # bytes of a group's dK/dV, on the rank that fetches most
+    buffer: SymmBuffer
+    grad_bytes: int  # bytes of a group's dK/dV, on the rank that fetches most
     digest: int  # identifies this pass of this call
 
     def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
@@ -60,95 +60,101 @@ class PeerCopies:
         tensors with a kernel; with several groups they go through the buffer instead, as copies
         by an engine do not delay kernels of other groups.
         """
-        window, keys, groups = self.window, self.spec.keys, self.spec.groups
+        buffer, keys, groups = self.buffer, self.spec.keys, self.spec.groups
         message, rank = keys.message, self.spec.ranks.rank
-        every, in_window = range(groups), groups > 1
+        group_numbers, through_buffer = range(groups), groups > 1
         requests = [
-            one for _, one in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            fetch for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         ]
-        spans = spans_of([*requests, *(x for x in gather.fetches if in_window and x.rank == rank)])
-        own = [window.memory.views(rank, n * message.size, message) for n in every]
+        spans = spans_of(
+            [*requests, *(x for x in gather.fetches if through_buffer and x.rank == rank)]
+        )
+        own = [buffer.memory.views(rank, n * message.size, message) for n in group_numbers]
         tensors = [
-            [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]] for n in every
+            [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]]
+            for n in group_numbers
         ]
-        main = torch.cuda.current_stream(window.device)
+        main = torch.cuda.current_stream(buffer.device)
         # K/V are computed, and the memory of `tensors` is free, when the caller's stream is here.
         ready = main.record_event()
         with on_stream(main):
-            torch.cuda.set_stream(window.stream)
-            window.stream.wait_event(ready)
+            torch.cuda.set_stream(buffer.stream)
+            buffer.stream.wait_event(ready)
             # Peers have read what the pass before put into the buffer: now it may be overwritten.
-            window.wait_reusable()
-            for n, span in product(every, spans):
+            buffer.wait_reusable()
+            for n, span in product(group_numbers, spans):
                 write_keys(keys, [x[:, span] for x in own[n]], head_group(inputs, n, groups), span)
-            # After `met` all ranks' K/V lie in their buffers and may be copied; after `same` they
-            # are known to be of this call and may be used.
-            met = window.barrier_with_signature(self.digest)
-            same = window.stream.record_event()
+            # After `written` all ranks' K/V lie in their buffers and may be copied; after
+            # `compared` they are known to be of this call and may be used.
+            written = buffer.barrier_with_signature(self.digest)
+            compared = buffer.stream.record_event()
         pending: list[PendingKV] = []
-        copied: list[Done] = []
-        for n in every:
+        all_copies: list[Done] = []
+        for n in group_numbers:
             # Queue the copies of a group behind the barrier. They run beside kernels of the groups
             # before, into tensors of their own, while peers copy from this rank's buffer.
             with on_stream(main):
-                here = None if in_window else (inputs, ready)
-                done = self._fetch_group(gather, n, tensors[n], met, here)
-                copied += done
+                own_inputs = None if through_buffer else (inputs, ready)
+                copies = self._fetch_group(gather, n, tensors[n], written, own_inputs)
+                all_copies += copies
                 # After the last copy this rank needs nobody's buffer any more; when all ranks have
                 # said so, the next pass may write.
                 if n + 1 == groups:
-                    window.release(_last(copied))
-            pending.append(PendingKV(tensors[n], partial(_wait, main, same, done)))
+                    buffer.release(_last(all_copies))
+            pending.append(PendingKV(tensors[n], partial(_wait, main, compared, copies)))
             # Hand a group out when the next one's copies are queued: transfers stay one group ahead
             # of kernels, and the first kernel does not wait until the host has queued all copies.
             if n > 0:
                 yield pending[n - 1]
         yield pending[-1]
-        window.join(main)
+        buffer.join(main)
 
     def _fetch_group(
-        self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], met: Event,
-        here: tuple[Inputs, Event] | None,
+        self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], written: Event,
+        own_inputs: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
         """Queue the copies of a group's K/V, one by one, and return what they can be waited for by.
 
-        ``met`` is the event after which peers' buffers may be read. ``here`` are the call's own
-        tensors, and the event after which they are computed, if own K/V are read from them.
+        ``written`` is the event after which peers' buffers may be read. ``own_inputs`` are the
+        call's own tensors, and the event after which they are computed, if own K/V are read from
+        them.
         """
-        window, keys = self.window, self.spec.keys
-        done = []
-        for one in gather.fetches:
-            places = [x[:, one.target] for x in tensors]
+        buffer, keys = self.buffer, self.spec.keys
+        copies = []
+        for fetch in gather.fetches:
+            destinations = [x[:, fetch.target] for x in tensors]
             # Own K/V need not wait for peers; they are packed on the stream for own memory.
-            if here is not None and one.rank == self.spec.ranks.rank:
-                inputs, ready = here
-                stream = window.stream_for(one.rank, after=ready)
-                write_keys(keys, places, inputs, one.source)
+            if own_inputs is not None and fetch.rank == self.spec.ranks.rank:
+                inputs, ready = own_inputs
+                stream = buffer.stream_for(fetch.rank, after=ready)
+                write_keys(keys, destinations, inputs, fetch.source)
             else:
                 # One copy after the other, in the order in which kernels need them.
-                stream = window.stream_for(one.rank, after=met)
-                theirs = window.memory.views(one.rank, group * keys.message.size, keys.message)
-                note_reads(places if one.rank != self.spec.ranks.rank else ())
-                for place, source in zip(places, theirs, strict=True):
-                    copy(place, source[:, one.source])
-            done.append((stream, stream.record_event()))
-        return done
+                stream = buffer.stream_for(fetch.rank, after=written)
+                peer_tensors = buffer.memory.views(
+                    fetch.rank, group * keys.message.size, keys.message
+                )
+                note_reads(destinations if fetch.rank != self.spec.ranks.rank else ())
+                for destination, source in zip(destinations, peer_tensors, strict=True):
+                    copy(destination, source[:, fetch.source])
+            copies.append((stream, stream.record_event()))
+        return copies
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
         """Return the places of dK/dV in the buffer, where the owners of the keys will read them."""
         # Peers may still be reading what the pass before put there.
-        self.window.wait_reusable()
-        spec, every = self.spec, range(self.spec.groups)
+        self.buffer.wait_reusable()
+        spec, groups = self.spec, range(self.spec.groups)
         if gather.length == 0:  # nobody fetches any
-            return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in every]
-        room = [self._grads_of(spec.ranks.rank, n, sums, gather.length) for n in every]
-        return [x.zero_() for x in room] if zero else room
+            return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in groups]
+        buffers = [self._grads_of(spec.ranks.rank, n, sums, gather.length) for n in groups]
+        return [x.zero_() for x in buffers] if zero else buffers
 
     def return_grads(
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *, overlapped: bool,
-        early: bool | None = None,
+        before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
         """Let the owners read a group's dK/dV, and start reading this rank's from its peers.
 
@@ -156,66 +162,75 @@ class PeerCopies:
         hidden by that: a kernel adds them straight out of the peers' memory, in
         :data:`ring_torch.transports.api.PendingGrads`.
         """
-        window, plan = self.window, self.spec.plan
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather, early=early)
-        theirs = []
-        for peer, one in requests:
+        buffer, plan = self.buffer, self.spec.plan
+        requests = requests_to(
+            self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
+        )
+        peer_sums = []
+        for peer, fetch in requests:
             length = program_of(plan, peer, like=gather).length
-            theirs.append(sums.parts(self._grads_of(peer, group, sums, length), length, one.target))
-        note_reads(x for parts in theirs for x in parts)
-        copied = overlapped or not has_triton()
-        staged = [room_for(sums, grads, one) for _, one in requests] if copied else theirs
+            peer_sums.append(
+                sums.parts(self._grads_of(peer, group, sums, length), length, fetch.target)
+            )
+        note_reads(x for peer_parts in peer_sums for x in peer_parts)
+        is_staged = overlapped or not has_triton()
+        staged = (
+            [staging_for(sums, grads, fetch) for _, fetch in requests] if is_staged else peer_sums
+        )
         # This rank's sums are final when the caller's stream is here.
-        main = torch.cuda.current_stream(window.device)
+        main = torch.cuda.current_stream(buffer.device)
         ready = main.record_event()
-        first, last = group == 0 and early is not False, group + 1 == self.spec.groups and not early
+        is_first = group == 0 and before_last_item is not False
+        is_last = group + 1 == self.spec.groups and not before_last_item
         with on_stream(main):
-            torch.cuda.set_stream(window.stream)
-            window.stream.wait_event(ready)
-            # After `met` all ranks' sums of this group (or of its early part) are final. The first
-            # barrier of the pass compares calls, and `home` begins with its end.
-            met = window.barrier_with_signature(self.digest) if first else window.barrier()
-            home = [(window.stream, window.stream.record_event())]
-            if copied:
+            torch.cuda.set_stream(buffer.stream)
+            buffer.stream.wait_event(ready)
+            # After `written` all ranks' sums of this group (or of its first part) are final. The
+            # first barrier of the pass compares calls, and `copies` begins with its end.
+            written = buffer.barrier_with_signature(self.digest) if is_first else buffer.barrier()
+            copies = [(buffer.stream, buffer.stream.record_event())]
+            if is_staged:
                 # In flight beside the next kernels: copies into staging tensors, which nobody else
                 # uses, while peers copy this rank's sums of their keys.
-                for (peer, _), places, parts in zip(requests, staged, theirs, strict=True):
-                    stream = window.stream_for(peer, after=met)
-                    for place, part in zip(places, parts, strict=True):
-                        copy(place, part)
-                    home.append((stream, stream.record_event()))
+                for (peer, _), destinations, peer_parts in zip(
+                    requests, staged, peer_sums, strict=True
+                ):
+                    stream = buffer.stream_for(peer, after=written)
+                    for destination, source in zip(destinations, peer_parts, strict=True):
+                        copy(destination, source)
+                    copies.append((stream, stream.record_event()))
             # After the last copies of the pass nobody's buffer is needed any more.
-            if last and copied:
-                window.release(_last(home))
-        window.join(main)
+            if is_last and is_staged:
+                buffer.release(_last(copies))
+        buffer.join(main)
 
-        def add_to(total: torch.Tensor, length: int, where: Where) -> None:
+        def add_to(total: torch.Tensor, length: int, index_map: IndexMap) -> None:
             """Wait for the peers' sums and add them to ``total``."""
             # The kernels of the caller's stream go on when the copies are there and calls compared.
-            for event in _last(home):
+            for event in _last(copies):
                 main.wait_event(event)
             # Parts of several peers for the same keys are added by one kernel, in the peers' order.
-            came: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
-            for (_, one), parts in zip(requests, staged, strict=True):
-                came.setdefault((one.source.start, one.source.stop), []).append(parts)
-            for span, all_parts in came.items():
-                add_staged(sums.parts(total, length, where(slice(*span))), all_parts)
+            by_span: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+            for (_, fetch), peer_parts in zip(requests, staged, strict=True):
+                by_span.setdefault((fetch.source.start, fetch.source.stop), []).append(peer_parts)
+            for span, all_parts in by_span.items():
+                add_staged(sums.parts(total, length, index_map(slice(*span))), all_parts)
             # If that kernel read peers' memory itself, peers may write again only behind it.
-            if last and not copied:
+            if is_last and not is_staged:
                 with on_stream(main):
-                    window.release([main.record_event()])
-                window.join(main)
+                    buffer.release([main.record_event()])
+                buffer.join(main)
 
         return add_to
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
-        start = self.spec.groups * self.spec.keys.message.size + group * self.room
-        return self.window.memory.views(rank, start, packing)[0]
+        start = self.spec.groups * self.spec.keys.message.size + group * self.grad_bytes
+        return self.buffer.memory.views(rank, start, packing)[0]
 
 
 @lru_cache(maxsize=256)
-def room_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool) -> int:
+def grad_bytes_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool) -> int:
     """Return the bytes of a group's dK/dV sums on the rank that fetches most keys."""
     longest = longest_gather(plan, splits=splits).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
@@ -236,19 +251,19 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool) -> b
     return fits and plain and aligned and not longest.in_place and runs
 
 
-def _wait(stream: Stream, same: Event, done: Sequence[Done], fetches: int | None) -> None:
+def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int | None) -> None:
     """Let a stream wait for the first ``fetches`` copies (``None``: all).
 
-    It also waits for ``same``, the end of the comparison of calls: copies of another call's K/V
+    It also waits for ``compared``, the end of the comparison of calls: copies of another call's K/V
     must not be used.
     """
-    for event in (same, *_last(done[:fetches])):
+    for event in (compared, *_last(copies[:fetches])):
         stream.wait_event(event)
 
 
-def _last(done: Sequence[Done]) -> list[Event]:
+def _last(copies: Sequence[Done]) -> list[Event]:
     """Return the last event of each stream: it follows those before."""
-    return list(dict(done).values())
+    return list(dict(copies).values())
 
 
 _MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
@@ -266,8 +281,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     strides = [x.stride(0) * x.itemsize for x in (target, source)]
     module = _cuda()
     if module is None or max(strides) > _MOST_STRIDE:
-        for to, x in zip(target.unbind(), source.unbind(), strict=True):
-            to.copy_(x)
+        for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
+            target_row.copy_(source_row)
         return
     width = target[0].numel() * target.itemsize
     (error,) = module.cudaMemcpy2DAsync(

@@ -37,7 +37,7 @@ _MOST_VIEWS = 1024
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
 # The buffer of each group. Process groups take no attributes of ours, so it is kept here.
-_window_of: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
+_buffer_of: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary()
 
 
 @dataclass
@@ -86,10 +86,10 @@ class SymmetricMemory:
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
-        words = self.header // torch.int64.itemsize
+        num_words = self.header // torch.int64.itemsize
         with torch.inference_mode(mode=False):
             return [
-                self.handle.get_buffer(rank, (words,), torch.int64, 0)
+                self.handle.get_buffer(rank, (num_words,), torch.int64, 0)
                 for rank in range(self.ring.size)
             ]
 
@@ -103,10 +103,10 @@ class SymmetricMemory:
             self._views.clear()
         if key not in self._views:
             with torch.inference_mode(mode=False):
-                part = self.handle.get_buffer(
+                block = self.handle.get_buffer(
                     rank, (packing.size,), torch.uint8, self.header + start
                 )
-                self._views[key] = packing.views(part)
+                self._views[key] = packing.views(block)
         return self._views[key]
 
 
@@ -116,14 +116,14 @@ def symm_buffer_of(ring: Ranks) -> SymmBuffer:
     That is a collective, so all ranks have to call it then.
     """
     assert ring.group is not None
-    if ring.group not in _window_of:
-        _window_of[ring.group] = SymmBuffer(ring)
-    return _window_of[ring.group]
+    if ring.group not in _buffer_of:
+        _buffer_of[ring.group] = SymmBuffer(ring)
+    return _buffer_of[ring.group]
 
 
 def known_buffer(ring: Ranks) -> SymmBuffer | None:
     """Return the symmetric buffer of a group, or ``None`` if its ranks have not made one yet."""
-    return None if ring.group is None else _window_of.get(ring.group)
+    return None if ring.group is None else _buffer_of.get(ring.group)
 
 
 class SymmBuffer:
@@ -134,33 +134,35 @@ class SymmBuffer:
         device: Index of this rank's CUDA device.
         refusals: Reasons why ranks cannot read each other's memory; empty if they can.
         stream: Stream of barriers, and of what is written into the buffer.
-        near: Stream of copies out of this rank's own memory.
-        far: Stream of copies out of peers' memory. There is one for all peers: these copies share
-            an engine, which would take those of several streams in an order of its own.
+        local_stream: Stream of copies out of this rank's own memory.
+        peer_stream: Stream of copies out of peers' memory. There is one for all peers: these copies
+            share an engine, which would take those of several streams in an order of its own.
         memory: The memory itself.
     """
 
     def __init__(self, ring: Ranks) -> None:
         assert ring.group is not None
         self.ring, self.device = ring, torch.cuda.current_device()
-        places = [Place(*x) for x in self._gathered(here(self.device))]
-        reaches = [int(_reaches(self.device, other, places[ring.rank])) for other in places]
-        self.refusals = tuple(refusals(places, self._gathered(reaches)))
+        locations = [DeviceLocation(*x) for x in self._gathered(device_location(self.device))]
+        reaches = [int(_reaches(self.device, other, locations[ring.rank])) for other in locations]
+        self.refusals = tuple(refusals(locations, self._gathered(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
-        self.stream, self.near, self.far = (torch.cuda.Stream(priority=-1) for _ in range(3))
+        streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
+        self.stream, self.local_stream, self.peer_stream = streams
         self.memory = SymmetricMemory(ring, _HEADER)
         self._patience = timeout_of(ring.group, torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
-        self._free: torch.cuda.Event | None = None
-        self._left: torch.cuda.Event | None = None  # likewise, in the pass that is being captured
+        self._reusable_event: torch.cuda.Event | None = None
+        # Likewise, in the pass that is being captured.
+        self._captured_event: torch.cuda.Event | None = None
         self._headers: list[torch.Tensor] = []
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(numbers, device=torch.device("cuda", self.device))
-        every = [torch.empty_like(mine) for _ in range(self.ring.size)]
-        dist.all_gather(every, mine, group=self.ring.group)
-        found: list[list[int]] = torch.stack(every).tolist()
-        return found
+        local = torch.tensor(numbers, device=torch.device("cuda", self.device))
+        by_rank = [torch.empty_like(local) for _ in range(self.ring.size)]
+        dist.all_gather(by_rank, local, group=self.ring.group)
+        rows: list[list[int]] = torch.stack(by_rank).tolist()
+        return rows
 
     def reserve(self, size: int) -> None:
         """Ensure ``size`` bytes after the header, on all ranks alike."""
@@ -177,10 +179,10 @@ class SymmBuffer:
         # Written before the barrier, so all headers are there behind it. No peer reads the former
         # digest any more: `wait_reusable` came before.
         self._headers[self.ring.rank].fill_(digest)
-        met = self.barrier()
-        same = (torch.cat(self._headers) == digest).all()
-        torch._assert_async(same, "ranks of a ring make different calls")  # noqa: SLF001
-        return met
+        arrived = self.barrier()
+        is_same = (torch.cat(self._headers) == digest).all()
+        torch._assert_async(is_same, "ranks of a ring make different calls")  # noqa: SLF001
+        return arrived
 
     def barrier(self) -> torch.cuda.Event:
         """Queue a barrier on the current stream and return an event after it.
@@ -188,12 +190,12 @@ class SymmBuffer:
         It compares nothing: it is for ranks that have met in this pass already.
         """
         self._barrier()
-        met: torch.cuda.Event = self.stream.record_event()
-        return met
+        arrived: torch.cuda.Event = self.stream.record_event()
+        return arrived
 
     def stream_for(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
         """Make the stream for copies from a rank the current one, and let it wait for an event."""
-        stream = self.near if rank == self.ring.rank else self.far
+        stream = self.local_stream if rank == self.ring.rank else self.peer_stream
         stream.wait_event(after)
         torch.cuda.set_stream(stream)
         return stream
@@ -210,9 +212,9 @@ class SymmBuffer:
             self.stream.wait_event(event)
         self._barrier()
         if is_capturing():
-            self._left = self.stream.record_event()
+            self._captured_event = self.stream.record_event()
         else:
-            self._free = self.stream.record_event()
+            self._reusable_event = self.stream.record_event()
 
     def _barrier(self) -> None:
         self.memory.handle.barrier(
@@ -225,17 +227,17 @@ class SymmBuffer:
 
         A CUDA graph may be captured only if all streams that it forked are joined again.
         """
-        if self._left is not None and is_capturing():
-            stream.wait_event(self._left)
+        if self._captured_event is not None and is_capturing():
+            stream.wait_event(self._captured_event)
 
     def wait_reusable(self) -> None:
         """Let the current stream wait until all ranks have read what earlier passes wrote here."""
         # A captured pass cannot wait for an event from outside of its graph: all ranks meet anew.
         if is_capturing():
             self._barrier()
-            self._left = None
-        elif self._free is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._free)
+            self._captured_event = None
+        elif self._reusable_event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._reusable_event)
 
 
 @contextmanager
@@ -250,7 +252,7 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.set_stream(stream)
 
 
-class Place(NamedTuple):
+class DeviceLocation(NamedTuple):
     """Location of a rank, as digests of ids that tell hosts and GPUs apart even if names do not."""
 
     host: int
@@ -258,10 +260,10 @@ class Place(NamedTuple):
     device: int  # index among the GPUs that its process sees
 
 
-def here(device: int) -> Place:
+def device_location(device: int) -> DeviceLocation:
     """Return the location of a CUDA device of this process."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(_number(_host()), _number(gpu), device)
+    return DeviceLocation(_number(_host()), _number(gpu), device)
 
 
 def _host() -> str:
@@ -277,32 +279,34 @@ def _number(name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _reaches(device: int, other: Place, mine: Place) -> bool:
+def _reaches(device: int, other: DeviceLocation, local: DeviceLocation) -> bool:
     """Return False if torch says that a device of this process cannot read another rank's GPU.
 
     On another host, on the same GPU, and for GPUs that this process does not see, it returns True:
     the first two are refused for other reasons, and torch's own set-up finds out the last.
     """
-    if other.host != mine.host or other.gpu == mine.gpu:
+    if other.host != local.host or other.gpu == local.gpu:
         return True
-    seen = {here(n).gpu: n for n in range(torch.cuda.device_count())}
-    return other.gpu not in seen or torch.cuda.can_device_access_peer(device, seen[other.gpu])
+    visible = {device_location(n).gpu: n for n in range(torch.cuda.device_count())}
+    return other.gpu not in visible or torch.cuda.can_device_access_peer(device, visible[other.gpu])
 
 
-def refusals(places: Sequence[Place], reaches: Sequence[Sequence[int]]) -> Iterator[str]:
+def refusals(
+    locations: Sequence[DeviceLocation], reaches: Sequence[Sequence[int]]
+) -> Iterator[str]:
     """Yield the reasons why ranks cannot read each other's memory, the same on all ranks.
 
     Args:
-        places: Location of each rank.
+        locations: Location of each rank.
         reaches: For each rank, whether it can read the memory of each other one.
     """
     overlapped = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-    if len({place.host for place in places}) > 1:
+    if len({location.host for location in locations}) > 1:
         yield "the ranks are on several hosts"
         return
-    if len({place.gpu for place in places}) < len(places):
+    if len({location.gpu for location in locations}) < len(locations):
         yield "several ranks share a GPU"
-    elif len({place.device for place in places}) < len(places) and not overlapped:
+    elif len({location.device for location in locations}) < len(locations) and not overlapped:
         yield (
             "every rank calls its GPU by the same number, which PyTorch's symmetric memory takes "
             "for one GPU: let each process see all GPUs, or set "

@@ -28,21 +28,23 @@ def _open(spec: SessionSpec) -> GatherSession:
     Raises:
         RankMismatchError: A peer is making another call.
     """
-    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, room_of
+    from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, grad_bytes_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
 
     ranks, keys, signature = spec.ranks, spec.keys, spec.signature
     if not has_agreed(ranks, signature):
         agree(ranks, spec.number, spec.seed, signature, spec.device)
-    room = room_of(spec.plan, keys, spec.acc_dtype, spec.splits) if spec.needs_grad else 0
+    grad_bytes = (
+        grad_bytes_of(spec.plan, keys, spec.acc_dtype, spec.splits) if spec.needs_grad else 0
+    )
     digest = signature.as_int64(spec.number, spec.seed)
     if spec.own and fits_one_kernel(spec.plan, keys, spec.groups, spec.splits):
         from ring_torch.transports.one_kernel import OneKernel
 
-        return OneKernel.of(spec, room, digest)
-    window = symm_buffer_of(ranks)
-    window.reserve(spec.groups * (keys.message.size + room))
-    return PeerCopies(spec, window, room, digest)
+        return OneKernel.of(spec, grad_bytes, digest)
+    buffer = symm_buffer_of(ranks)
+    buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
+    return PeerCopies(spec, buffer, grad_bytes, digest)
 
 
 def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
@@ -61,8 +63,8 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
         return ("copies out of the peers' memory need CUDA tensors and a nccl group",)
     from ring_torch.transports.symm_buffer import known_buffer, symm_buffer_of
 
-    window = symm_buffer_of(ranks) if probe else known_buffer(ranks)
-    return None if window is None else window.refusals
+    buffer = symm_buffer_of(ranks) if probe else known_buffer(ranks)
+    return None if buffer is None else buffer.refusals
 
 
 def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
@@ -73,12 +75,12 @@ def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
         return "this torch is built without nccl"
     if len(reaches) < 2:
         return "there is no other GPU to copy from"
-    apart = [
+    unreachable = [
         f"{a} and {b}"
         for a, b in combinations(range(len(reaches)), 2)
         if b not in reaches[a] or a not in reaches[b]
     ]
-    return f"GPUs do not reach each other's memory: {', '.join(apart)}" if apart else ""
+    return f"GPUs do not reach each other's memory: {', '.join(unreachable)}" if unreachable else ""
 
 
 SYMM_MEM = Transport(

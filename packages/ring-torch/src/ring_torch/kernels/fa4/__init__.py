@@ -8,7 +8,7 @@ functions of the library (:mod:`ring_torch.kernels.fa4.private`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
-from ring_torch.kernels.api import BackwardLaunch
+from ring_torch.kernels.api import BackwardLaunch, OwnSpans
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel, aligned, is_aligned
@@ -24,6 +24,7 @@ from ring_torch.kernels.library import (
     FlashLibrary,
     ForwardLaunch,
     HeadDims,
+    ItemBackward,
     Options,
     Pass,
     capability,
@@ -70,6 +71,16 @@ class Flash4(FlashLibrary):
         return self._compiled.prepared_forward(
             q, k, v, place.out, place.lse if has_lse else None, options, modded
         )
+
+    def prepare_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return the compiled functions of a backward like this one, if private ones are known."""
+        is_plain = options.softcap is None and q.shape[-1] == v.shape[-1]
+        if not (private.is_known() and is_plain):
+            return None
+        return self._compiled.prepared_backward(dout, q, k, v, out, lse, options, place)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -209,6 +220,12 @@ class HopperSplitBackward:
         ]  # fmt: skip
         return partial(private.accumulate_all, launches)
 
+    def prepare_round(
+        self, spans: OwnSpans, params: KernelParams
+    ) -> Callable[[Tensor, Tensor, Tensor], None]:
+        """Return one launch for dK and one for dV of all spans, which are its batch if B = 1."""
+        return partial(private.round_all, spans, params.scale)
+
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
@@ -217,7 +234,7 @@ class HopperSplitBackward:
         It is the same for any number of query heads, and taken from a compilation for two.
         """
         dtype, dim = places[0].dtype, sums[0].shape[3]
-        functions = private.split_functions(dtype, dim, 2, True, (False, False))
+        functions = private.rounding_functions(dtype, dim)
         for x, place, scale in zip(sums, places, (params.scale, 1.0), strict=True):
             functions.round(x, place, scale)
 

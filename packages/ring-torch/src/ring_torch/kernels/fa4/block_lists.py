@@ -71,14 +71,14 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
     kinds = kinds_on(item, grid)
     if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
-    found: list[Tensor] = []
+    lists: list[Tensor] = []
     for kind in (PARTIAL, FULL):
         chosen = kinds == kind
         order = torch.argsort((~chosen).to(torch.int8), dim=2, stable=True)
         counts = chosen.sum(dim=2)
         blocks = order[..., : max(1, int(counts.max()))].to(torch.int32).contiguous()
-        found += [counts.to(torch.int32), blocks]
-    return BlockLists(*found)
+        lists += [counts.to(torch.int32), blocks]
+    return BlockLists(*lists)
 
 
 @DirectKernel
@@ -92,13 +92,13 @@ def _list_blocks(
     """Write the lists of one outer block of one sequence, comparing segment ids by extremes."""
     outer, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = tl.arange(0, OUTER_PADDED)
-    at = outer * OUTER_SIZE + token
-    inside = (token < OUTER_SIZE) & (at < outer_tokens)
-    ids = tl.load(outer_ids + batch * outer_tokens + at, mask=inside, other=0)
+    token_index = outer * OUTER_SIZE + token
+    inside = (token < OUTER_SIZE) & (token_index < outer_tokens)
+    ids = tl.load(outer_ids + batch * outer_tokens + token_index, mask=inside, other=0)
     least = tl.min(tl.where(inside, ids, 2147483647), axis=0)
     largest = tl.max(tl.where(inside, ids, -2147483648), axis=0)
     row = (batch * outer_count + outer) * inner_count
-    partial_place, full_place = (
+    partial_dst, full_dst = (
         blocks + row,
         blocks + tl.num_programs(1) * outer_count * inner_count + row,
     )
@@ -110,22 +110,20 @@ def _list_blocks(
         kind = tl.load(
             kinds + outer * outer_step + inner * inner_step, mask=inner < inner_count, other=EMPTY
         )
-        place = tl.arange(0, INNER_PADDED)[None, :]
-        place_at = inner[:, None] * INNER_SIZE + place
-        there = (place < INNER_SIZE) & (place_at < inner_tokens)
-        theirs = tl.load(inner_ids + batch * inner_tokens + place_at, mask=there, other=0)
-        inner_least = tl.min(tl.where(there, theirs, 2147483647), axis=1)
-        inner_largest = tl.max(tl.where(there, theirs, -2147483648), axis=1)
+        inner_token = tl.arange(0, INNER_PADDED)[None, :]
+        inner_index = inner[:, None] * INNER_SIZE + inner_token
+        is_inside = (inner_token < INNER_SIZE) & (inner_index < inner_tokens)
+        block_ids = tl.load(inner_ids + batch * inner_tokens + inner_index, mask=is_inside, other=0)
+        inner_least = tl.min(tl.where(is_inside, block_ids, 2147483647), axis=1)
+        inner_largest = tl.max(tl.where(is_inside, block_ids, -2147483648), axis=1)
         meets = (least <= inner_largest) & (inner_least <= largest)
         meets = meets & (largest >= 0) & (inner_largest >= 0) & (kind != EMPTY)
         alike = (least == largest) & (inner_least == inner_largest) & (least == inner_least)
         full = meets & alike & (kind == FULL)
         partial = (meets & ~full).to(tl.int32)
         full = full.to(tl.int32)
-        tl.store(
-            partial_place + partial_count + tl.cumsum(partial, 0) - 1, inner, mask=partial != 0
-        )
-        tl.store(full_place + full_count + tl.cumsum(full, 0) - 1, inner, mask=full != 0)
+        tl.store(partial_dst + partial_count + tl.cumsum(partial, 0) - 1, inner, mask=partial != 0)
+        tl.store(full_dst + full_count + tl.cumsum(full, 0) - 1, inner, mask=full != 0)
         partial_count += tl.sum(partial, axis=0)
         full_count += tl.sum(full, axis=0)
     tl.store(counts + batch * outer_count + outer, partial_count)

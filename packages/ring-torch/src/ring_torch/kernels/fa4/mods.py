@@ -96,27 +96,29 @@ def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
     def modified(
         scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=None
     ):
-        found = cute.make_rmem_tensor(scores.shape, Float32)
+        modified_scores = cute.make_rmem_tensor(scores.shape, Float32)
         for n in range_constexpr(cute.size(scores.shape)):
             score = scores[n]
             if const_expr(cap is not None):
                 score = cap - cap * 2.0 * _falling(score, cap)
             if const_expr(alibi is not None):
-                given = Numbers(*aux_scalars)
+                numbers = Numbers(*aux_scalars)
                 head, row = head_idx[n], q_idx[n]
                 if const_expr(packed > 1):
                     head = _floordiv(head_idx[0], packed)
                     row = row * packed + head_idx[n] - head * packed
-                slope = _load(given.slopes, batch_idx[0] * given.slopes_batch + head)
+                slope = _load(numbers.slopes, batch_idx[0] * numbers.slopes_batch + head)
                 if const_expr(alibi == "read"):
-                    far = _at(given.q_at, Float32)[row] - _at(given.k_at, Float32)[kv_idx[n]]
+                    distance = (
+                        _at(numbers.q_at, Float32)[row] - _at(numbers.k_at, Float32)[kv_idx[n]]
+                    )
                 else:
-                    far = Float32(row + given.apart) - Float32(kv_idx[n])
+                    distance = Float32(row + numbers.apart) - Float32(kv_idx[n])
                 if const_expr(alibi != "behind"):
-                    far = cute.arch.fmax(far, -far)
-                score = score - slope * far
-            found[n] = score
-        return found.load()
+                    distance = cute.arch.fmax(distance, -distance)
+                score = score - slope * distance
+            modified_scores[n] = score
+        return modified_scores.load()
 
     return modified
 
@@ -132,11 +134,11 @@ def score_mod_bwd(cap: float | None) -> Any:
     ):  # fmt: skip
         if const_expr(cap is None):
             return gradients
-        found = cute.make_rmem_tensor(scores.shape, Float32)
+        score_grads = cute.make_rmem_tensor(scores.shape, Float32)
         for n in range_constexpr(cute.size(scores.shape)):
-            part = _falling(scores[n], cap)
-            found[n] = gradients[n] * (4.0 * part * (1.0 - part))
-        return found.load()
+            falling = _falling(scores[n], cap)
+            score_grads[n] = gradients[n] * (4.0 * falling * (1.0 - falling))
+        return score_grads.load()
 
     return modified
 
@@ -160,27 +162,27 @@ def mask_mod(
 
     @cute.jit
     def seen(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
-        given = Numbers(*aux_scalars)
+        numbers = Numbers(*aux_scalars)
         i, j = q_idx[0], kv_idx[0]
-        shown = True
+        visible = True
         if const_expr(banded):
-            shown = (i - j >= given.lo) & (i - j <= given.hi)
+            visible = (i - j >= numbers.lo) & (i - j <= numbers.hi)
         if const_expr(rule is not None and from_0):
-            shown = evaluated(rule, i, j, _OPERATORS)
+            visible = evaluated(rule, i, j, _OPERATORS)
         if const_expr(rule is not None and not from_0):
-            shown = evaluated(rule, i + given.q_first, j + given.k_first, _OPERATORS)
+            visible = evaluated(rule, i + numbers.q_first, j + numbers.k_first, _OPERATORS)
         if const_expr(ids):
             # The last tiles reach beyond the rows and columns: read within bounds.
-            row, column = min(i, given.q_len - 1), min(j, given.k_len - 1)
-            q_id = _at(given.q_ids, Int32)[batch_idx[0] * given.q_len + row]
-            k_id = _at(given.k_ids, Int32)[batch_idx[0] * given.k_len + column]
-            shown = shown & (q_id == k_id) & (q_id >= 0)
+            row, column = min(i, numbers.q_len - 1), min(j, numbers.k_len - 1)
+            q_id = _at(numbers.q_ids, Int32)[batch_idx[0] * numbers.q_len + row]
+            k_id = _at(numbers.k_ids, Int32)[batch_idx[0] * numbers.k_len + column]
+            visible = visible & (q_id == k_id) & (q_id >= 0)
         if const_expr(tiles):
             outer, inner = (j, i) if const_expr(by_columns) else (i, j)
-            tile = _at(given.tiles, Int32)[(i >> 7) * given.tiles_per_row + (j >> 7)]
-            word = _at(given.bits, Int32)[(tile * 128 + (outer & 127)) * 4 + ((inner & 127) >> 5)]
-            shown = shown & (((word >> (inner & 31)) & 1) != 0)
-        return scalar_to_ssa(shown, Boolean)
+            tile = _at(numbers.tiles, Int32)[(i >> 7) * numbers.tiles_per_row + (j >> 7)]
+            bits = _at(numbers.bits, Int32)[(tile * 128 + (outer & 127)) * 4 + ((inner & 127) >> 5)]
+            visible = visible & (((bits >> (inner & 31)) & 1) != 0)
+        return scalar_to_ssa(visible, Boolean)
 
     return seen
 
@@ -193,11 +195,11 @@ def _falling(score, cap):
 
 
 @cute.jit
-def _floordiv(number, by):
-    """Return ``number // by`` of a number that is not negative."""
-    if const_expr(by & (by - 1) == 0):
-        return number >> (by.bit_length() - 1)
-    return number // by
+def _floordiv(number, divisor):
+    """Return ``number // divisor`` of a number that is not negative."""
+    if const_expr(divisor & (divisor - 1) == 0):
+        return number >> (divisor.bit_length() - 1)
+    return number // divisor
 
 
 @dsl_user_op
@@ -206,14 +208,14 @@ def _load(address, index, *, loc=None, ip=None):
 
     So the compiler may move the load before waits for matrix products.
     """
-    at = address + Int64(index) * 4
-    read = ("ld.global.nc.f32 $0, [$1];", "=f,l")
-    found = llvm.inline_asm(
-        Float32.mlir_type, [Int64(at).ir_value(loc=loc, ip=ip)], *read,
+    pointer = address + Int64(index) * 4
+    instruction = ("ld.global.nc.f32 $0, [$1];", "=f,l")
+    value = llvm.inline_asm(
+        Float32.mlir_type, [Int64(pointer).ir_value(loc=loc, ip=ip)], *instruction,
         has_side_effects=False, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
         loc=loc, ip=ip,
     )  # fmt: skip
-    return Float32(found)
+    return Float32(value)
 
 
 @cute.jit

@@ -22,7 +22,7 @@ from ring_torch.kernels.library import Mods, Options, Pass
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
 _FEW_KEYS = 64
 # Relative times of a score, measured with predicates in blocks of 128 and of 64 keys
-# (docs/performance.md).
+# (docs/tried.md).
 _FEW_KEYS_COST = 1.15  # in blocks of few keys
 _PARTIAL_COST = 1.3  # in blocks that need their mask
 
@@ -34,32 +34,32 @@ def modded_of(direction: Pass, q: Tensor, v: Tensor, options: Options) -> Modded
         return PLAIN
     alibi = mods is not None and mods.slopes is not None
     masked = None if mods is None else mods.masked
-    found = Modded(sinks=None if mods is None else mods.sinks)
+    modded = Modded(sinks=None if mods is None else mods.sinks)
     if cap is None and not alibi and masked is None:
-        return found
+        return modded
     functions = import_module("ring_torch.kernels.fa4.mods")
     if cap is not None or alibi:
-        found = found._replace(
+        modded = modded._replace(
             score_mod=functions.score_mod(cap, _alibi(mods), _packed(direction, q, v)),
             score_mod_bwd=functions.score_mod_bwd(cap),
         )
     if mods is None or not (alibi or masked is not None):
-        return found
+        return modded
     rule = _rule(masked, mods.geometry)
     by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
     kept = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
     numbers = functions.Numbers(
         **{name: x.data_ptr() for name, x in kept.items()}, **_other_numbers(mods, kept, rule)
     )
-    found = found._replace(numbers=numbers, kept=tuple(kept.values()))
+    modded = modded._replace(numbers=numbers, kept=tuple(kept.values()))
     if masked is None:
-        return found
+        return modded
     mask_mod = functions.mask_mod(
         mods.segments is not None, "tiles" in kept, by_columns and "tiles" in kept,
         None if rule is None else rule.expression, rule is not None and rule[1:] == (0, 0),
     )  # fmt: skip
     lists, block_size = _lists(direction, q, v, masked, mods)
-    return found._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
+    return modded._replace(mask_mod=mask_mod, lists=lists, block_size=block_size)
 
 
 def _packed(direction: Pass, q: Tensor, v: Tensor) -> int:
@@ -109,22 +109,22 @@ def _tensors(
     mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
 ) -> dict[str, Tensor]:
     """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     if mods.slopes is not None:
-        found["slopes"] = mods.slopes.float().contiguous()
+        tensors["slopes"] = mods.slopes.float().contiguous()
     if mods.positions is not None and mods.apart is None:
         rows, columns = mods.positions
         # Relative to the first row: float32 is exact only for integers up to 2^24.
-        found |= {
+        tensors |= {
             name: torch.nn.functional.pad((x - rows[:1]).float(), (0, _LARGEST_TILE))
             for name, x in (("q_at", rows), ("k_at", columns))
         }
     if mods.segments is not None:
-        found["q_ids"], found["k_ids"] = map(_from_16_bytes, mods.segments)
+        tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
         bits = _bits(mods.geometry, by_columns, device)
-        found |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
-    return found
+        tensors |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
+    return tensors
 
 
 def _from_16_bytes(ids: Tensor) -> Tensor:
@@ -135,18 +135,18 @@ def _from_16_bytes(ids: Tensor) -> Tensor:
 
 def _other_numbers(mods: Mods, kept: dict[str, Tensor], rule: Rule | None) -> dict[str, int]:
     """Return the fields of ``Numbers`` that are no addresses."""
-    found = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
+    numbers = {} if rule is None else {"q_first": rule.q_first, "k_first": rule.k_first}
     if mods.slopes is not None:
         batch, heads = kept["slopes"].shape
-        found |= {"slopes_batch": heads if batch > 1 else 0, "apart": mods.apart or 0}
+        numbers |= {"slopes_batch": heads if batch > 1 else 0, "apart": mods.apart or 0}
     if (item := mods.masked) is not None:
-        found |= {
+        numbers |= {
             "lo": -FAR if item.lo is None else item.lo, "hi": FAR if item.hi is None else item.hi,
             "q_len": item.q_stop - item.q_start, "k_len": item.k_stop - item.k_start,
         }  # fmt: skip
     if "tiles" in kept:
-        found["tiles_per_row"] = kept["tiles"].shape[1]
-    return found
+        numbers["tiles_per_row"] = kept["tiles"].shape[1]
+    return numbers
 
 
 def _lists(
@@ -201,6 +201,8 @@ def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Ten
 
     Two more rows and columns of empty tiles follow, as blocks may reach beyond the rectangle.
     """
-    which = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
+    tile_index = np.pad(tile_numbers(item, geometry), [(0, 2), (0, 2)], constant_values=-2)
     count = len(not_none(geometry.tiles)[0])
-    return torch.as_tensor(np.where(which < 0, count + 2 + which, which), device=device)
+    return torch.as_tensor(
+        np.where(tile_index < 0, count + 2 + tile_index, tile_index), device=device
+    )

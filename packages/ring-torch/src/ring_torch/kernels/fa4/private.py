@@ -26,10 +26,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
     Documents,
     ForwardLaunch,
+    ItemBackward,
     Options,
     Pass,
     capability,
@@ -270,6 +272,29 @@ class CompiledFlash4:
 
         return run
 
+    def prepared_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        options: Options, place: Tensor,
+    ) -> ItemBackward | None:  # fmt: skip
+        """Return a launch for calls with tensors like these, of which one was made before.
+
+        It is ``None`` if there was none, and for calls with documents.
+        """
+        if options.documents is not None or not _can_note(dout, q, k, v, out, lse, place):
+            return None
+        key = _backward_key(dout, q, k, v, out, lse, options, PLAIN, place)
+        known = self._backwards.get(key)
+        if known is None:
+            return None
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            _, dk, dv = known(dout, q, k, v, out, lse, options, PLAIN, dq)
+            return dk, dv
+
+        return run
+
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: Options, modded: Modded, place: Tensor | None,
@@ -278,12 +303,7 @@ class CompiledFlash4:
         given = dout, q, k, v, out, lse, options, modded, place
         if not _can_note(dout, q, k, v, out, lse, place):
             return _library_backward(*given)
-        key = (
-            q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-            dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
-            options.scale, options.window, options.deterministic,
-            _documents_key(options.documents), modded.key,
-        )  # fmt: skip
+        key = _backward_key(*given)
         launch = self._backwards.get(key)
         if launch is not None:
             return launch(*given)
@@ -305,6 +325,19 @@ def _forward_key(
     return (
         q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
         out.stride(), None if lse is None else lse.stride(), options.scale, options.window,
+        _documents_key(options.documents), modded.key,
+    )  # fmt: skip
+
+
+def _backward_key(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options,
+    modded: Modded, place: Tensor | None,
+) -> object:  # fmt: skip
+    """Return a key of a backward: calls with equal keys have the same compiled functions."""
+    return (
+        q.dtype, q.device, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        dout.stride(), out.stride(), lse.stride(), None if place is None else place.stride(),
+        options.scale, options.window, options.deterministic,
         _documents_key(options.documents), modded.key,
     )  # fmt: skip
 
@@ -539,22 +572,55 @@ def accumulate_all(
     kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
     head, sequence = columns * dim, kv_heads * columns * dim
     strides = sequence, head, 1
+    parts = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+    parts += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
     # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
     # launch goes first, as in the forward in reverse.
-    for n in reversed(range(runs)):
-        one = launches[n]
+    for one, q_n, dout_n, *numbers in reversed([*zip(launches, *parts, strict=True)]):
         size = batch, kv_heads, one.keys * dim
         first = start + one.k_start * dim
         one.functions.main(
-            q.narrow(1, n * rows, rows), k.narrow(1, one.k_start, one.keys),
-            v.narrow(1, one.k_start, one.keys), dout.narrow(1, n * rows, rows),
-            *([x.narrow(0, n, 1) for x in (lse_log2, delta, dq_sums)] if runs > 1 else
-              (lse_log2, delta, dq_sums)),
+            q_n, k.narrow(1, one.k_start, one.keys), v.narrow(1, one.k_start, one.keys), dout_n,
+            *numbers,
             sums.as_strided(size, strides, first),
             sums.as_strided(size, strides, first + batch * sequence),
             one.scale, None, None, None, None, *one.window, *one.functions.rest,
         )  # fmt: skip
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
+
+
+def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
+
+    The spans become the batch of one launch; with several sequences each span has its own.
+    """
+    batch, length, heads, dim = dk.shape
+    functions = rounding_functions(dk.dtype, dim)
+    head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
+    row, whole = heads * dim, batch * heads * spans.length * dim
+    size, place = (heads, spans.keys * dim), (spans.keys, heads, dim)
+    at_once = batch == 1
+    for n in range(1 if at_once else spans.number):
+        count = spans.number if at_once else batch
+        steps = (spans.target_step * dim, spans.source_step * row)
+        if not at_once:
+            steps = heads * head, length * row
+        start = first + n * spans.target_step * dim
+        to = (spans.source + n * spans.source_step) * row
+        for x, grad, factor in ((start, dk, scale), (start + whole, dv, 1.0)):
+            functions.round_dkv(
+                sums.as_strided((count, *size), (steps[0], head, 1), x),
+                grad.as_strided((count, *place), (steps[1], row, dim, 1), grad.storage_offset() + to),
+                factor, None, None, None, None,
+            )  # fmt: skip
+
+
+def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
+    """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
+
+    It is the same for any number of query heads, and taken from a compilation for two.
+    """
+    return split_functions(dtype, dim, 2, True, (False, False))
 
 
 @lru_cache(maxsize=32)

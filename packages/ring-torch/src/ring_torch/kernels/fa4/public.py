@@ -2,8 +2,8 @@
 
 Public functions return new tensors, and differentiate only their own forward, while the backward of
 an item starts from the final ``out`` and ``lse``. So that backward runs the item's forward again.
-The item's weight in the final result is ``exp(part_lse - lse)``, and the derivative of the weight
-is passed on as a gradient of ``part_lse``.
+The item's weight in the final result is ``exp(item_lse - lse)``, and the derivative of the weight
+is passed on as a gradient of ``item_lse``.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
-    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        part, part_lse = _function(options)(*given)[:2]
-    # out is the sum of weight * part over items; a row that sees nothing, here or at all, has
+        item_out, item_lse = _function(options)(*leaves)[:2]
+    # out is the sum of weight * item_out over items; a row that sees nothing, here or at all, has
     # weight 0.
-    weight = (part_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
+    weight = (item_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
     rows = weight.transpose(-1, -2).unsqueeze(-1)
-    apart = torch.where(rows > 0, part.detach().float() - out, 0.0)
-    dlse = weight * (dout * apart).sum(-1).transpose(-1, -2)
+    difference = torch.where(rows > 0, item_out.detach().float() - out, 0.0)
+    dlse = weight * (dout * difference).sum(-1).transpose(-1, -2)
     dq, dk, dv = torch.autograd.grad(
-        (part, part_lse), given, ((rows * dout).to(part.dtype), dlse.contiguous())
+        (item_out, item_lse), leaves, ((rows * dout).to(item_out.dtype), dlse.contiguous())
     )
     return dq, dk, dv
 

@@ -16,7 +16,7 @@ from ring_core.triton.tile_configs import Pass, choose_blocks, stages_that_fit
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
-from ring_torch.kernels.triton.launch import Launch, given_to_backward
+from ring_torch.kernels.triton.launch import Launch, backward_tensors
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -64,15 +64,15 @@ class TritonKernel(Kernel):
             )
         if program.plan.blocks is not None and program.plan.blocks.tiles is None:
             reasons.append("the partial tiles of this predicate take more than 64 MiB")
-        return (*reasons, *_no_room(config, request))
+        return (*reasons, *_size_refusals(config, request))
 
     def attend(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         out: AttentionState | None = None,
     ) -> AttentionState:  # fmt: skip
         """Return attention over the item's keys, in ``out`` if it is given."""
-        into = out or unseen_state(rows.q, columns.v.shape[3], covered=True)
-        Launch(rows, columns, item, params).run("fwd", into._asdict(), fresh=True)
+        into = out or unseen_state(rows.q, columns.v.shape[3], fully_written=True)
+        Launch(rows, columns, item, params).run("fwd", into._asdict(), overwrite=True)
         return into
 
     def attend_into(
@@ -92,7 +92,7 @@ class TritonKernel(Kernel):
     ) -> None:  # fmt: skip
         """Compute the item's gradients and add them to the accumulators."""
         launch = Launch(rows, columns, item, params)
-        _differentiate(launch, upstream, row_grads, column_grads, fresh=False)
+        _differentiate(launch, upstream, row_grads, column_grads, overwrite=False)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -105,31 +105,33 @@ class TritonKernel(Kernel):
         )
         dq = dq if out is None else out
         dbias = zero_bias_grad(rows, params, torch.float32)
-        launch, into = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
-        _differentiate(launch, upstream, into, KeyGrads(dk, dv), fresh=True)
+        launch, query_grads = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
+        _differentiate(launch, upstream, query_grads, KeyGrads(dk, dv), overwrite=True)
         return Grads(dq, dk, dv, dbias)
 
 
 def _differentiate(
     launch: Launch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
-    fresh: bool,
+    overwrite: bool,
 ) -> None:  # fmt: skip
-    """Launch a backward that adds to the accumulators or, if ``fresh``, overwrites them.
+    """Launch a backward that adds to the accumulators or, if ``overwrite``, overwrites them.
 
     The bias's gradient is always added.
     """
-    given, dq = given_to_backward(upstream), row_grads.dq
+    tensors, dq = backward_tensors(upstream), row_grads.dq
     if launch.params.fused_backward:
-        dq = dq.zero_() if fresh else dq
-        launch.run("bwd_fused", {**given, "dq": dq, **column_grads._asdict()}, fresh=fresh)
+        dq = dq.zero_() if overwrite else dq
+        launch.run(
+            "bwd_fused", {**tensors, "dq": dq, **column_grads._asdict()}, overwrite=overwrite
+        )
     else:
-        launch.run("bwd_dq", {**given, "dq": dq}, fresh=fresh)
-        launch.run("bwd_dkv", {**given, **column_grads._asdict()}, fresh=fresh)
+        launch.run("bwd_dq", {**tensors, "dq": dq}, overwrite=overwrite)
+        launch.run("bwd_dkv", {**tensors, **column_grads._asdict()}, overwrite=overwrite)
     if row_grads.dbias is not None:
-        launch.run("bwd_dbias", {**given, "dbias": row_grads.dbias})
+        launch.run("bwd_dbias", {**tensors, "dbias": row_grads.dbias})
 
 
-def _no_room(config: KernelConfig, request: Request) -> tuple[str, ...]:
+def _size_refusals(config: KernelConfig, request: Request) -> tuple[str, ...]:
     """Return why blocks of the sizes that a call asks for do not fit on this GPU."""
     passes: tuple[Pass, ...] = ("fwd",)
     if request.grad:

@@ -54,12 +54,14 @@ class Launch:
     item: WorkItem
     params: KernelParams
 
-    def run(self, name: Pass, given: Mapping[str, Tensor], *, fresh: bool = False) -> None:
+    def run(
+        self, name: Pass, pass_tensors: Mapping[str, Tensor], *, overwrite: bool = False
+    ) -> None:
         """Launch the kernel of a pass.
 
-        ``given`` are the tensors of the pass beside q, k and v, by the kernel's names. Results are
-        merged or added into them or, if ``fresh``, overwrite them; but ``bwd_fused`` always adds to
-        ``dq``, and ``bwd_dbias`` to ``dbias``.
+        ``pass_tensors`` are the tensors of the pass beside q, k and v, by the kernel's names.
+        Results are merged or added into them or, if ``overwrite``, overwrite them; but
+        ``bwd_fused`` always adds to ``dq``, and ``bwd_dbias`` to ``dbias``.
         """
         q, k, v = self.rows.q, self.columns.k, self.columns.v
         batch, q_len, heads, dim = q.shape
@@ -67,15 +69,15 @@ class Launch:
         blocks = self.blocks(name)
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
         k_major = name in ("bwd_dkv", "bwd_fused")
-        tensors = {"q": q, "k": k, "v": v, **given}
+        tensors = {"q": q, "k": k, "v": v, **pass_tensors}
         assert all(map(has_unit_stride, tensors.values())), "kernels read and write rows"
         values: dict[str, Any] = {
-            **tensors, **{view: tensors.get(of) for view, of in _VIEWS.items()},
+            **tensors, **{view: tensors.get(source) for view, source in _VIEWS.items()},
             **_strides(tensors), **self._masks(k_major=k_major), **self._options(),
             "q_len": q_len, "k_len": k_len, "heads": heads, "group": heads // kv_heads,
         }  # fmt: skip
         if name == "bwd_dbias":
-            dbias = given["dbias"]
+            dbias = pass_tensors["dbias"]
             values |= {
                 "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
                 "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
@@ -93,7 +95,7 @@ class Launch:
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
         _launch(
-            name, programs, values, self._consts(name, blocks, tensors, fresh=fresh), blocks,
+            name, programs, values, self._consts(name, blocks, tensors, overwrite=overwrite), blocks,
             _capability(q.device), q.device,
         )  # fmt: skip
 
@@ -114,13 +116,13 @@ class Launch:
         return by_host or self.rows.segments is not None or self.params.bias_masks
 
     def _consts(
-        self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, fresh: bool
+        self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, overwrite: bool
     ) -> dict[str, Any]:
         """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
-        for kind, x in tensors.items():
-            step = f"{_KINDS.get(kind, kind).upper()}_STEP"
+        for tensor_name, x in tensors.items():
+            step = f"{_KINDS.get(tensor_name, tensor_name).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
         p = params.dropout_p
@@ -132,7 +134,7 @@ class Launch:
             "SOFTCAP": params.softcap, "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "TMA": False, "Q_IS_MULTIPLE": q.shape[1] % blocks.q == 0,
             "K_IS_MULTIPLE": k.shape[1] % blocks.k == 0, "FUSED": name == "bwd_fused",
-            "FRESH": fresh, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
+            "OVERWRITE": overwrite, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
             "ALIGNED8": self.columns.aligned8, **steps,
         }  # fmt: skip
 
@@ -148,14 +150,14 @@ class Launch:
         segments = None
         if rows.segments is not None and columns.segments is not None:
             segments = rows.segments, columns.segments
-        found = block_index(self.item, grid, segments, self._shown())
-        count, outer, inner = found.blocks.shape
+        index = block_index(self.item, grid, segments, self._visible_in_bias())
+        count, outer, inner = index.blocks.shape
         return {
-            "block_index": found.blocks, "counts": found.counts,
+            "block_index": index.blocks, "counts": index.counts,
             "block_index_batch": outer * inner if count > 1 else 0,
         }  # fmt: skip
 
-    def _shown(self) -> Tensor | None:
+    def _visible_in_bias(self) -> Tensor | None:
         """Return where a boolean mask in the bias shows anything to a head, ``[B or 1, n, m]``."""
         bias, position = self.rows.bias, self.columns.position
         if bias is None or position is None or not self.params.bias_masks:
@@ -165,30 +167,32 @@ class Launch:
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
         """Return the arguments that mask scores: bounds, segment ids, tiles or documents."""
         rows, columns, item, device = self.rows, self.columns, self.item, self.rows.q.device
-        found = {"items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)}
+        arguments = {
+            "items": _bounds(rows.q.shape[1], columns.k.shape[1], item.lo, item.hi, device)
+        }
         if rows.segments is not None and columns.segments is not None:
             q_ids, k_ids = rows.segments, columns.segments
-            found |= {"q_ids": q_ids.contiguous(), "k_ids": k_ids.contiguous()}
+            arguments |= {"q_ids": q_ids.contiguous(), "k_ids": k_ids.contiguous()}
         if item.tiles is not None:
             geometry = self.params.blocks
             assert geometry is not None
-            found |= {"bits": _bits(geometry, device), "tiles": _tiles(item, geometry, device)}
+            arguments |= {"bits": _bits(geometry, device), "tiles": _tiles(item, geometry, device)}
         elif item.cu_q is not None:
-            found["cells"] = _cells(item, k_major, device)
-        return found
+            arguments["cells"] = _cells(item, k_major, device)
+        return arguments
 
     def _options(self) -> dict[str, Any]:
         """Return the arguments of bias, ALiBi and dropout; strides of absent tensors are 0."""
         rows, columns, params = self.rows, self.columns, self.params
-        found: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
+        arguments: dict[str, Any] = dict.fromkeys(_NO_STRIDES, 0)
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
             assert columns.position is not None
-            found["k_at"] = columns.position.to(torch.int32)
+            arguments["k_at"] = columns.position.to(torch.int32)
         if rows.bias is not None:
             bias = rows.bias
             assert has_unit_stride(bias)
             batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
-            found |= {
+            arguments |= {
                 "bias": bias,
                 "bias_batch": batch,
                 "bias_head": head,
@@ -198,20 +202,20 @@ class Launch:
             shift = rows.bias_shift
             assert has_unit_stride(shift)
             batch, head = (shift.stride(n) if shift.shape[n] > 1 else 0 for n in range(2))
-            found |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
+            arguments |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
-            found |= {"slopes": slopes, "q_at": rows.position.to(torch.int32)}
-            found["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
+            arguments |= {"slopes": slopes, "q_at": rows.position.to(torch.int32)}
+            arguments["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
             assert rows.indices is not None
             seed = _seed(params.dropout_seed, rows.q.device)
-            found |= {"q_index": rows.indices.to(torch.int32), "dropout": seed}
-        return found
+            arguments |= {"q_index": rows.indices.to(torch.int32), "dropout": seed}
+        return arguments
 
 
-def given_to_backward(upstream: BackwardInputs) -> dict[str, Tensor]:
+def backward_tensors(upstream: BackwardInputs) -> dict[str, Tensor]:
     """Return the inputs of a backward by name; ``lse`` and ``delta`` share strides."""
     assert upstream.delta is not None
     lse, delta = upstream.lse.contiguous(), upstream.delta.contiguous()
@@ -232,11 +236,11 @@ def _launch(
         "bwd_dkv": backward.bwd_dkv, "bwd_fused": backward.bwd_dkv,
         "bwd_dbias": backward.bwd_dbias,
     }[name]  # fmt: skip
-    both = {
+    all_values = {
         **values, "consts": as_constants(constexprs),
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
-    arguments = {name: both.get(name) for name in kernel.arg_names}
+    arguments = {name: all_values.get(name) for name in kernel.arg_names}
     dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
     stages = stages_that_fit(name, blocks, dims, itemsize, capability)
     with on_device(device):
@@ -263,12 +267,15 @@ def _capability(device: torch.device) -> int:
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the strides of the batch and head dimensions of all tensors, by name."""
-    found: dict[str, int] = {}
+    strides: dict[str, int] = {}
     for name, x in tensors.items():
-        kind, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
+        stride_name, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
         if name != "dbias":
-            found |= {f"{kind}_batch": x.stride(0), f"{kind}_head": x.stride(head_dim)}
-    return found
+            strides |= {
+                f"{stride_name}_batch": x.stride(0),
+                f"{stride_name}_head": x.stride(head_dim),
+            }
+    return strides
 
 
 @capture_safe_cache(maxsize=1024)
@@ -307,7 +314,7 @@ def _seed(seed: int, device: torch.device) -> Tensor:
 
     It is filled on the device, so the host copies nothing and does not wait.
     """
-    words = torch.zeros(4, dtype=torch.int64, device=device)
-    words[0].fill_(seed & 0xFFFFFFFF)
-    words[1].fill_(seed >> 32 & 0xFFFFFFFF)
-    return words.to(torch.int32)
+    halves = torch.zeros(4, dtype=torch.int64, device=device)
+    halves[0].fill_(seed & 0xFFFFFFFF)
+    halves[1].fill_(seed >> 32 & 0xFFFFFFFF)
+    return halves.to(torch.int32)
