@@ -330,7 +330,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def demo(session: nox.Session) -> None:
-    """Train a tiny byte-level model on a ring of processes, on GPUs if there are enough; arguments go to it."""
+    """Train a tiny byte-level model on a ring, on GPUs if there are enough; arguments go to it."""
     install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
     session.run("python", "examples/train_bytes.py", *session.posargs)
 

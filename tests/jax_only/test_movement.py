@@ -307,14 +307,14 @@ class Model:
         places = jnp.stack([ids[:, n : ids.shape[1] - 3 + n] for n in range(4)], -1)
         same = (places == places[..., -1:])[:, :, None]
         hidden = self.join((windows * same * weights["taps"][None, None]).sum(-1))
-        labels, loss = tokens, jnp.float32(0)
+        labels, loss = tokens, jnp.zeros(())
         for depth in (1, 2):
             labels = self.shift(labels, -1, -1)
             logits = jax.nn.log_softmax(hidden @ weights["out"])
             loss = loss - (jax.nn.one_hot(labels, 11) * logits).sum()  # nothing of -1
             ahead = self.shift(states, -depth, 0)
             hidden = jnp.tanh(jnp.concatenate([hidden, ahead], -1) @ weights["join"])
-        return loss
+        return jnp.asarray(loss)
 
 
 @pytest.mark.nightly(unless=["explicit-2d-chunks"])

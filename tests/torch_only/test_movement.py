@@ -192,7 +192,7 @@ class Sent(TorchDispatchMode):
     """Bytes of the messages that a block sends, but for the header of its one pass."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # as torch has it
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sent = -2048
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -340,8 +340,8 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, halo: Any, join: Any) -> Tensor:
         """Mix neighbours, three tokens back."""
         rows, documents = halo(self.before(x))
-        out: Tensor = self.behind(join(self.taps(rows, documents)).sin())
-        return out
+        mixed: Tensor = self.behind(join(self.taps(rows, documents)).sin())
+        return mixed
 
 
 def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
@@ -366,8 +366,8 @@ def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
             return rows, documents
 
         def run(x: Tensor, cp: Any = cp, mine: Any = mine, halo: Any = halo) -> Tensor:
-            out: Tensor = mine(x, halo, cp.join)
-            return out
+            result: Tensor = mine(x, halo, cp.join)
+            return result
 
         if compiled:
             out = torch.compile(run, backend="aot_eager", fullgraph=True)(cp.shard(x))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from ring_torch import ring_attention
 
@@ -37,7 +37,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _attend(*qkv: Tensor, **options: Any) -> Tensor:
-    return ring_attention(*qkv, **options)
+    out: Tensor = ring_attention(*qkv, **options)
+    return out
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -85,7 +85,7 @@ def check_call(
         v: ``[B, T_kv_local, K, Dv]``.
         options: All other options, as given.
         grad: True if there will be a backward; ``None`` asks the tensors.
-        bias_grad: True if the backward computes the bias's gradient; unused if ``grad`` is ``None``.
+        bias_grad: True if the backward computes the bias's gradient; without ``grad`` unused.
         check: ``(check_every, checked)`` of the call of which this is the backward; ``None`` asks
             the settings of :func:`ring_torch.check`.
 
