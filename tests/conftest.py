@@ -63,17 +63,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     For torch, start the process that ranks are forked from with all they import, once.
     """
-    backend, also = (
-        config.getoption("--backend"),
-        {"torch": "ring_torch.hf", "torch-triton": "triton"},
-    )
+    backend = config.getoption("--backend")
+    also = {
+        "torch": ("ring_torch.hf", "transformers.trainer", "peft"),
+        "torch-triton": ("triton",),
+    }
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
     if backend == "torch-triton":
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend in also and runs_tests and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED
 
-        multiprocessing.set_forkserver_preload([*PRELOADED, also[backend]])
+        multiprocessing.set_forkserver_preload([*PRELOADED, "pytest", *also[backend]])
         forkserver.ensure_running()
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.

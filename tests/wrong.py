@@ -42,6 +42,16 @@ SIZE: Values = {
     "array": np.array([8, 8]), "numpy float": np.float64(8), "huge": 2**70,
 }  # fmt: skip
 
+#: Values that are no number of steps, and none of rows.
+STEPS: Values = {n: x for n, x in SIZE.items() if n not in {"zero", "negative"}} | {"none": None}
+ROWS: Values = {n: x for n, x in SIZE.items() if n != "zero"} | {"none": None}
+
+#: Values that fill no row of floats.
+FILL: Values = {
+    "word": "0", "none": None, "list": [0], "array": np.zeros(2), "complex": 0.5j,
+    "too large": 10**400, "beyond half": 1e300,
+}  # fmt: skip
+
 #: Values that are no probability, scale or bound.
 REAL: Values = {
     "nan": NAN, "infinite": INF, "flag": True, "word": "0.5", "complex": 0.5j, "list": [0.5],
@@ -127,6 +137,7 @@ ALSO = {
     "cp_size": ("ranks",),
     "mask": ("cu_seqlens",),
     "name": ("layout", "hardware"),
+    "to": ("layout",),
 }
 
 

@@ -178,9 +178,12 @@ SUBJECTS: dict[str, Subject] = {
         program.remote_items, {"rank": 0, "step": 0}, {"rank": RANK, "step": RANK}
     ),
     "ring_core.gather_program": Subject(
-        gather_program, {"plan": plan, "rank": 0}, {"plan": PLAN, "rank": RANK, "own": FLAG}
+        gather_program, {"plan": plan, "rank": 0},
+        {"plan": PLAN, "rank": RANK, "own": FLAG, "splits": FLAG},
     ),
-    "ring_core.longest_gather": Subject(longest_gather, {"plan": plan}, {"plan": PLAN}),
+    "ring_core.longest_gather": Subject(
+        longest_gather, {"plan": plan}, {"plan": PLAN, "splits": FLAG}
+    ),
     "ring_core.RingProgram.table": Subject(program.table, {"step": 0}, {"step": RANK}),
     "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),

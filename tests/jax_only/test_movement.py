@@ -52,7 +52,7 @@ def local(function: Callable[..., Any], *, out: Any = ALONG) -> Callable[..., An
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=ALONG, out_specs=out))
 
 
-STEPS = (0, 1, -2, 17, -37, 60)
+STEPS = (1, -2, 17, 60)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

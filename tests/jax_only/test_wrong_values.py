@@ -10,7 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from wrong import NAME, OPTIONS, SIZE, Subject, Values, cases, forgotten, problems
+from wrong import (
+    FILL,
+    NAME,
+    OPTIONS,
+    ROWS,
+    SIZE,
+    STEPS,
+    Subject,
+    Values,
+    cases,
+    forgotten,
+    problems,
+)
 
 import ring_jax
 from ring_jax import ContextParallel, ring_attention
@@ -139,9 +151,49 @@ SUBJECTS: dict[str, Subject] = {
         )
         for call in (cp.shard, cp.unshard)
     },
+    "ring_jax.ContextParallel.shift": Subject(
+        cp.shift, {"x": zeros(Q, jnp.float16), "n": 1},
+        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},
+    ),
+    "ring_jax.ContextParallel.halo": Subject(
+        cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
+        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"]},
+    ),
+    "ring_jax.ContextParallel.join": Subject(
+        cp.join, {"y": zeros((8, 2, 4, 16))}, {"y": SHARD, "dim": DIM}
+    ),
+    "ring_jax.ContextParallel.relayout": Subject(
+        cp.relayout, {"x": zeros(Q), "to": "contiguous"},
+        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM},
+    ),
+    "ring_jax.shift": Subject(
+        ring_jax.shift, {"x": zeros(Q, jnp.float16), "n": 1, "axis_name": None},
+        {
+            "x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"],
+            "axis_name": AXIS, "layout": OPTIONS["layout"],
+        },
+    ),
+    "ring_jax.halo": Subject(
+        ring_jax.halo, {"x": zeros(Q), "left": 1, "right": 0, "axis_name": None},
+        {
+            "x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "axis_name": AXIS,
+            "cu_seqlens": OPTIONS["cu_seqlens"], "layout": OPTIONS["layout"],
+        },
+    ),
+    "ring_jax.join": Subject(
+        ring_jax.join, {"y": zeros(Q), "axis_name": None},
+        {"y": SHARD, "dim": DIM, "axis_name": AXIS, "layout": OPTIONS["layout"]},
+    ),
+    "ring_jax.relayout": Subject(
+        ring_jax.relayout, {"x": zeros(Q), "to": "contiguous", "axis_name": None},
+        {
+            "x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "axis_name": AXIS,
+            "layout": OPTIONS["layout"],
+        },
+    ),
 }  # fmt: skip
 #: Checked with ring_core; made by ours.
-ELSEWHERE = {"ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
+ELSEWHERE = {"ring_jax.Halo", "ring_jax.KernelConfig", "ring_jax.Mask", "ring_jax.Segments"}
 
 
 @pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))

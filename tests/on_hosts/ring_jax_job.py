@@ -78,12 +78,12 @@ def main() -> None:
         check = checks(mesh_of(jax.devices(), "cp"), 0)
         for step in range(100_000):
             check()
-            print("step", step, flush=True)  # noqa: T201 - what the job is followed by
+            print("step", step, flush=True)
     for data, (name, mesh, batch_axis) in enumerate(rings()):
         if jax.process_index() in {device.process_index for device in mesh.devices.flat}:
             checks(mesh, data, batch_axis)()
-        print("ring", name, flush=True)  # noqa: T201
-    print("equal", flush=True)  # noqa: T201
+        print("ring", name, flush=True)
+    print("equal", flush=True)
 
 
 if __name__ == "__main__":

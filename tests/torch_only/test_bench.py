@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,18 @@ def test_mistakes_about_rates(
     except SystemExit as stop:
         code = stop.code
     assert code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.nightly(unless=["bench"])
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_a_launcher_is_refused_once(command: str) -> None:
+    """Each process that torchrun starts would run the command: rank 0 says so, for all."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "ring_torch", command], capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.count(f"python -m ring_torch {command} starts its ranks itself") == 1
+    assert f"run `python -m ring_torch {command}` once" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ def errors(rank: int) -> list[tuple[bool, float]]:
     return [(bool(x.isfinite().all()), float((x - right).abs().max())) for x in others]
 
 
+@pytest.mark.nightly
 def test_alone_does_all_but_communicate() -> None:
     with LocalRanks(2) as ranks:
         for without, after in ranks.run(errors):

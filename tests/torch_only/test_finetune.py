@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from ring_torch.local import LocalRanks
 
 OPTIONS = [
-    "--steps=3", "--seq-len=301", "--layers=1", "--layout=contiguous", "--strategy=balanced",
+    "--device=cpu", "--steps=3", "--seq-len=301", "--layers=1", "--layout=contiguous", "--strategy=balanced",
 ]  # fmt: skip
 
 

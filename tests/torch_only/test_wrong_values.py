@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from wrong import FLAG, OPTIONS, REAL, SIZE, Subject, Values, cases, forgotten, problems
+from wrong import (
+    FILL,
+    FLAG,
+    OPTIONS,
+    REAL,
+    ROWS,
+    SIZE,
+    STEPS,
+    Subject,
+    Values,
+    cases,
+    forgotten,
+    problems,
+)
 
 import ring_torch
 from ring_core import ChunkLayout
@@ -167,9 +180,29 @@ SUBJECTS: dict[str, Subject] = {
             "cuda": FLAG,
         },
     ),
+    "ring_torch.ContextParallel.shift": Subject(
+        cp.shift, {"x": zeros(Q).half(), "n": 1},
+        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},
+    ),
+    "ring_torch.ContextParallel.halo": Subject(
+        cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
+        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"]},
+    ),
+    "ring_torch.ContextParallel.join": Subject(
+        cp.join, {"y": zeros(Q)}, {"y": SHARD, "dim": DIM}
+    ),
+    "ring_torch.ContextParallel.relayout": Subject(
+        cp.relayout, {"x": zeros(Q), "to": "contiguous"},
+        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM},
+    ),
 }  # fmt: skip
 #: Checked with ring_core; those of other libraries' names have tests of their own.
-ELSEWHERE = {"ring_torch.KernelConfig", "ring_torch.Mask", "ring_torch.support_matrix"}
+ELSEWHERE = {
+    "ring_torch.Halo",
+    "ring_torch.KernelConfig",
+    "ring_torch.Mask",
+    "ring_torch.support_matrix",
+}
 
 
 @pytest.mark.parametrize(("name", "argument"), cases(SUBJECTS))

@@ -192,3 +192,22 @@ def test_removal_gives_each_part_its_own_attention(attention: dict[str, str]) ->
     handle.remove()
     assert _names(model) == before
     assert copied.text_config._attn_implementation == "ring"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
+        ("LlavaForConditionalGeneration", "llava"),
+    ],
+)
+def test_towers_of_a_model_loaded_with_the_ring(name: str, kind: str) -> None:
+    model = compare.build(name, kind)
+    model.set_attn_implementation(hf.register())
+    model.config.vision_config._attn_implementation = "ring"
+    before = _names(model)
+    assert before == ["ring"] * 3
+    handle = hf.parallelize(model, ContextParallel())
+    assert _names(model) == ["ring", "ring", "sdpa"]
+    handle.remove()
+    assert _names(model) == before

@@ -209,6 +209,9 @@ def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
         assert exact, words
 
 
+@pytest.mark.nightly(
+    only=[f"aot graph of a product-{x}" for x in ("hessian", "jvp", "hvp", "accumulated", "vhp")]
+)
 @pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
 def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
     match = "UnsupportedError: .*second derivative.*create_graph"
@@ -217,6 +220,7 @@ def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) 
     _check_refused(pool, way, asked, match)
 
 
+@pytest.mark.nightly(only=[f"aot graph of a product-{x}" for x in ("jacobian", "vmap")])
 @pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
 def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
     match = "UnsupportedError: .*is_grads_batched"
@@ -229,6 +233,12 @@ def _allowed(_: int, way: Way, kind: str) -> bool:
     return way.is_exact(kind)
 
 
+@pytest.mark.nightly(
+    only=[
+        f"aot graph of a product-{x}"
+        for x in ("jacobian", "checkpoint", "reentrant", "vjp", "twice")
+    ]
+)
 @pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))
 def test_first_derivatives_are_exact(pool: LocalRanks, way: str, kind: str) -> None:
     assert pool.run(_allowed, WAYS[way], kind) == [True, True]

@@ -59,7 +59,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 4:
             raise ValueError(
-                f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {x.shape}"
+                f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape {tuple(x.shape)}"
             )
         if x.dtype not in FLOATS:
             raise ValueError(
@@ -263,7 +263,7 @@ def check_dense_mask(
         raise ValueError(
             f"mask must have shape [{length}, {kv_seq_len}] or [{batch} or 1, {heads} or 1, {length}, "
             f"{kv_seq_len}] (rows: this rank's queries in layout order; columns: all keys in natural "
-            f"order), got {mask.shape}{_key_mask_advice(mask.shape, batch)}"
+            f"order), got {tuple(mask.shape)}{_key_mask_advice(mask.shape, batch)}"
         )
     if mask.device != device:
         raise ValueError(f"mask is on {mask.device} and q on {device}; move it there")
@@ -299,7 +299,7 @@ def check_segment_ids(ids: Tensor, sizes: Sizes, side: str, device: str) -> None
         raise ValueError(f"segment_ids must be int32, got {ids.dtype} for the {side}")
     if ids.shape != (sizes.batch, length):
         raise ValueError(
-            f"segment_ids of the {side} must have shape [{sizes.batch}, {length}], got {ids.shape}"
+            f"segment_ids of the {side} must have shape [{sizes.batch}, {length}], got {tuple(ids.shape)}"
         )
     if ids.device != device:
         raise ValueError(f"segment_ids must be on {device} like q, got {ids.device}")
@@ -350,7 +350,7 @@ def _check_option(name: str, x: Tensor, device: str, fits: bool, shape: str) -> 
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {x.device}")
     if not fits:
-        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
 
 def _is_real(value: object) -> bool:

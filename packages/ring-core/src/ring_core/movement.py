@@ -425,7 +425,7 @@ def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
     whole = isinstance(low, int)
     fits = (
         isinstance(fill, int | float)
-        and (low <= fill <= high or (not whole and not is_finite(fill)))
+        and (low <= fill <= high or (isinstance(fill, float) and not is_finite(fill)))
         and not (whole and isinstance(fill, float))
     )
     if not fits:

@@ -185,7 +185,7 @@ class ContextParallel:
         lie as those that :meth:`halo` returns.
         """
         self._check_not_in_shard_map()
-        dim = movement.check_dim(y, dim)
+        dim = movement.check_dim(y, dim, "y")
         movement.check_rows(y, dim, self.layout, self.cp_size, self.cp_size)
         parts = list(self._spec(y, 0))
         batch = axes_along(y, self.mesh, 0, self.axis_name) if self._is_explicit else None

@@ -145,7 +145,7 @@ def join(
         UnsupportedError: The layout is ``striped``.
     """
     size = axis_size(axis_name)
-    dim = check_dim(y, dim)
+    dim = check_dim(y, dim, "y")
     runs = check_rows(y, dim, layout, size, 1)
     if dim == 0:
         return y.reshape((-1, *y.shape[2:]))
@@ -200,16 +200,16 @@ def check_shift(x: Array, n: object, fill: object) -> None:
     check_fill(fill, str(x.dtype), low, high)
 
 
-def check_dim(x: Array, dim: object) -> int:
-    """Check that ``dim`` is a dimension of the array ``x``, and return it, not negative.
+def check_dim(x: Array, dim: object, name: str = "x") -> int:
+    """Check that ``dim`` is a dimension of an array, and return it, not negative.
 
     Raises:
         ValueError: It is not.
     """
-    described_as("x", x)
+    described_as(name, x)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+            f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
     return dim % x.ndim
 

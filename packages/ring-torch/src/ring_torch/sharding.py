@@ -226,17 +226,17 @@ class _Unshard(torch.autograd.Function):
 _unshard = torch.compiler.disable(_Unshard.apply)
 
 
-def check_dim(x: object, dim: object) -> None:
-    """Check that ``dim`` is a dimension of the tensor ``x``.
+def check_dim(x: object, dim: object, name: str = "x") -> None:
+    """Check that ``dim`` is a dimension of the tensor ``x``, the argument of that ``name``.
 
     Raises:
         ValueError: It is not.
     """
     if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"dim must be a dimension of x, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
+            f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
 
 

@@ -319,13 +319,21 @@ def _split_module(model: nn.Module) -> nn.Module:
 def _set_ring_attention(model: Any) -> Callable[[], object]:
     """Set ring attention on the model, unless it has it; return a function that sets its own back.
 
-    Towers for images or sound get whole inputs on every rank, and keep their attention.
+    Towers for images or sound get whole inputs on every rank. They keep their attention, or get
+    that of :func:`_whole_attention` if it is a ring's.
 
     Raises:
         UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
     """
     if is_ring(_attention_of(model)):
-        return lambda: None
+        # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
+        with_ring = [
+            x for x in towers(model)
+            if is_ring(_attention_of(x)) and x.config is not model.config
+        ]  # fmt: skip
+        tower_attention = [(x.config, _attention_of(x)) for x in with_ring]
+        _set_attention((x.config, _whole_attention(x)) for x in with_ring)
+        return partial(_set_attention, tower_attention)
     attention_before = [
         (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
         for config in _configs(model)
@@ -346,6 +354,11 @@ def _set_ring_attention(model: Any) -> Callable[[], object]:
         [(config, name) for config, name in tower_attention if config is not model.config]
     )
     return partial(_set_attention, attention_before)
+
+
+def _whole_attention(tower: Any) -> str:
+    """Return the attention that transformers gives such a model by default: sdpa where it can."""
+    return "sdpa" if tower._supports_sdpa else "eager"  # noqa: SLF001 - it has no other name
 
 
 def _configs(model: Any) -> Iterator[Any]:

@@ -88,7 +88,7 @@ def relayout(
 
 def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
     """Return the rows of all runs ``[B * R, ..., L, ...]`` as ``[B, ..., R * L, ...]``; a view."""
-    check_dim(y, dim)
+    check_dim(y, dim, "y")
     check_consecutive(layout, size)
     dim, runs = dim % y.ndim, runs_a_rank(layout, size)
     if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs):
