@@ -95,6 +95,8 @@ class DirectKernel:
 
         It is ``None`` if none was made, and where kernels are not launched directly.
         """
+        if not self._is_direct:
+            return None
         device = torch.cuda.current_device()
         key, values = _key_and_values(device, arguments, options)
         compiled = self._compiled.get(key)
