@@ -116,8 +116,11 @@ class ExchangeState:
 
     def keep(self, key: object, launch: object) -> None:
         """Keep a launch for later passes with the same key, unless it is ``None``."""
-        if launch is not None:
-            self._prepared[key] = launch
+        if launch is None:
+            return
+        if len(self._prepared) > _MOST_TABLES:
+            self._prepared.clear()
+        self._prepared[key] = launch
 
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
