@@ -395,9 +395,9 @@ def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     """Return the bytes a rank needs beyond the caller's tensors, in the larger of the two passes.
 
     Forward, two K/V slots and out in float32; backward, two K/V slots, dQ and three times dK/dV
-    (the sum, what the step adds, what arrives) in float32. Where steps are offloaded, forward adds a
-    slot for another rank's q and its float32 out, backward one for its q, dO and float32 dQ. A
-    single live step moves nothing: it needs no slots, and dK/dV once.
+    (the sum, what the step adds, what arrives) in float32. Where steps are offloaded, the forward
+    adds a slot for another rank's q and its float32 out, the backward one for its q, dO and float32
+    dQ. A single live step moves nothing: it needs no slots, and dK/dV once.
     """
     rows, kv = _rows(program.plan, model)
     has_offload = any(step.offload != "none" for step in program.steps)
