@@ -143,6 +143,16 @@ def test_derivatives_and_transforms(name: str) -> None:
     np.testing.assert_array_equal(scanned, jnp.stack([moved, of_tangent]))
 
 
+def test_gradients_of_rows_that_are_sent_twice_may_not_race() -> None:
+    """A GPU adds up the gradients of unique rows without atomic operations."""
+    halo = local(movements("zigzag")["halo"], out=P("cp"))
+    x = numbers(0, 2, T, 3)
+    backward = str(jax.make_jaxpr(jax.grad(lambda x: halo(x).sum()))(x))
+    assert "scatter-add" in backward
+    for scatter in backward.split("scatter-add")[1:]:
+        assert "unique_indices=True" not in scatter.partition("]")[0]
+
+
 def sent(jaxpr: Any) -> int:
     """Rows that a program's messages hold, over all devices."""
     rows = 0

@@ -55,6 +55,8 @@ def shift(
     number = ranks.next_call()
     check_dim(x, dim)
     check_shift(x, n, fill)
+    # 0, 0.0 and False are equal keys, but not equal texts of a call.
+    fill = float(fill) if x.is_floating_point() or x.is_complex() else int(fill)
     kind = ShiftMove(sharding.layout, int(n), fill, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number)
 

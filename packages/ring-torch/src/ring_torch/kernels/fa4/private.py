@@ -578,6 +578,7 @@ def accumulate_all(
     dq_sums = _empty(q, (run_batch, heads, padded * functions.dim))
     delta, lse_log2 = _empty(q, (2, run_batch, heads, padded)).unbind()
     # Libraries misread lse if it is not contiguous.
+    lse = lse.contiguous()
     if runs > 1:
         lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
     dq = dq.view(shape)
