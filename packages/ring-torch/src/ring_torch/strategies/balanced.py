@@ -229,7 +229,7 @@ class Balanced(Strategy):
             remote.compute_pieces(pieces, differentiate)
             # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
             key_grads.hop(step)
-            # The next step reads the K/V that arrived; `held` is sent, and not used any more.
+            # The next step reads the K/V that arrived, or `held` again if none were to come.
             transfer.wait()
             held = arriving
         # dQ of the last step's helpers may still be on its way.

@@ -143,7 +143,7 @@ class Sample(NamedTuple):
         """Return the softmax-weighted means of this rank's sampled queries: exact, plain.
 
         They are means over the keys of all ranks, sinks included: of V, which is the output, or
-        with ``dout`` of the two terms whose difference is dQ; see :func:`query_means`.
+        with ``dout`` the two means that dQ is made of; see :func:`query_means`.
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         rows = self.local_rows("queries")

@@ -87,7 +87,7 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
 def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     """Return segment ids from an ``attention_mask`` that numbers documents; ``None`` for others.
 
-    A mask that was read, and one of ones alone, is removed from the batch.
+    A mask that numbers documents, or that has only ones, is removed from the batch.
     """
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
