@@ -1,8 +1,8 @@
 """Autograd function of a call, and its forward and backward pass.
 
-A strategy moves the tensors and launches the kernels. What every strategy needs is here: strides,
-dtypes, the current device, the shift of a bias, gradients of sinks, errors of peers and the check of
-results.
+A strategy moves the tensors and launches the kernels. This module has what all strategies need:
+strides, dtypes, the current device, the shift of a bias, gradients of sinks, errors of peers and
+the check of results.
 """
 
 from __future__ import annotations

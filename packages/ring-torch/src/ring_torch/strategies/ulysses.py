@@ -107,8 +107,8 @@ class Ulysses(Strategy):
     def visible_pairs(self, call: Call) -> float:
         """Return the (query, key) pairs that a rank computes, per query head of the call.
 
-        A rank computes all ranks' pairs for ``H / P`` heads. Divided by ``H`` heads that is the mean
-        of the ranks' pairs.
+        A rank computes the pairs of all ranks for ``H / P`` heads. Divided by ``H`` that is the
+        mean over ranks.
         """
         return float(call.program.work().sum(axis=0).mean())
 
