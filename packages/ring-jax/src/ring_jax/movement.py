@@ -204,7 +204,7 @@ def check_dim(x: Array, dim: object, name: str = "x") -> int:
     """Check that ``dim`` is a dimension of an array, and return it, not negative.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no dimension of ``x``.
     """
     described_as(name, x)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:

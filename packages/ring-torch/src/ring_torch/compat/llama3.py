@@ -312,7 +312,7 @@ def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Check that offsets are those of ``local_k_slice``.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are those of another slice.
     """
     offsets = tuple(tensor.tolist()) if isinstance(tensor, Tensor) and tensor.ndim == 1 else tensor
     if offsets != expected:

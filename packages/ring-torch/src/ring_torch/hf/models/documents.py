@@ -61,7 +61,7 @@ def check_positions(segments: Ints, positions: Ints) -> None:
     """Refuse position ids that do not grow by one within a document.
 
     Raises:
-        ValueError: They do not.
+        ValueError: Position ids start again inside a document.
     """
     same = np.diff(segments, axis=1) == 0
     if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[same].any():
