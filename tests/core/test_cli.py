@@ -80,7 +80,7 @@ def test_table_of_layouts(capsys: pytest.CaptureFixture[str]) -> None:
         ["chunks/ring", "1.000", "1.000", "4", "of", "4", "0", "3"],
     ]
     assert re.split("  +", rows[0]) == [
-        "layout/strategy", "imbalance", "imbalance by step", "steps with work", "helped steps",
+        "layout/strategy", "imbalance", "imbalance by step", "steps with work", "offloaded steps",
         "K/V messages",
     ]  # fmt: skip
     assert rows[6].startswith("imbalance is the busiest rank's")

@@ -138,7 +138,7 @@ imbalance          1.000  busiest rank's (query, key) pairs over the mean
 imbalance by step  1.000  the same if ranks wait for each other after each step
 steps with work    2 of 2; others are skipped
 K/V messages       1 per rank in the forward
-helped steps       1: queries travel to idle ranks, results travel back"""
+offloaded steps    1: queries travel to idle ranks, results travel back"""
 
 
 def test_describe_says_it_all() -> None:

@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "alibi": (
         "BloomForCausalLM", "bloom", "right",
-        lambda: changed(wiring, "_step", lambda slopes: slopes / 2),
+        lambda: changed(wiring, "_slopes_from_pair", lambda slopes: slopes / 2),
         "transformer.h.0.self_attention (BloomAttention)",
     ),
     "positions": (

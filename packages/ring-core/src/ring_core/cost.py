@@ -210,7 +210,7 @@ def estimate(
     kernels are hidden under that stage, those that start after them under the next; what goes to
     helping ranks before the first stage, or home after the last, under nothing.
 
-    Helped steps are taken as if a rank sent all its queries and also helped another with all of
+    Offloaded steps are taken as if a rank sent all its queries and also helped another with all of
     its own: an upper bound, since ranks do one or the other, often with a part of the queries.
 
     Args:
@@ -395,9 +395,9 @@ def _memory(program: RingProgram, model: Model, backward: bool) -> int:
     """Return the bytes a rank needs beyond the caller's tensors, in the larger of the two passes.
 
     Forward, two K/V slots and out in float32; backward, two K/V slots, dQ and three times dK/dV
-    (the sum, what the step adds, what arrives) in float32. Where steps are helped, forward adds a
-    slot for another rank's q and its float32 out, backward one for its q, dO and float32 dQ. A
-    single live step moves nothing: it needs no slots, and dK/dV once.
+    (the sum, what the step adds, what arrives) in float32. Where steps are offloaded, the forward
+    adds a slot for another rank's q and its float32 out, the backward one for its q, dO and float32
+    dQ. A single live step moves nothing: it needs no slots, and dK/dV once.
     """
     rows, kv = _rows(program.plan, model)
     has_offload = any(step.offload != "none" for step in program.steps)

@@ -2,7 +2,7 @@
 
 In a step with shift ``s`` rank ``r`` works with the K/V of rank ``r - s``. Steps in which no rank
 has anything to compute are left out; the others are the *live* steps. In the ``balanced`` strategy
-some steps are *helped*: a rank sends queries to a rank with less to do, which computes for them
+some steps are *offloaded*: a rank sends queries to a rank with less to do, which computes for them
 with its own K/V and sends the results back.
 
 Executors differ (streams, barriers, a loop over ranks in one process); the order does not, and it
@@ -337,11 +337,11 @@ def step_rows(
         offload: The kind of offload of the step.
         geometry: That of the plan.
         ranks: Ranks that compute.
-        kv_ranks: For each of them the rank whose K/V, and helped queries, it works with.
+        kv_ranks: For each of them the rank whose K/V, and offloaded queries, it works with.
 
     Returns:
         Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
-        ``ranks``' keys, or ``None`` where nobody is helped.
+        ``ranks``' keys, or ``None`` where nothing is offloaded.
     """
     if offload == "half":
         return geometry.rows(ranks, kv_ranks, half=0), geometry.rows(kv_ranks, ranks, half=1)
@@ -386,7 +386,7 @@ def _balanced_steps(
                 yield Step(shift, "mirror"), own[n] + mirrored[n]
             else:
                 yield Step(shift), own[n]
-                # ``mirrored[n][r]`` is the work of rank ``r - shift`` when it is not helped.
+                # ``mirrored[n][r]`` is the work of rank ``r - shift`` when it is not offloaded.
                 yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
 
 

@@ -180,8 +180,8 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
 #: Explains the columns of :func:`_layout_table`.
 _COLUMNS = """\
 imbalance is the busiest rank's (query, key) pairs over the mean; by step, if ranks wait for each
-other after each step. In helped steps ranks compute for others. K/V messages are those that each
-rank sends in the forward."""
+other after each step. In offloaded steps ranks also compute for others. K/V messages are those
+that each rank sends in the forward."""
 
 #: Explains the columns of :func:`_cost_table`.
 _COST_COLUMNS = """\
@@ -206,7 +206,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
         "imbalance",
         "imbalance by step",
         "steps with work",
-        "helped steps",
+        "offloaded steps",
         "K/V messages",
     )
     rows: list[tuple[str, ...]] = []

@@ -176,6 +176,6 @@ def _figure_lines(program: RingProgram) -> list[str]:
     ]
     if num_offloaded:
         lines.append(
-            f"helped steps       {num_offloaded}: queries travel to idle ranks, results travel back"
+            f"offloaded steps    {num_offloaded}: queries travel to idle ranks, results travel back"
         )
     return lines
