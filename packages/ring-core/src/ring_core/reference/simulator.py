@@ -179,7 +179,7 @@ def run(
         dropout_seed,
         precision,
     )
-    # What overflows or is not finite shows in the results, as in those of the oracle.
+    # Overflows and numbers that are not finite show in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return _results(program, inputs, params, upstream)
 

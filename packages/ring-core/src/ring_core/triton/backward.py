@@ -5,7 +5,7 @@ dV, which takes seven matrix products per block; or the second adds to dQ as wel
 but in an order that differs from run to run. The gradient of a bias has a kernel of its own.
 """
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

@@ -13,7 +13,7 @@ finishes a tile last writes the sum.
 """
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

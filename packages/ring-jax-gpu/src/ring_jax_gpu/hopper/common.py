@@ -1,7 +1,7 @@
 """Parts that both kernels for Hopper share: their constants, and the blocks of a work item."""
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

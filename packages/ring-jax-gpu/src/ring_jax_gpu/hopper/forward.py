@@ -16,7 +16,7 @@ Arrays lie in memory as users pass them, ``[B, T, H, D]``, here ``[B * T, H * D]
 """
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

@@ -322,7 +322,7 @@ def _attend_row_block(
         scores, _, visible = blocks.scores(q, k, bounds, i, j)
         new_max = jnp.maximum(row_max, scores.max(axis=-1))
         safe = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-        # What was accumulated is rescaled to the new maximum, then this block is added.
+        # Rescale the accumulated sums to the new maximum, then add this block.
         shrink, weights = jnp.exp(row_max - safe), jnp.exp(scores - safe[..., None])
         total = total * shrink + weights.sum(axis=-1)
         factor = blocks.dropout_factor(i, j)

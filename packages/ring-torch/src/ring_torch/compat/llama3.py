@@ -92,7 +92,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return prepared
 
 
-# It reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
+# This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
 # function, as torch.compile ignores it on the function that it is given itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _prepare_on_host(

@@ -293,7 +293,7 @@ def _add_peers(
         inside = index < size
         dst = total + tl.multiple_of(tl.load(row), 4) + index
         x = tl.load(dst, mask=inside)
-        # In the table's order, so that sums are repeatable. An address of 0 loads nothing.
+        # Add in the table's order, so that sums repeat bit for bit. An address of 0 loads nothing.
         for n in tl.static_range(PARTS):
             address = tl.load(row + 2 + n)
             peer_sums = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)

@@ -130,8 +130,8 @@ class Messages:
         requests = requests_to(
             self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
         )
-        # From each peer the sums over what it fetched here, into staging tensors: several peers may
-        # have fetched the same keys.
+        # Receive from each peer the sums for the keys that it fetched here, into staging tensors:
+        # several peers may have fetched the same keys.
         staged = [staging_for(sums, grads, fetch) for _, fetch in requests]
         receives = [
             (block, peer)
