@@ -283,7 +283,8 @@ def _moved(
     for hop in hops(movement, layout.cp_size):
         # Each device picks what it sends over this distance, up to the longest message ...
         read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
-        message = rows.at[read].get(mode="fill", fill_value=0, unique_indices=True)
+        # In the backward rows that were sent twice are added up, so a halo's are not unique.
+        message = rows.at[read].get(mode="fill", fill_value=0, unique_indices=not movement.repeats)
         # ... and sends it, cut where shorter messages end. A device that receives a message writes
         # its rows to their places; rows that only fill it up have numbers beyond the end, and are
         # dropped. Over distance 0 a device keeps its own rows, and nothing is sent.

@@ -273,7 +273,8 @@ def _check_on_stream(
 def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
     """Return True if a peer's header, of either kind, is of the same call."""
     if peer_header.kind == _COMPARED:
-        return peer_header.digest == signature.for_call(own_header.number, own_header.seed)
+        digest = signature.as_int64(own_header.number, own_header.seed)
+        return peer_header.digest == digest.to_bytes(_WORD_BYTES, "little", signed=True)
     return peer_header[:4] == own_header[:4]
 
 

@@ -91,7 +91,7 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
     check_dim(y, dim, "y")
     check_consecutive(layout, size)
     dim, runs = dim % y.ndim, runs_a_rank(layout, size)
-    if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs):
+    if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs) or y.ndim < 2:
         raise ValueError(
             f"y must have a row for each of the {runs} runs that a rank holds in the {layout} layout "
             f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "

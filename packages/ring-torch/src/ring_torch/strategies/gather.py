@@ -138,13 +138,16 @@ class Gather(Strategy):
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks)
         if (launches := self.launches.forward.get(key)) is not None:
-            (arriving,) = session.fetch(gather, inputs)
-            k, v = keys.split(arriving.tensors[0])
-            launches.run(inputs.q, k, v, state, sinks, arriving.wait)
-            arriving.wait(None)
+            saved: Saved = ()
+            # A single group; the session goes on behind its launches, as sessions ask.
+            for arriving in session.fetch(gather, inputs):
+                k, v = keys.split(arriving.tensors[0])
+                launches.run(inputs.q, k, v, state, sinks, arriving.wait)
+                arriving.wait(None)
+                saved = tuple(arriving.tensors)
             if call.params.needs_lse:
                 call.kernel.mark_nonfinite(state.lse)
-            return state, tuple(arriving.tensors) if self._saves(call, keys) else ()
+            return state, saved if self._saves(call, keys) else ()
         if sinks is not None:
             call = call._replace(params=replace(call.params, sinks=sinks))
         rows = call.rows(inputs)
@@ -263,7 +266,9 @@ class Gather(Strategy):
         """Run a backward by prepared launches: one group of heads, all work over the buffer."""
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
-        dq, dk, dv = _dq(call, gather, q), torch.empty_like(k), torch.empty_like(v)
+        dq = _dq(call, gather, q)
+        # Contiguous, whatever the strides of k and v: launches that round go by tokens.
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         if saved:
             kv = saved[0]
         else:
