@@ -31,7 +31,7 @@ def signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> st
 
 
 def declarations(node: Documented, indent: str = "") -> Iterator[Line]:
-    """Yield the docstrings, signatures and fields in `node`, each with its line number."""
+    """Yield the docstrings, signatures and fields in ``node``, each with its line number."""
     docstring = ast.get_docstring(node)
     if docstring is not None:
         shown = docstring.replace("\n", "\n" + " " * 6 + indent)
