@@ -211,7 +211,7 @@ class StepRunner:
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
     def return_to_owner[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
-        """Send a helper's results back to the rank whose queries they are of.
+        """Send a helper's results back to the rank whose queries they belong to.
 
         Returns:
             What this device's own helper computed; the identity on a rank that nobody helped.

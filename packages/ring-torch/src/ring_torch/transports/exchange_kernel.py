@@ -263,7 +263,8 @@ def _exchange_keys(
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
-    # Only then may this rank, and kernels behind this one, write into memory that peers read.
+    """Wait until all ranks have finished reading the last exchange, then write zeros."""
+    # Only then may this rank, and kernels after this one, write into memory that peers read.
     _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
     step = tl.num_programs(0) * NUMBERS
     for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, numel, step):

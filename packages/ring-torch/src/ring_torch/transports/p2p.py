@@ -120,7 +120,7 @@ class Messages:
         """Start the messages of :meth:`fetch` in the other direction, with gradients."""
         del group, overlapped  # messages are matched by their order, and always run beside kernels
         ring = self.spec.ranks
-        # To each owner the sums over its keys: views of `grads` where those are contiguous.
+        # Send each owner the sums for its keys: views of `grads` where those are contiguous.
         sends = [
             (block.contiguous(), fetch.rank)
             for fetch in some_fetches(gather, before_last_item)
