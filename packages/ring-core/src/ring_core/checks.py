@@ -196,7 +196,7 @@ def check_seed(dropout_seed: int | None) -> None:
     """Check that dropout's seed is an integer in ``[0, 2**64)``; traced ones are checked elsewhere.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no integer, or outside of this range.
     """
     if dropout_seed is not None and (
         not isinstance(dropout_seed, int)

@@ -217,7 +217,7 @@ class Movement:
         peers = self.source.rank[wanted.b]
         unpack, received = _by_peer(landing, peers, peers != rank)
         local, _ = _by_peer(landing, peers, peers == rank)
-        # In a buffer the rows of all slices lie one behind the other.
+        # In a buffer the slices' rows follow one another without gaps.
         pack = pack._replace(target=_offsets(pack.length), target_step=1)
         unpack = unpack._replace(source=_offsets(unpack.length), source_step=1)
         return Exchange(local, pack, unpack, sent, received)

@@ -29,8 +29,8 @@ _FEW, _PER_TERM = 4, 16
 # Where a sum has few entries, those of the plain implementation may cancel by chance, and twice its
 # error is no bound. So many units of the root of their squares are: seven standard deviations.
 _PER_ROUNDING = 2
-# What is smaller may be rounded to zero: numbers below the smallest normal one, of float16 below
-# some of the smallest there are.
+# Smaller numbers may be rounded to zero: those below the smallest normal number, in float16 those
+# below a few of the smallest subnormal numbers.
 _LEAST = {"float64": 2.0**-1022, "float32": 2.0**-126, "float16": 2.0**-22, "bfloat16": 2.0**-126}
 
 Kind = Literal["queries", "keys"]

@@ -1,4 +1,4 @@
-"""``triton``: flash attention kernels for NVIDIA GPUs."""
+"""Kernel ``triton``: flash attention for NVIDIA GPUs, with tensors padded to fast head dims."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ class TritonKernel(Kernel):
             state = self.attend_into(*padded, work, into)
             return state._replace(out=state.out[..., : dims.v])
         dtype, before = into.out.dtype, None
-        # The last launch of a call may write the inputs' dtype. It then reads the accumulator from
-        # `before`. Sinks rescale the result later, so with them it is rounded only after that.
+        # The last launch of a call may write its result in the inputs' dtype. It then reads what
+        # earlier launches accumulated from `before`, in the wider dtype. Sinks rescale the result
+        # later, so with them it is rounded only after that.
         if spec.is_final and not spec.call.has_sinks and rows.q.dtype != dtype:
             before = None if spec.overwrite else into.out
             into = into._replace(out=into.out.astype(rows.q.dtype))
@@ -105,7 +106,7 @@ class TritonKernel(Kernel):
             return crop_grads(dims, fast, self.grads_into(*padded, upstream, work, into))
         step = self._step_work(spec, rows, columns, work)
         (dq, dkv, dbias), fused = into, call.config.fused_backward
-        # Nothing is added to dK/dV of a single step later, so they may have the inputs' dtype.
+        # If there is one step, nothing is added to its dK/dV: they may have the inputs' dtype.
         dtype = rows.q.dtype if _is_single_step(call.program.backward) else dkv.dtype
         key_grads = step.split_kv(dkv.astype(dtype), "dk", "dv")
         on_hopper = fused is None and not call.deterministic and step.on_hopper
@@ -119,6 +120,7 @@ class TritonKernel(Kernel):
     def _step_work(
         self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, work: ItemTable
     ) -> StepWork:
+        """Return the launcher of a step's Triton kernels over these rows, columns and items."""
         separate_kv = _is_single_step(spec.call.program.forward)
         return StepWork(spec, rows, columns, work, separate_kv, self.blocks, self.roles)
 

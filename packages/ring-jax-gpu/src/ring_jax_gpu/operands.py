@@ -147,6 +147,7 @@ class StepWork:
         )  # fmt: skip
 
     def _choose_blocks(self, name: Pass) -> Blocks:
+        """Return the block sizes of a kernel for this step."""
         per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
         return choose_blocks(
             self.call.config, name, max(self.call.head_dim, self._v_dim),
@@ -232,6 +233,7 @@ class StepWork:
 
     @property
     def _v_dim(self) -> int:
+        """Head dim of the values."""
         return self.columns.kv.shape[3] - self.call.head_dim
 
     @property

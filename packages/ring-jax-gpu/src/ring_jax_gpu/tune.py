@@ -77,6 +77,7 @@ def _tune_table(options: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
+    """Read a positive integer of the command line."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
     return number
@@ -217,6 +218,7 @@ def _seconds(run: Callable[[], Any], rounds: int) -> float:
 
 
 def _described(row: Row) -> str:
+    """Describe the block sizes, warps and stages of a row."""
     return f"{row.q} x {row.k}, {row.warps} warps, {row.stages} stages"
 
 

@@ -57,4 +57,5 @@ def set_xla_flags() -> dict[str, str]:
 
 
 def _written(flags: dict[str, str]) -> str:
+    """Return flags as ``XLA_FLAGS`` holds them."""
     return " ".join(f"--{name}={value}" for name, value in flags.items())

@@ -62,7 +62,7 @@ class DqPipeline(NamedTuple):
         slot = self.slot[0]
         next_slot = lax.rem(slot + 1, _SLOTS)
 
-        # Not read ahead: a write of this very block may be in flight, so wait for all of them.
+        # The block was not read ahead. A write of it may be in flight, so wait for all writes.
         @pl.when(self.prefetched[0] != block.name)
         def _read_now() -> None:
             self.finish_writes(block)

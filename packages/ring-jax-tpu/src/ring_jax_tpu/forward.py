@@ -120,7 +120,7 @@ def _merge_part(
     old_max = row_max[:, q_slice]
     new_max = jnp.maximum(old_max, scores.max(axis=0, keepdims=True))
     safe = new_max if visible is None else jnp.where(new_max == -jnp.inf, 0.0, new_max)
-    # What was accumulated is rescaled to the new maximum, then this part is added.
+    # Rescale the accumulated sums to the new maximum, then add this part.
     shrink, weights = jnp.exp2(old_max - safe), jnp.exp2(scores - safe)
     row_max[:, q_slice] = new_max
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)

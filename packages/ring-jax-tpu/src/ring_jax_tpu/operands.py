@@ -155,9 +155,10 @@ class Launch:
         return cls(generation, consts, shape, blocks, kinds, scalars, operands)
 
     def nan_safe_for(self, rows: Array, columns: Array) -> Launch:
-        """Return the launch with blocks marked whose NaN and infinities must not leak.
+        """Return the launch with the blocks marked whose NaN and infinities are to be kept apart.
 
-        ``rows`` and ``columns`` are the queries and keys with such numbers, bool ``[B, T]``.
+        There kernels keep such numbers from tokens that do not see them. ``rows`` and ``columns``
+        are the queries and keys that have some, bool ``[B, T]``.
         """
         kinds = with_nonfinite(
             self.kinds, rows, columns, self.blocks, has_bias=self.operands.bias is not None
@@ -195,6 +196,7 @@ class Launch:
         dropout_shapes: tuple[Any, ...] = () if self.scalars.dropout is None else (flags,)
 
         def body(scalars: ScalarOperands, operands: Operands, *refs: Any) -> None:
+            """Run the kernel at one step of the grid, on the blocks that Pallas has fetched."""
             ids = [pl.program_id(axis) for axis in range(len(grid.sizes))]
             dropout_scratch, refs = (refs[-1], refs[:-1]) if dropout_shapes else (None, refs)
             tile = Tile(
@@ -221,6 +223,7 @@ class Launch:
             words: Array, steps: Array | int | None, scalars: ScalarOperands, operands: Operands,
             extra: Any, into: Any,
         ) -> Any:  # fmt: skip
+            """Launch the kernel over the visits listed in ``words``; update ``into`` in place."""
             scalars = scalars._replace(block_index=words.reshape(-1))
             num_steps = 1 if steps is None else steps
             results: tuple[Any] = pl.pallas_call(
@@ -246,6 +249,7 @@ class Launch:
             return results[0]
 
         def launch_pieces(lists: Array, steps: Array | None, *arrays: Any) -> Any:
+            """Launch the kernel once, or once for each piece of a walk with too long a list."""
             if walk.pieces == 1:
                 return launch(lists, steps, *arrays)
             scalars, operands, extra, into = arrays
@@ -381,7 +385,8 @@ def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
     """Return the grid of all visits for each K/V head of ``[B, K, ...]``.
 
     Each visit is repeated for all query heads of the group, so that their dK and dV are added up
-    on chip: the first visit is that of the first head, the last that of the last one.
+    on chip. For a block of keys the sums begin with the first head of its first visit, and are
+    written after the last head of its last.
     """
 
     def point(

@@ -54,6 +54,7 @@ def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
     positions = local_positions(call.plan.q_layout, rank) + call.plan.q_offset
 
     def fill_rows(n: Array, shift: Array) -> Array:
+        """Return the shifts with those of the ``n``-th piece of rows filled in."""
         # The last piece is moved back to lie inside; rows that it shares with the piece before
         # are computed twice, with the same result.
         start = jnp.minimum(n * size, length - size)

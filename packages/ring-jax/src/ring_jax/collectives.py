@@ -31,13 +31,15 @@ permute_p = Primitive("ring_permute")
 def permute(x: Array, layout: Layout, dim: int, *, inverse: bool = False) -> Array:
     """Put the tokens along a dimension in the layout's order, or back in natural order.
 
-    A primitive of its own, as its transpose is the inverse permutation: that of ``jnp.take`` is a
-    scatter, which is slow and, with explicit axes, needs the mesh of the program around it.
+    It is a primitive of its own, so that its transpose is the inverse permutation. The transpose of
+    ``jnp.take`` is a scatter, which is slow and, with explicit axes, needs the mesh of the program
+    around it.
     """
     return cast("Array", permute_p.bind(x, layout=layout, dim=dim % x.ndim, inverse=inverse))
 
 
 def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
+    """Concatenate the tokens of rank 0, rank 1 and so on along the dimension, or undo that."""
     order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
     return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
 
@@ -45,12 +47,14 @@ def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
 def _permute_transpose(
     gradient: Array, _: Array, *, layout: Layout, dim: int, inverse: bool
 ) -> list[Array]:
+    """Move gradients back, by the inverse permutation."""
     return [permute(gradient, layout, dim, inverse=not inverse)]
 
 
 def _permute_batched(
     args: tuple[Array], dims: tuple[int], *, layout: Layout, dim: int, inverse: bool
 ) -> tuple[Array, int]:
+    """Permute all of a batch at once; a batch dimension before ``dim`` shifts it by one."""
     (x,), (batch_dim,) = args, dims
     return permute(x, layout, dim + (batch_dim <= dim), inverse=inverse), batch_dim
 
@@ -78,7 +82,7 @@ def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
 
 
 def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
-    """Return ``spec`` with the unsharded ones of ``dims`` left unconstrained."""
+    """Return ``spec`` with those of ``dims`` unconstrained that it does not shard."""
     return PartitionSpec(*(
         PartitionSpec.UNCONSTRAINED if dim in dims and part is None and x.shape[dim] > 1 else part
         for dim, part in enumerate(spec)
@@ -109,7 +113,8 @@ def size_of(mesh: AnyMesh, axes: Axes) -> int:
 def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
     """Return the entry of the partition spec of each dimension.
 
-    Of a traced array on auto axes only the compiler knows them: all are unconstrained.
+    If the array is traced and no axis is explicit, only the compiler knows them, and all are
+    returned as unconstrained.
     """
     traced = isinstance(x, jax.core.Tracer)
     if traced and AxisType.Explicit not in mesh.axis_types:
@@ -186,6 +191,7 @@ def varying_axes(arrays: Any) -> frozenset[Any]:
 
 
 def _varying(x: Array) -> frozenset[Any]:
+    """Return the mesh axes over which an array varies, by the name that this JAX has for them."""
     kind: Any = jax.typeof(x)
     return cast(
         "frozenset[Any]", kind.mat.varying if hasattr(kind, "mat") else kind.vma
@@ -202,7 +208,7 @@ def overlap[*Ts](*values: *Ts) -> tuple[*Ts]:
 
 
 def order_after[M](moved: M, results: Any) -> M:
-    """Return ``moved``, one element of each seeming to depend on a kernel's results, on TPUs only.
+    """Return ``moved``, and on TPUs make one element of each seem to depend on a kernel's results.
 
     XLA can be told to remove barriers there (``xla_tpu_aggressive_opt_barrier_removal``); this
     dependency stays. For GPUs barriers last until everything is scheduled, and a dependency would
@@ -215,6 +221,7 @@ def order_after[M](moved: M, results: Any) -> M:
 
 
 def _order_after[M](moved: M, results: Any) -> M:
+    """Make the first element of each array depend on a condition that is never true."""
     never = _opaque_false(results)
     if never is None:
         return moved
@@ -230,7 +237,7 @@ def _order_after[M](moved: M, results: Any) -> M:
 
 
 def reload_after[A](arrays: A, results: Any) -> A:
-    """Return the arrays, all elements of which seem to depend on a kernel's results.
+    """Return the arrays, and make all elements seem to depend on a kernel's results.
 
     It is for arrays that are read once, later: what is made of them cannot be computed early and
     kept in memory, and the arrays themselves are not copied.

@@ -281,6 +281,7 @@ class ContextParallel:
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
     ) -> tuple[CallSpec, Inputs, Selection]:
+        """Check a call on global arrays, and choose its kernels."""
         self._check_not_in_shard_map()
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)

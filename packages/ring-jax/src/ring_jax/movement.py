@@ -204,7 +204,7 @@ def check_dim(x: Array, dim: object, name: str = "x") -> int:
     """Check that ``dim`` is a dimension of an array, and return it, not negative.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is no dimension of ``x``.
     """
     described_as(name, x)
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
@@ -236,7 +236,7 @@ def check_rows(y: Array, dim: int, layout: LayoutSpec, size: int, devices: int) 
         devices: Number of devices whose rows these are.
 
     Raises:
-        ValueError: It has not.
+        ValueError: ``y`` has another number of rows.
         UnsupportedError: The layout is striped.
     """
     check_consecutive(check_layout(layout), size)
@@ -273,7 +273,7 @@ def _merged(x: Array, dim: int) -> Array:
 def _moved(
     x: Array, dim: int, movement: Movement, axis_name: Hashable | None, layout: Layout, fill: float
 ) -> Array:
-    """Return the rows of this device after a movement, along a dimension."""
+    """Move the rows of all devices along a dimension, and return this device's new rows."""
     ranks = Ranks(axis_name, layout.cp_size)
     rank = ranks.rank()
     rows = jnp.moveaxis(x, dim, 0)
@@ -285,8 +285,9 @@ def _moved(
         read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
         # In the backward rows that were sent twice are added up, so a halo's are not unique.
         message = rows.at[read].get(mode="fill", fill_value=0, unique_indices=not movement.repeats)
-        # ... sends it, cut where shorter messages end, and the devices that get one write it beside
-        # what they have; rows that fill a message up are beyond the end, and dropped.
+        # ... and sends it, cut where shorter messages end. A device that receives a message writes
+        # its rows to their places; rows that only fill it up have numbers beyond the end, and are
+        # dropped. Over distance 0 a device keeps its own rows, and nothing is sent.
         if hop.distance:
             pieces = [
                 ranks.move(message[start:stop], hop.distance, receivers)
@@ -299,7 +300,10 @@ def _moved(
 
 
 def _row_numbers(table: RowTable, rank: Array, rows: int, end: int) -> Array:
-    """Return the rows of a rank's message, int32 ``[rows]``; beyond ``end`` behind its last."""
+    """Return the row numbers of a rank's message, int32 ``[rows]``.
+
+    After the rank's last row, numbers are ``end`` or larger: such rows are not read or written.
+    """
     steps = jnp.arange(rows, dtype=jnp.int32)
     start, offset = (jnp.asarray(x, jnp.int32)[rank] for x in (table.start, table.offset))
     if len(table.start[0]) == 1:

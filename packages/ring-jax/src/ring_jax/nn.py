@@ -177,7 +177,7 @@ def _check_implementation(
     """Return the argument ``implementation``, if it names a kernel that there is.
 
     Raises:
-        UnsupportedError: It does not.
+        UnsupportedError: There is no kernel of that name.
     """
     name = getattr(implementation, "name", implementation)
     if name is not None and name not in kernels:

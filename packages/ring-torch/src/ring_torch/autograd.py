@@ -1,4 +1,9 @@
-"""Autograd function of a call, and its two passes around those of the strategy."""
+"""Autograd function of a call, and its forward and backward pass.
+
+A strategy moves the tensors and launches the kernels. This module has what all strategies need:
+strides, dtypes, the current device, the shift of a bias, gradients of sinks, errors of peers and
+the check of results.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +84,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
-        # Libraries return results with the strides of the inputs they were given.
+        # Libraries may return results with the inputs' strides; callers get contiguous ones.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
         error_message = None
         if watch is not None:
@@ -142,7 +147,7 @@ def backward_pass(
         _on_device(call.device),
         with_peer_errors(call.ranks, call.number, call.backward_signature),
     ):
-        # Once for all items: it depends on the final results alone.
+        # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
@@ -204,7 +209,8 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
 def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
     """Return this rank's part of the sinks' gradient, in their shape and dtype.
 
-    That of a head is ``-sum(exp(sink - lse) * delta)`` over this rank's rows.
+    A head's gradient is ``-sum(exp(sink - lse) * delta)`` over this rank's rows. Several sinks of a
+    head act as one, their log-sum-exp, whose gradient they share by their softmax weights.
     """
     dout, out, lse, delta = upstream
     folded_sinks = folded(sinks, lse.dtype)
@@ -224,5 +230,5 @@ def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) ->
 
 
 def _can_use_triton(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if Triton kernels (``memory_ops``) can go over this tensor."""
+    """Return True if the Triton kernels of ``memory_ops`` can process this tensor."""
     return x.is_cuda and dtype == torch.float32 and has_triton()

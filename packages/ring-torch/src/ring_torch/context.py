@@ -125,8 +125,6 @@ class ContextParallel:
         Example::
 
             tokens = cp.shard(tokens, dim=1)  # [B, T] to [B, T_local]
-                cp.shard(x, dim=1) for x in (tokens, labels)
-            )  # [B, T] to [B, T_local]
         """
         return self._sharding.shard(x, dim=dim)
 
@@ -190,7 +188,7 @@ class ContextParallel:
 
         Example::
 
-            labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
+            labels = cp.shift(tokens, -1, fill=-100)  # for each token the token after it
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()

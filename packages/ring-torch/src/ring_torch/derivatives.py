@@ -18,13 +18,13 @@ def check_backward(*grads: Tensor | None) -> None:
     """Refuse a backward under ``create_graph=True``, or one whose gradients are a batch under vmap.
 
     Autograd runs a backward with gradients enabled only under ``create_graph=True``. A backward
-    within a backward, as of reentrant checkpointing, is a run of its own, with its own setting.
+    inside another, as reentrant checkpointing starts, has a setting of its own.
 
     Args:
         *grads: The incoming gradients.
 
     Raises:
-        UnsupportedError: It is one of these; nothing was sent.
+        UnsupportedError: The backward is one of these; nothing was sent.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(

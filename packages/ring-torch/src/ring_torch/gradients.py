@@ -119,7 +119,7 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
     beside context parallelism: its gradients are summed shard by shard.
 
     Raises:
-        UnsupportedError: There is one.
+        UnsupportedError: The model has such a gradient.
     """
     for name, weight in weights.items():
         if weight.grad is not None and weight.grad.is_sparse:

@@ -21,7 +21,8 @@ class HeadGroups(NamedTuple):
 
     forward: int
     backward: int  # a multiple of ``forward``: saved K/V of a group are cut once more
-    #: True if gradients of the last group that are final before its last launch travel beside it.
+    #: True if the last group's gradients travel in two parts: those that are final before its last
+    #: launch travel during that launch.
     before_last_item: bool
 
 
@@ -30,7 +31,7 @@ ONE_GROUP = HeadGroups(1, 1, before_last_item=False)
 
 @dataclass(frozen=True)
 class KVPayload:
-    """Shape of a rank's K/V as they travel: ``both [B, T_kv_local, K * D + K * Dv]``.
+    """Shape of a rank's K/V as they travel, side by side: ``[B, T_kv_local, K * D + K * Dv]``.
 
     ``K`` is the number of K/V heads of a group, which is all of them unless heads are cut.
     """
@@ -52,7 +53,7 @@ class KVPayload:
 
     @cached_property
     def width(self) -> int:
-        """Numbers of a token: K and V of all heads of a group."""
+        """Elements per token: K and V of all heads of a group."""
         return self.heads * (self.dim + self.v_dim)
 
     @cached_property
@@ -81,6 +82,7 @@ def _keys(
     batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype, segments: bool,
     groups: int,
 ) -> KVPayload:  # fmt: skip
+    """Make the shape of one of ``groups`` groups of heads; equal calls share it."""
     return KVPayload(batch, length, heads // groups, dim, v_dim, dtype, segments)
 
 
@@ -96,7 +98,7 @@ class KeyGradBuffer:
     head_major: bool
 
     def numel(self, length: int) -> int:
-        """Return how many numbers the sums of ``length`` tokens are."""
+        """Return the number of elements that the sums of ``length`` tokens take."""
         return self.keys.batch * length * self.keys.width
 
     def views(self, flat: Tensor, length: int) -> tuple[Tensor, Tensor]:

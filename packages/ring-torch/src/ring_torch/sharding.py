@@ -230,7 +230,7 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
     """Check that ``dim`` is a dimension of the tensor ``x``, the argument of that ``name``.
 
     Raises:
-        ValueError: It is not.
+        ValueError: ``x`` is no tensor, or has no such dimension.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

@@ -196,6 +196,7 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
     options = params[[x.name for x in params].index("causal") :]
 
     def with_options(method: F) -> F:
+        """Set the signature of ``method``: its own positional parameters, then the options."""
         method_signature = signature(method)
         positional = [
             x for x in method_signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
@@ -212,7 +213,7 @@ _KEY_MASK = "use segment_ids, int32 [B, T_local], -1 for padding"
 _WINDOW = "use window=(left, right), where None is unbounded and never -1"
 _LENGTHS = "leave it out: lengths follow from cu_seqlens"
 _DROPOUT = "use dropout_p and dropout_seed"
-#: Options of SDPA, flash-attn, TransformerEngine, Flax and others, and what says the same here.
+#: Options of SDPA, flash-attn, TransformerEngine, Flax and others, and the advice what to use here.
 FOREIGN_OPTIONS = {
     "attn_mask": (
         "use mask, booleans or a ring_core.Mask; numbers to be added to the scores are a bias, and "

@@ -81,7 +81,7 @@ def layout_for(
 
 @lru_cache(maxsize=128)
 def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
-    """Make the layout; types are checked."""
+    """Make the layout of :func:`balanced_layout`, which has checked the types."""
     for length in (seq_len, keys):
         Layout("contiguous", length, cp_size)  # refuses what cannot be divided
     check_documents(mask, seq_len, keys)
@@ -91,6 +91,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
         if seq_len % (cp_size * n) == keys % (cp_size * n) == 0
         and (n <= 2 or cp_size * n <= _MOST_CHUNKS)
     ]
+    # Count the visible pairs of the smallest chunks' queries; larger chunks are sums of these.
     queries = Layout("contiguous", seq_len, cp_size * counts[-1])
     geometry = BandGeometry(mask, queries, Layout("contiguous", keys, 1), keys - seq_len)
     pairs = geometry.count(np.arange(queries.cp_size), 0)
@@ -100,7 +101,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
         chunks = _swap_until_even(_assign(weights, cp_size), weights)
         load = weights[chunks].sum(axis=1)
         balance = float(load.max() / load.mean())
-        # Early chunks on early ranks, as in ``contiguous`` and ``zigzag``.
+        # Sort the ranks by their first chunk, as in ``contiguous`` and ``zigzag``.
         by_first_chunk = tuple(sorted(tuple(sorted(of_rank)) for of_rank in chunks.tolist()))
         balanced.append((balance, ChunkLayout(by_first_chunk)))
         if balance <= EVEN:
@@ -140,7 +141,7 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
         pairs = weights[chunks]
         load = pairs.sum(axis=1)
         top = int(load.argmax())
-        # Try all swaps at once: of the n-th chunk of the busiest rank with any chunk of any rank.
+        # Evaluate all swaps at once: of each chunk of the busiest rank with each of every rank.
         moved = pairs[top][:, None, None] - pairs  # [n of the busiest, rank, n of the rank]
         after = np.maximum(load[top] - moved, load[:, None] + moved)
         n, rank, m = map(int, np.unravel_index(int(after.argmin()), after.shape))

@@ -49,11 +49,11 @@ class ChunkLayout:
     array([0, 1, 6, 7])
 
     Args:
-        chunks: For each rank the chunks it holds, ascending, as many as every other rank; together
-            ``0, 1, ...``, each once.
+        chunks: For each rank the numbers of the chunks it holds, ascending. All ranks hold equally
+            many, and each number ``0, 1, ...`` is there once.
 
     Raises:
-        ValueError: They are not ascending, not equally many on all ranks, or not each there once.
+        ValueError: Numbers are not ascending, missing or repeated, or ranks hold unequally many.
     """
 
     chunks: tuple[tuple[int, ...], ...]

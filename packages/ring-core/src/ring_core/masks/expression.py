@@ -178,6 +178,7 @@ class _Traced:
         return _of_two(name, (self, _number(int(other))), 0, 1, is_bool=True)
 
     def _compared(self, name: str, other: object, *, turned: bool = False) -> _Traced:
+        """Compare two integers; with ``turned`` the operands change places."""
         a, b = _number(self), _number(other)
         return _of_two(name, (b, a) if turned else (a, b), 0, 1, is_bool=True)
 
@@ -201,9 +202,9 @@ def _of_two(
 
 
 def _number(x: object) -> _Traced:
-    """Return an integer operand as traced.
+    """Return an integer operand as a traced number.
 
-    Truth values are refused: numpy and the frameworks differ in what sums of them are.
+    Truth values are refused: numpy and the frameworks add them up differently.
     """
     if isinstance(x, _Traced) and not x.is_bool:
         return x

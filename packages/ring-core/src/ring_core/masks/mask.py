@@ -144,7 +144,7 @@ class Mask:
             q_pos, k_pos: Global positions, one row of integers each.
 
         Raises:
-            ValueError: They are not.
+            ValueError: They are no one-dimensional arrays of integers.
         """
         q, k = as_positions("q_pos", q_pos), as_positions("k_pos", k_pos)
         visible = np.ones((q.size, k.size), dtype=bool)
@@ -285,7 +285,7 @@ class _Offsets:
         """
         if type(values) is tuple:
             return cls(id(values), values)
-        array = np.asarray(values).copy()  # as it is now
+        array = np.asarray(values).copy()  # the caller may change `values` later
         if array.dtype.kind not in "iu":
             raise TypeError(f"not integers: {array.dtype}")
         return cls((array.dtype.str, array.shape, array.tobytes()), array)
@@ -295,6 +295,7 @@ class _Offsets:
 def _mask_of(
     options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Offsets | None
 ) -> Mask:
+    """Make the mask of some options; see :func:`mask_of`, which explains the keys of this cache."""
     values = None if offsets is None else offsets.values
     if type(values) is tuple and not all(type(offset) is int for offset in values):
         raise TypeError("what is inside may change in place")

@@ -267,7 +267,8 @@ class BandGeometry:
         hi = np.where(binds[1], rect.hi - moved, UNBOUNDED).min(axis=-1, keepdims=True)
         box = band.trim(Rectangles(q0, q1, k0, k1, lo, hi))
         q_local, k_local, _, _ = self._runs(q_rank, kv_rank)
-        # It may stand for the pieces only if it shows in each run just what that run's piece does.
+        # The box may stand for the pieces only if it shows in each run the same as that run's piece
+        # does.
         runs = (
             q_local,
             q_local + self.q_layout.run_length,

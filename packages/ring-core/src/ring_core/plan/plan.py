@@ -126,7 +126,7 @@ class WorkItem:
         return np.maximum(first, 0), np.minimum(stop, columns)
 
     def each_document(self) -> Iterator[WorkItem]:
-        """Yield an item for each document, trimmed; it counts from this item's corner."""
+        """Yield an item for each document, trimmed; its rows and columns count from this corner."""
         assert self.cu_q is not None and self.cu_k is not None
         sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
         for q, k in zip(*sides, strict=True):
@@ -146,7 +146,7 @@ class WorkItem:
             return None
         if self.cu_q is None or self.cu_k is None:
             return self._part(corner, first, last, 0, self.k_stop - self.k_start)
-        # Keep only the documents that these rows touch; with one left, the band alone is the rule.
+        # Keep only the documents that these rows touch. If one is left, the band alone decides.
         documents = slice(
             int(np.searchsorted(self.cu_q, first, side="right")) - 1,
             int(np.searchsorted(self.cu_q, last, side="left")) + 1,
@@ -391,6 +391,7 @@ def _make_plan(
     layout: LayoutSpec,
     kv_seq_len: int | None,
 ) -> Plan:
+    """Make a plan; :func:`make_plan` has checked the types, so that arguments can be hashed."""
     keys = seq_len if kv_seq_len is None else kv_seq_len
     q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
     check_documents(mask, seq_len, keys)

@@ -69,7 +69,7 @@ class BlockGeometry:
     ) -> RectangleTable:
         """Return one rectangle per pair of ranks: the bounding box of the tiles that show anything.
 
-        Arguments are those of :meth:`BandGeometry.rows`; halves are whole rows of tiles.
+        Arguments are those of :meth:`BandGeometry.rows`, but a half is cut between rows of tiles.
         """
         pairs = self._tiles(q_rank, kv_rank, half)
         live = pairs.any(axis=(-2, -1))[..., None]
@@ -112,7 +112,11 @@ class BlockGeometry:
     def _tiles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
     ) -> npt.NDArray[np.int32]:
-        """Return the visible pairs of each tile, ``[..., a, b]``: zero outside the half, if any."""
+        """Return the visible pairs of each tile, ``[..., a, b]``.
+
+        With ``half`` 0 or 1, tiles outside that half of the query rows are 0. Halves are whole rows
+        of tiles, cut so that the first has at most half of the pairs.
+        """
         q_rank, kv_rank = np.broadcast_arrays(q_rank, kv_rank)
         pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
@@ -122,6 +126,7 @@ class BlockGeometry:
         return np.where(first_half if half == 0 else ~first_half, pairs, 0)
 
     def _q_positions(self, rank: int) -> Ints:
+        """Return the positions of a rank's queries among the keys, int64 ``[T_local]``."""
         return self.q_layout.positions(rank) + self.q_offset
 
     def _check_predicate(self) -> None:
@@ -165,7 +170,7 @@ class BlockGeometry:
                     pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(
                         sums_of_rows, q_edges, axis=0
                     )
-        # The last tile of a rank may be smaller: full is all of its own pairs.
+        # The last tile of a rank may be smaller: it is full if all pairs that it has are visible.
         q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
         full = pairs == q_sizes[:, None] * np.diff(np.append(k_edges, k_len))
         return np.where(full, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.uint8), pairs

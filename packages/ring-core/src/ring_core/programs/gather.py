@@ -202,7 +202,7 @@ def gather_program(
 
 @lru_cache(maxsize=_KEPT)
 def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherProgram:
-    """Make the program; arguments are checked."""
+    """Make the program of :func:`gather_program`, which has checked the arguments."""
     assert not gather_refusals(plan)
     by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
@@ -219,7 +219,8 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherPro
             for span in _subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
-        # From the rank before this one on: if all began with the same, they would share its links.
+        # Begin with the rank before this one: if all ranks began with the same one, they would
+        # share its links.
         fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
         fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
@@ -254,7 +255,7 @@ def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
 
 @lru_cache(maxsize=_KEPT)
 def _longest_gather(plan: Plan, splits: bool) -> Longest:
-    """Compute the facts without making all ranks' fetches, as many as there are pairs of ranks."""
+    """Compute the facts from all ranks' items alone: their fetches would be many to make."""
     work_of_ranks = [
         _work_and_keys(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)
     ]
@@ -267,8 +268,8 @@ def _work_and_keys(
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """Return a rank's items over positions, its items in place, and the keys to gather.
 
-    Columns of the former are global positions, of items in place local indices. The keys to gather
-    are spans of positions, in order.
+    Items over positions have global positions as columns, items in place have local indices. The
+    keys to gather are spans of positions, in order.
     """
     left_out = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
     items = [
@@ -315,7 +316,7 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
 
     Fewer items are fewer launches, and an item that needs few columns can start early.
     """
-    # First neighbours along the keys ...
+    # First join items of the same rows whose keys are neighbours ...
     rows: list[WorkItem] = []
     for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
         previous = rows[-1] if rows else None
@@ -329,7 +330,7 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
             rows[-1] = replace(previous, k_stop=item.k_stop)
         else:
             rows.append(item)
-    # ... then those of the same keys along the queries.
+    # ... then items of the same keys whose rows are neighbours.
     joined: list[WorkItem] = []
     for item in rows:
         previous = joined[-1] if joined else None
@@ -377,12 +378,12 @@ def _fetches(
 
 
 def _ends(run: Run) -> tuple[int, int]:
-    """Return the first position of a run of contiguous tokens, and the one behind its last."""
+    """Return the first position of a run of contiguous tokens, and the one after its last."""
     return run.global_start, run.global_start + run.length
 
 
 def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of a span outside others, which must not overlap."""
+    """Return the parts of a span that lie in none of the others; those must not overlap."""
     inside = [
         part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
     ]

@@ -307,7 +307,7 @@ def ring_program(plan: Plan, strategy: RingStrategy = "ring") -> RingProgram:
 
 @lru_cache(maxsize=128)
 def _ring_program(plan: Plan, strategy: RingStrategy) -> RingProgram:
-    """Make the program; arguments are checked."""
+    """Make the program of :func:`ring_program`, which has checked the arguments."""
     steps, work = active_steps(strategy, plan.geometry, plan.cp_size, plan.q_layout.num_runs)
     return RingProgram(plan, strategy, steps, work)
 

@@ -23,7 +23,7 @@ Precision = Literal["float64", "float32", "bfloat16", "float16"]
 class Params:
     """The options that all items of a call share.
 
-    ``precision`` is that of inputs, probabilities and results; sums are float32 or float64.
+    Inputs, probabilities and results are rounded to ``precision``; sums are float32 or float64.
     """
 
     mask: Mask
@@ -42,7 +42,7 @@ class Side(NamedTuple):
     segments: Ints | None  # [B, n]
 
     def take(self, part: slice) -> Side:
-        """Return those of a slice of the tokens."""
+        """Return the indices, positions and ids of a slice of the tokens."""
         return Side(
             self.indices[part], self.position[part],
             None if self.segments is None else self.segments[:, part],
@@ -50,7 +50,7 @@ class Side(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The data of query rows besides Q, which travel with them: positions, bias, slopes."""
+    """Data of query rows besides Q: positions, segment ids, bias and slopes. They travel with Q."""
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
@@ -58,7 +58,7 @@ class QueryRows(NamedTuple):
     slopes: Floats | None  # [B or 1, H]
 
     def take(self, part: slice) -> QueryRows:
-        """Return those of a slice of the rows."""
+        """Return the data of a slice of the rows; slopes are shared by all rows."""
         bias, shift = (None if x is None else x[:, :, part] for x in (self.bias, self.bias_shift))
         return QueryRows(self.side.take(part), bias, shift, self.slopes)
 
@@ -66,12 +66,13 @@ class QueryRows(NamedTuple):
 def round_to(x: Floats, precision: Precision) -> Floats:
     """Round to the nearest number of a precision (ties to even).
 
-    The result is float64 for that, else float32, which holds numbers of the narrower ones exactly.
+    The result is float64 for ``float64``, else float32, which holds the numbers of narrower
+    precisions exactly.
     """
     if precision == "float64":
         return x
     single = np.ascontiguousarray(x, dtype=np.float32)
-    if precision != "bfloat16":  # which numpy has not got
+    if precision != "bfloat16":  # numpy has no bfloat16, so its rounding is done on the bits
         return single.astype(precision).astype(np.float32)
     bits = single.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -174,7 +175,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
             for cuts, size in ((item.cu_q, n), (item.cu_k, m))
         )
         visible &= q_doc[:, None] == k_doc
-    if item.tiles is not None:  # they have no band and no documents
+    if item.tiles is not None:  # items of a predicate mask have no band and no documents
         visible = mask.dense(rows.position, columns.position)
     if rows.segments is None or columns.segments is None:
         return visible[None, None]

@@ -179,7 +179,7 @@ def run(
         dropout_seed,
         precision,
     )
-    # What overflows or is not finite shows in the results, as in those of the oracle.
+    # Overflows and numbers that are not finite show in the results, as in those of the oracle.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return _results(program, inputs, params, upstream)
 
@@ -240,7 +240,7 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
                 k, v, columns = kv.keys_of(item)
                 out, lse = item_kernel.forward(q, k, v, rows, columns, item, params)
                 _merge_into(ranks[item.out_rank], item.q_slice, out, lse)
-        # The K/V that were read are done with; those that arrived are next.
+        # The K/V that were read are not needed any more; the next step reads those that arrived.
         held = arriving
     return held
 
@@ -263,7 +263,7 @@ def _backward(
                 )
                 assert kv.owner == grad.owner == item.kv_rank
                 _item_backward(ranks[item.out_rank], kv, grad, item, params)
-        # What arrived are sums of earlier stages for the same keys, from the rank that held them
+        # The sums of earlier stages for the same keys have arrived, from the rank that held them
         # before. Only the additions need them, so they may arrive while the kernels run.
         if arrived is not None:
             for grad, earlier in zip(step_grads, arrived, strict=True):

@@ -24,10 +24,10 @@ from ring_core.tools.sizes import size, window
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
-#: A function that runs the round of a number, and returns the seconds of the forward, and of
+#: Function that runs one round, given its number, and returns the seconds of the forward, and of
 #: forward and backward.
 TimedRound = Callable[[int], tuple[float, float]]
-Round = tuple[tuple[float, float], ...]  # of one device, the ring, and the ring with a check
+Round = tuple[tuple[float, float], ...]  # seconds of one device, the ring, and the checked ring
 PASSES = ("forward", "forward and backward")
 
 
@@ -173,8 +173,8 @@ def timings(
 ) -> tuple[Timing, Timing]:
     """Time all three in turns, with progress on stderr.
 
-    The first round warms up and is not counted; then there are at least three, at most twenty, or
-    as many as ``seconds`` allow.
+    The first round warms up and is not counted. At least three follow, then as many as ``seconds``
+    allow, at most twenty in all.
 
     Args:
         one: Runs a round on one device that computes everything.
@@ -219,7 +219,7 @@ class Progress(Protocol):
 
 @dataclass
 class _Lines:
-    """Progress without tqdm: a line on stderr for each that is done."""
+    """Progress without tqdm: a line on stderr for each unit that is done."""
 
     total: float | None
     unit: str

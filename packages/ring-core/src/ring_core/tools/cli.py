@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """Return the text of the ``plan`` command, and draw pictures to files."""
+    """Return the text of the ``plan`` command; with ``--png`` also draw to that file."""
     named = args.layout not in (None, "all")
     ranks = [_integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
@@ -143,10 +143,15 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> None:
-    """Refuse options that have no effect together.
+    """Refuse options that would have no effect beside the others.
+
+    Args:
+        args: The arguments of the command line.
+        named: True if ``--layout`` names one layout.
+        several: True if ``--cp`` has several numbers of ranks.
 
     Raises:
-        ValueError: There are some; the message says what to do.
+        ValueError: An option has no effect; the message says what to do.
     """
     advising = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
     if advising and not args.advise:
@@ -267,6 +272,7 @@ def _cost_table(costs: Mapping[str, Cost | str]) -> str:
 
 
 def _cost_cells(cost: Cost | str) -> tuple[str, ...]:
+    """Return the cells of a row of costs, or the one cell that says why there are none."""
     if isinstance(cost, str):
         return (cost,)
     return (

@@ -5,7 +5,7 @@ dV, which takes seven matrix products per block; or the second adds to dQ as wel
 but in an order that differs from run to run. The gradient of a bias has a kernel of its own.
 """
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -50,9 +50,10 @@ def bwd_dq(
 ):  # fmt: skip
     """Add to ``dq [B, H, T, D]``, or write it, for one block of queries of one head.
 
-    Blocks come in the order of ``fwd``, whose arguments are the same. ``dout`` is
+    Blocks come in the order of ``fwd``, which explains the other arguments. ``dout`` is
     ``[B, H, T, DV]``; ``lse`` and ``delta = rowsum(dout * out) - dlse`` are ``[B, H, T]`` with the
-    same strides.
+    same strides. A block whose dQ has NaN is computed again with the smaller blocks of
+    ``nan_safe``, which read only keys that a query sees.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -71,7 +72,7 @@ def bwd_dq(
         x, strides, consts, q, k, v, dout, lse, delta, block_index, counts, block_index_batch,
         block, flat, heads, group, start, NAN_SAFE=False,
     )  # fmt: skip
-    if has_nan(acc):  # perhaps of keys that some rows do not see
+    if has_nan(acc):  # the NaN may come from keys that some rows do not see
         for begin in range(start, tl.minimum(start + consts.BLOCK_Q, q_len), nan_safe.BLOCK_Q):
             part = bwd_loop_over_k(
                 x, strides, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse, delta,
@@ -114,6 +115,7 @@ def bwd_loop_over_k(
             start, full_start, full_stop, end = inner_blocks(
                 first, stop, rows < x.q_len, consts.BLOCK_K, consts
             )
+        # First the blocks of keys that need no mask, then those before and behind them, masked.
         if not consts.ALL_PARTIAL:
             for i in range(full_start, full_stop):
                 j = tl.load(block_list + i) if consts.INDEXED else i
@@ -175,9 +177,9 @@ def bwd_dkv(
 
     The first blocks of a head come first, as they have most work under a causal mask. With
     ``consts.KV_PACKED`` there is no ``dv``: it lies behind ``dk``. With ``consts.FUSED`` this adds
-    to ``dq [B, H, T, D]`` as well, block by block. An addition to dQ cannot be taken back, so keys
-    that are not finite are looked for before. ``only [B * K, only_per_head]``, if given, are flags
-    of the blocks to compute: 1 for dK and dV, 2 for dQ as well.
+    to ``dq [B, H, T, D]`` as well, block by block. An addition to dQ cannot be taken back, so the
+    kernel looks for keys that are not finite first. ``only [B * K, only_per_head]``, if given,
+    selects the blocks to compute, NaN-safe: 0 for none, 1 for dK and dV, 2 for dQ as well.
     """
     x = Options(
         items, cells, q_ids, k_ids, q_at, k_at, q_index, tiles, bits, bias, bias_batch, bias_head,
@@ -232,9 +234,9 @@ def bwd_dkv_unless_nan(
     x, strides, consts, nan_safe, q, k, v, dout, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
     delta, dq, dk, dv, block_index, counts, block_index_batch, block, flat, heads, group,
 ):  # fmt: skip
-    """Compute dK and dV of a block of keys; again and NaN-safe if there are NaN in them.
+    """Compute dK and dV of a block of keys, and if they have NaN compute them again, NaN-safe.
 
-    The NaN may come from queries that do not see these keys.
+    The NaN may come from queries that do not see these keys. dQ is not added to again.
     """
     start = block * consts.BLOCK_K
     k_part, v_part = loop_over_q(
@@ -256,9 +258,9 @@ def bwd_dkv_nan_safe(
     x, strides, consts, nan_safe, q, k, v, dout, lse, delta, dq, dk, dv, block_index, counts,
     block_index_batch, block, flat, heads, group, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of a block of keys in smaller ones, without reading what is hidden.
+    """Compute dK and dV of a block of keys in smaller blocks, and read only what is visible.
 
-    With ``ADD`` dQ is added to as well.
+    With ``ADD`` also add to dQ.
     """
     start = block * consts.BLOCK_K
     for begin in range(start, tl.minimum(start + consts.BLOCK_K, x.k_len), nan_safe.BLOCK_K):

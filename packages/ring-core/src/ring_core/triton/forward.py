@@ -3,7 +3,7 @@
 Dao, arXiv 2307.08691, with the running softmax in base 2.
 """
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -170,8 +170,8 @@ def fwd_loop_over_k(
                     x, consts, queries, k, v, top, total, acc, batch, head, kv_head, row_start,
                     j * consts.BLOCK_K, first, stop, MASKED=False, NAN_SAFE=False,
                 )  # fmt: skip
-        # Those with a mask lie on both sides of them; one loop, which leaps over the full ones, so
-        # that its body is compiled once.
+        # Blocks that need a mask lie before and after the full ones. One loop visits both and skips
+        # the full ones, so that its body is compiled once.
         for i in range(start, end - full_stop + full_start):
             if consts.INDEXED:
                 j = tl.load(block_list + i)

@@ -6,7 +6,7 @@ Rows and columns come as index tensors that broadcast against each other, ``[q, 
 or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
 """
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -498,8 +498,8 @@ def add_product(acc, weights, visible, x, NAN_SAFE: tl.constexpr):
         sign = tl.where(weights > 0, 1.0, tl.where(weights < 0, -1.0, 0.0))
         sign = tl.where(visible, sign, 0.0).to(x.dtype)
         shown, nonfinite = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
-        # For each result: how many elements that are not finite it sees, how many infinities with a
-        # weight that is not 0, and these summed by the signs of their products.
+        # For each result count the elements it sees that are not finite, count the infinities with
+        # a weight that is not 0, and sum the signs of the products of the latter.
         num_nonfinite = tl.dot(shown, nonfinite.to(x.dtype), input_precision=EXACT)
         num_infinite = tl.dot(tl.abs(sign), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
         net = tl.dot(sign, infinite.to(x.dtype), input_precision=EXACT)

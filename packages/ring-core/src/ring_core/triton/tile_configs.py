@@ -26,7 +26,7 @@ Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
 PASSES: tuple[Pass, ...] = get_args(Pass)
 BLOCKS_VARIABLE = "RING_TRITON_BLOCKS"
-LEAST, LARGEST = 16, 256  # sizes of a block; matrix units multiply at least 16 x 16
+LEAST, LARGEST = 16, 256  # tokens of a block; matrix units multiply at least 16 x 16
 _OWN_TABLE = Path(__file__).with_name("tile_configs.json")
 _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 Flags = Bools
@@ -41,10 +41,10 @@ _SWIZZLE_QUERY_BYTES = 64 * 2**20
 
 HOPPER = 90  # the first compute capability with a copy engine for tiles
 
-# Bytes of shared memory that a block may have, by compute capability.
+# Bytes of shared memory that a thread block may use, by compute capability.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 _SHARED_DEFAULT = 99 << 10
-_BARRIER_BYTES = 1024  # bytes of it that barriers take, as blocks are aligned
+_BARRIER_BYTES = 1024  # shared memory that barriers take, rounded up to the alignment of blocks
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Row:
         return Blocks(self.q, self.k, self.warps, self.stages)
 
     def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool) -> bool:
-        """Return True if the row is for such a call."""
+        """Return True if the row is for calls of this kernel with these properties."""
         return (
             (self.kernel, self.itemsize) == (kernel, itemsize)
             and head_dim <= self.head_dim
@@ -105,7 +105,7 @@ Table = tuple[Row, ...]  # the first row that fits counts
 def find(
     table: Table, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool
 ) -> Row:
-    """Return the first row that fits a call; what is wider than all rows takes the widest."""
+    """Return the first row that fits a call; wider head dims than the table's take its widest."""
     itemsize = max(2, min(itemsize, 4))
     head_dim = min(head_dim, max(row.head_dim for row in table))
     return next(
@@ -215,6 +215,7 @@ def choose_blocks(
 
 
 def _block_size(name: str, requested: int | None, default: int) -> int:
+    """Return the requested block size, checked, or the default if none is requested."""
     if requested is None:
         return default
     if requested & (requested - 1) or not LEAST <= requested <= LARGEST:
@@ -301,18 +302,18 @@ def stages_that_fit(
     both = dim + padded(dims[1])
     if name in ("bwd_dkv", "bwd_fused"):
         held, fetched = k * both, q * both
-        if name == "bwd_fused":  # what is added to dQ, in float32
+        if name == "bwd_fused":  # the block's part of dQ, in float32, before it is added
             held += 4 * q * max(k, dim) // itemsize
     else:
         held, fetched = q * (dim if name == "fwd" else both), k * both
     shared = _SHARED.get(capability, _SHARED_DEFAULT)
     free = (shared - _BARRIER_BYTES) // itemsize - held
-    if free < fetched // 2:  # one stage may fetch one array after the other
+    if free < fetched // 2:  # a single stage may fetch its two arrays one after the other
         raise UnsupportedError(
             f"kernel 'triton': {q} queries and {k} keys a block with head dims {dims[0]} and "
             f"{dims[1]} need more than the {shared >> 10} KiB of shared memory of this GPU. "
             "Instead: leave out block_q and block_k, or choose smaller ones"
         )
-    # Before Hopper threads fetch blocks themselves, which takes registers for each stage.
+    # Before Hopper, threads fetch blocks themselves, and each stage takes registers.
     max_stages = blocks.stages if capability >= HOPPER else 2
     return max(1, min(blocks.stages, max_stages, free // fetched))

@@ -2,8 +2,8 @@
 
 A program (thread block) has a block of keys, a tile, and visits the queries that see it, with five
 matrix products a block of queries. It adds to dQ in memory, in an order that differs from run to
-run. A producer warp fetches and two groups of warps compute, as in ``forward``; written in Gluon,
-without JAX.
+run. A producer warp fetches and two groups of warps compute, as in ``forward``. Like that it is
+written in Gluon and imports no JAX.
 
 If all queries see all keys, the tiles of a last round may be split (as in Stream-K, Osama et al.,
 arXiv 2301.03598): one program does the first queries of each, and programs without a tile, the
@@ -13,7 +13,7 @@ finishes a tile last writes the sum.
 """
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

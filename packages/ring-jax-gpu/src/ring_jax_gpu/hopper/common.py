@@ -1,7 +1,7 @@
 """Parts that both kernels for Hopper share: their constants, and the blocks of a work item."""
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -47,8 +47,8 @@ class HopperConstexprs(NamedTuple):
 def swizzled_block_and_head(tile, blocks, heads_per_swizzle):
     """Return ``(block, head)`` of a tile, in an order that reuses keys in the L2 cache.
 
-    The first blocks of ``heads_per_swizzle`` heads come before their second ones. Each head has
-    ``blocks`` blocks.
+    Heads come in groups of ``heads_per_swizzle``. In a group block 0 of all its heads comes first,
+    then block 1 of all, and so on to ``blocks``.
     """
     per_swizzle = blocks * heads_per_swizzle
     within = tile % per_swizzle
@@ -71,10 +71,10 @@ def columns_of(kv_head, consts: gl.constexpr):
 
 @gluon.jit
 def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
-    """Load item ``n``, ordered by the side of the kernel's outer loop.
+    """Load the bounds of item ``n``, those of the tokens of the kernel's outer loop first.
 
-    Returns ``(begin, end, start, stop, low, high)``: outer tokens ``[begin, end)`` see inner tokens
-    of ``[start, stop)``. With both counted from the first, outer token ``o`` sees inner tokens from
+    Return ``(begin, end, start, stop, low, high)``: outer tokens ``[begin, end)`` see inner tokens
+    of ``[start, stop)``. Counted from ``begin`` and ``start``, outer token ``o`` sees inner tokens
     ``o + low`` to ``o + high``. With ``ROWS_OUTSIDE`` queries are the outer side, else keys are.
     """
     item = items + n * BOUNDS
@@ -100,12 +100,14 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
     """
     begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
     shift = start - begin
+    # From the first inner token that the first outer token sees to the last that the last one sees.
     top, bottom = gl.maximum(outer, begin), gl.minimum(outer_stop, end) - 1
     first = gl.maximum(top + shift + lo, start)
     last = gl.minimum(bottom + shift + hi + 1, stop)
     some = (top <= bottom) & (first < last)
     low = gl.where(some, first // BLOCK, 0)
     high = gl.where(some, (last + BLOCK - 1) // BLOCK, 0)
+    # Every outer token sees what lies between the last one's first and the first one's last.
     whole_first = gl.maximum(bottom + shift + lo, start)
     whole_last = gl.minimum(top + shift + hi + 1, stop)
     whole = (outer >= begin) & (outer_stop <= end) & (whole_first < whole_last)

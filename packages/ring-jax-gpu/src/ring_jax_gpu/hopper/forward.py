@@ -16,7 +16,7 @@ Arrays lie in memory as users pass them, ``[B, T, H, D]``, here ``[B * T, H * D]
 """
 
 
-# What a kernel works on has no type in Python.
+# The arguments and values of kernels have no types in Python.
 # ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -56,7 +56,7 @@ FIRST, BUSY, SPLIT, OWN, EACH = (
 def decode_tile(tile_id, sizes, consts: gl.constexpr):
     """Decode a number of the shared counter to a block of queries and a part of their keys.
 
-    Returns ``(block, flat, part, split_index)``: the block of 128 queries, the head over all batch
+    Return ``(block, flat, part, split_index)``: the block of 128 queries, the head over all batch
     rows, the part of its keys, and the tile's number among split tiles, -1 if it is not split.
     Queries that see something come first, the last blocks before the first ones; of split tiles
     all first parts come before the other ones.
@@ -68,6 +68,7 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
     if consts.STREAM_K:
         first, busy = gl.load(stream_k + FIRST), gl.load(stream_k + BUSY)
         split, each = gl.load(stream_k + SPLIT), gl.load(stream_k + EACH)
+        # Whole tiles come first, then all parts of split tiles, then tiles that see nothing.
         whole = busy * all_heads - split
         tile = tile_id
         if tile_id >= whole + split * each:
@@ -98,6 +99,7 @@ def seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts: gl.c
     if consts.STREAM_K:
         stream_k, length = sizes[6], high - low
         others = gl.maximum(gl.load(stream_k + EACH) - 1, 1)
+        # Part 0 has `own` blocks of keys; the other parts share those before them evenly.
         own = gl.where(split_index >= 0, gl.minimum(gl.load(stream_k + OWN), length), length)
         begin = gl.where(part > 0, own + (length - own) * (part - 1) // others, 0)
         low = high - (own + (length - own) * part // others)
@@ -217,6 +219,7 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
                     mbarrier.expect(v_full.index(slot), v.nbytes_per_cta)
                     tma.async_load(v, [key_row, of_values], v_full.index(slot), v_tiles.index(slot))
                     count += 1
+        # Take the next tile: each program began with that of its own number, others are counted.
         tile_id = gl.num_programs(0) + gl.atomic_add(tile_counter(marks, q_len, all_heads), 1)
     # Once its slot is free, tell the consumers that there are no more tiles.
     slot = done % HELD
@@ -351,6 +354,8 @@ def consume_item(
     low, whole_low, whole_high, high = seen
     if high > low:
         first, stop = seen_by(items, n, rows, ROWS_OUTSIDE=True)
+        # The last block of keys comes first: there is no block before it whose values could be
+        # multiplied meanwhile. Its keys' slot is free as soon as its scores are there.
         products = scores_of(queries, k_tiles, k_full, pingpong, count, WHICH, s_layout, consts)
         pass_turn(pingpong, WHICH, consts)
         products = warpgroup_mma_wait(0, [products])
@@ -362,6 +367,7 @@ def consume_item(
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
         weights = gl.convert_layout(weights.to(k_tiles.dtype), p_layout)
         count += 1
+        # Then the other blocks, from last to first: with a mask, without one, with one again.
         right = gl.maximum(high - whole_high, 1)
         middle = gl.maximum(high - whole_low, 1)
         for i in range(1, right):
@@ -440,6 +446,7 @@ def store_part(
     gl.store(sums + index * (2 * ROWS) + rows, row_max)
     gl.store(sums + index * (2 * ROWS) + ROWS + rows, total)
     gl.store(part_pointers(parts, index, layout, consts), acc)
+    # All threads have stored their shares before the caller counts the part as finished.
     gl.barrier()
 
 
@@ -456,7 +463,7 @@ def merge_parts(
     kept, index, num_parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a tile from ``index`` on, in their order, whoever finished first."""
+    """Merge the parts of a tile from ``index`` on, in their order, so that results repeat."""
     _, _, _, parts, sums = kept
     scale: gl.constexpr = consts.SCALE * LOG2E
     rows = gl.arange(0, ROWS, layout=s_rows)
@@ -508,7 +515,7 @@ def add_block(
 ):  # fmt: skip
     """Compute the weights of a block of keys, and add the values of the block before to ``acc``.
 
-    ``weights`` are those of the block before; returns those of this one.
+    ``weights`` are those of the block before. Return the new state and the weights of this block.
     """
     _, _, k_full, k_free, v_full, v_free, pingpong = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
@@ -545,7 +552,7 @@ def online_softmax(
 ):  # fmt: skip
     """Do one step of the running softmax; ``row_max`` is of products before the scale.
 
-    Returns the new maximum and sum, the factor of what was accumulated, and the block's weights.
+    Return the new maximum and sum, the factor of what was accumulated, and the block's weights.
     """
     scale: gl.constexpr = consts.SCALE * LOG2E
     if MASKED:

@@ -125,6 +125,7 @@ class ScoreBlocks:
         return self._size(self.call.config.block_k, self.columns.kv.shape[2])
 
     def _size(self, wanted: int | None, length: int) -> int:
+        """Return the length of a block: the wanted or default one, no longer than the side."""
         unit = 1 if self.work.kinds is None else TILE  # blocks of a predicate are whole tiles
         return min(-(-(wanted or BLOCK) // unit) * unit, length)
 
@@ -134,6 +135,7 @@ class ScoreBlocks:
 
         # Items and blocks are done one after another: each merges into what those before it left.
         def run_item(n: Array, state: T) -> T:
+            """Run ``body`` for the blocks of rows of item ``n``."""
             bounds = Bounds(*items[n])
             start, stop = bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
             return _loop(start, stop, partial(body, self, bounds), state)
@@ -149,6 +151,7 @@ class ScoreBlocks:
         """
 
         def unless_empty(j: Array, state: T) -> T:
+            """Run ``body`` for block ``j`` of columns, unless it is hidden."""
             kinds, empty = self.work.kinds, []
             if kinds is not None:
                 empty.append(~(self._tiles(kinds, i, j) > 0).any())
@@ -165,6 +168,7 @@ class ScoreBlocks:
         """Return the range ``[start, stop)`` of column blocks that rows of block ``i`` may see."""
         first = jnp.maximum(i * self.block_q, bounds.q_start) - bounds.q_start
         last = jnp.minimum((i + 1) * self.block_q, bounds.q_stop) - 1 - bounds.q_start
+        # By the band, from the first row's first key to the last row's last one.
         start = bounds.k_start + jnp.maximum(first - bounds.hi, 0)
         stop = jnp.minimum(bounds.k_stop, bounds.k_start + last - bounds.lo + 1)
         start, stop = self._in_cells(first + bounds.q_start, last + bounds.q_start, start, stop)
@@ -311,13 +315,14 @@ def _attend_row_block(
     def merge_column_block(
         j_number: Array, state: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
+        """Merge a block of columns into the state: running maximum, sum and weighted values."""
         row_max, total, acc = state
         j = blocks.column_block(j_number)
         k, v = blocks.take_columns(j)
         scores, _, visible = blocks.scores(q, k, bounds, i, j)
         new_max = jnp.maximum(row_max, scores.max(axis=-1))
         safe = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-        # What was accumulated is rescaled to the new maximum, then this block is added.
+        # Rescale the accumulated sums to the new maximum, then add this block.
         shrink, weights = jnp.exp(row_max - safe), jnp.exp(scores - safe[..., None])
         total = total * shrink + weights.sum(axis=-1)
         factor = blocks.dropout_factor(i, j)
@@ -347,6 +352,7 @@ def _differentiate_row_block(
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None]
 
     def add_column_block(j_number: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
+        """Add a block of columns to dQ of the rows, and to dK/dV and dbias of the block."""
         dq, grads = state
         j = blocks.column_block(j_number)
         k, v = blocks.take_columns(j)
@@ -365,7 +371,7 @@ def _differentiate_row_block(
         visible_t = jnp.swapaxes(visible, -1, -2)
         dk = _visible_dot(jnp.swapaxes(dscores, -1, -2), visible_t, q, wide).sum(axis=2)
         dv = _visible_dot(jnp.swapaxes(weights, -1, -2), visible_t, dout, wide).sum(axis=2)
-        # Read, add, write back: other row blocks have added to these columns before.
+        # Read, add and write back: earlier blocks of rows have added to these columns as well.
         part = lax.dynamic_slice_in_dim(grads.dkv, j.start, blocks.block_k, axis=2)
         part += jnp.concatenate([dk, dv], axis=-1)
         dkv = lax.dynamic_update_slice_in_dim(grads.dkv, part, j.start, axis=2)

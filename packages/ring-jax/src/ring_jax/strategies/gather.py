@@ -47,7 +47,7 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         into = runner.attend(own_part, q, own, into, overwrite=True, is_final=is_final)
     if remote_part is None or gathering is None:
         return into, None
-    # They have arrived, no earlier than that kernel ends.
+    # The gathered keys have arrived, and are used no earlier than that kernel ends.
     into, gathered = overlap(into, gathering)
     into = runner.attend(
         remote_part, q, order_after(gathered, into), into, overwrite=own_part is None, is_final=True

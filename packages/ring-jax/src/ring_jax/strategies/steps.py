@@ -211,7 +211,7 @@ class StepRunner:
         return QueryGrads(grads.dq, grads.dbias), grads.dkv
 
     def return_to_owner[R: (AttentionState, QueryGrads)](self, part: StepTable, results: R) -> R:
-        """Send a helper's results back to the rank whose queries they are of.
+        """Send a helper's results back to the rank whose queries they belong to.
 
         Returns:
             What this device's own helper computed; the identity on a rank that nobody helped.
@@ -239,6 +239,7 @@ class StepRunner:
     def _own_operands(
         self, part: StepTable, q: Array, held: KVPayload
     ) -> tuple[QueryBlock, KeyBlock]:
+        """Return this device's queries, and the held or gathered keys that they meet in a step."""
         view = self.view
         if part.gathered:
             positions = all_positions(self.call.plan.k_layout).reshape(-1)
@@ -251,6 +252,7 @@ class StepRunner:
     def _peer_operands(
         self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
+        """Return another rank's queries, this device's own keys, and the items between them."""
         view = self.view
         columns = view.columns(part, view.key_positions(0), own)
         rows = view.rows(part, part.shift, peer_queries)

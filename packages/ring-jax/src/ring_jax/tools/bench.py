@@ -67,11 +67,13 @@ def bench(
 
 
 def _make_ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
+    """Make a context over the first ``ranks`` local devices."""
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
     return context(mesh, axis_name="ring", layout=setting.layout)
 
 
 def _attention(cp: ContextParallel, setting: BenchCase) -> Attend:
+    """Return the attention of a context with the options of a setting."""
     return partial(
         cp.attention, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy
     )
@@ -136,6 +138,7 @@ def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    """Return the seconds until the results of ``run`` are computed."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start

@@ -164,6 +164,7 @@ def key_sums(
     wide, (_, kv_heads, _) = precision.wide, keys.k.shape
 
     def block_sums(block: tuple[SampledQueries, Array, Array]) -> Array:
+        """Return what a block of queries contributes: dK, dV, their squares and sums of weights."""
         block_queries, block_lse, block_delta = block
         scores = _scores(rule, block_queries, keys, precision)
         q, dout, _, v = _zero_hidden(scores.visible, block_queries, keys, wide)

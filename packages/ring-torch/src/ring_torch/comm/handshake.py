@@ -51,7 +51,7 @@ _UNLIKE_SHARDS = (
 )
 _HEAD = struct.Struct("<4sIQ8sQQ")
 _MAGIC = b"RING"
-# Kinds of headers: with readable fields, or repeating the digest of a call compared before.
+# Kinds of headers: with readable fields, or the repeated digest of a call compared before.
 _IN_WORDS, _COMPARED = 1, 2
 
 
@@ -260,7 +260,7 @@ def _check_on_stream(
 ) -> None:
     """Exchange headers of a call whose signature was compared before, without waiting for them.
 
-    A difference ends the stream in an error.
+    A difference makes the stream fail with an error.
     """
     digest = signature.as_int64(number, seed)
     own_digest = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
@@ -271,6 +271,7 @@ def _check_on_stream(
 
 
 def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
+    """Return True if a peer's header, of either kind, is of the same call."""
     if peer_header.kind == _COMPARED:
         digest = signature.as_int64(own_header.number, own_header.seed)
         return peer_header.digest == digest.to_bytes(_WORD_BYTES, "little", signed=True)

@@ -77,8 +77,8 @@ def _exchange(
     # `sent` and `received` belong to this exchange alone: tensors may be overwritten once packed.
     pack(layout, sent, *sources, by_heads=splits_heads)
     with peer_errors(others(ranks)):
-        # Row n goes to rank n, and row n of `received` comes from it. All ranks exchange at the
-        # same time. The stream waits for the exchange, so both may be freed behind it.
+        # Row n of `sent` goes to rank n, and row n of `received` comes from it; all ranks exchange
+        # at the same time. The stream waits for the exchange, so the buffers may be freed after it.
         dist.all_to_all_single(received, sent, group=ranks.group)
     unpack(layout, received, *results, by_heads=not splits_heads)
 

@@ -36,7 +36,7 @@ def _move(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
-    """Launch the copy between up to three tensors and a buffer; ``packs`` is its direction."""
+    """Launch the copy between up to three tensors and a buffer, into it if ``packs``."""
     assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
     sizes: list[int] = []
     for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
@@ -98,7 +98,7 @@ def _move_part(
 ):  # fmt: skip
     """Copy one tensor's parts of all messages, ``[P, B, T_local, H / P, D]``.
 
-    A row of the copy is a token of one rank's part, of ``width = H / P * D`` numbers. With
+    A row of the copy is a token of one rank's part: ``width = H / P * D`` numbers. With
     ``BY_HEADS`` the tensor is ``[B, T_local, H, D]``, and rank n's part is the n-th range of heads;
     otherwise it is ``[B, T, H / P, D]``, and rank n's part are the tokens that ``order`` names.
     """
@@ -117,7 +117,7 @@ def _move_part(
         if order is not None:
             position = tl.load(order + position, mask=is_row, other=0)
         starts = x + b * x_batch + position.to(tl.int64) * x_row
-    # Every number of the tensor lies in exactly one part, so programs write no place twice.
+    # Every number of the tensor lies in exactly one part: no two programs write the same address.
     for start in range(0, width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = is_row[:, None] & (columns < width)[None, :]

@@ -47,7 +47,7 @@ class QueuedPass(NamedTuple):
 
     name: str  # the call's number and the pass
     start: float  # when it was queued, seconds of ``time.monotonic``
-    ended: Any  # a CUDA event behind it; the next pass records it again
+    ended: Any  # a CUDA event after the pass; the next pass records it again
 
 
 @dataclass
@@ -61,8 +61,8 @@ class GroupState:
     failure: str | None = None  # error message of a failed pass; the group is closed then
     is_watched: bool = False  # True once a thread looks for failures of other ranks
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
-    ended: dict[int, Any] = field(default_factory=dict)  # the CUDA event of each device
-    streams: dict[Any, Any] = field(default_factory=dict)  # by what torch identifies them
+    ended: dict[int, Any] = field(default_factory=dict)  # CUDA event by device
+    streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.

@@ -31,7 +31,7 @@ class Relayout:
         before: Local indices in the order of sending, by receiving rank; int64 ``[T_local]``.
         sent: Number of rows sent to each rank.
         received: Number of rows received from each rank.
-        after: For each row of the result, its place among the received ones; int64 ``[T_local]``.
+        after: For each row of the result, its index among the received rows; int64 ``[T_local]``.
     """
 
     ring: Ranks
@@ -68,9 +68,11 @@ def relayout_between(ring: Ranks, source: Ints, target: Ints, device: torch.devi
     rank = ring.rank
     owner, new_owner = _owner_of(source), _owner_of(target)
     target_rank, source_rank = new_owner[source[rank]], owner[target[rank]]
-    # Ranks send in their own order: what arrives is sorted by sender, then by its order there.
+    # Each rank sends its rows in the order in which it holds them: received rows are sorted by
+    # sender, then by their local index there. `arriving` are their global positions.
     arriving = np.concatenate([row[new_owner[row] == rank] for row in source])
     after = np.empty(len(arriving), dtype=np.int64)
+    # The received rows and the rows of the result are the same: match both by ascending position.
     after[np.argsort(target[rank])] = np.argsort(arriving)
     before = np.argsort(target_rank, kind="stable")
     sent, received = (
@@ -98,12 +100,12 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        check_backward(grad)  # before attention, whose backward comes after this one, refuses
+        check_backward(grad)  # attention would refuse it too, but its backward runs after this
         return _move(grad, ctx.moves.inverse(), ctx.guard), None, None
 
 
 def _move(x: torch.Tensor, moves: Relayout, guard: Guard) -> torch.Tensor:
-    """Exchange the rows of ``x [T_local, width]``, in a copy that no one else writes."""
+    """Exchange the rows of ``x [T_local, width]``; what is sent is a copy of ``x``."""
     rows = x.index_select(0, moves.before).view(torch.uint8)  # gloo knows few dtypes
     arrived = torch.empty_like(rows)
     with guard(), peer_errors(others(moves.ring)):

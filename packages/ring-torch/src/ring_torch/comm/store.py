@@ -70,7 +70,7 @@ class StoreAgreement:
     """The keys of one pass of one call in a group's store, by which its ranks agree on it."""
 
     store: Any  # the store through which the group was made
-    nonce: int  # of the group: an earlier one of the same name may have left notes in the store
+    nonce: int  # of the group: an earlier group of that name may have left notes in the store
     number: int  # of the call
     name: str  # of the pass
 
@@ -81,6 +81,7 @@ class StoreAgreement:
 
     @property
     def _key(self) -> str:
+        """Prefix of the keys of this agreement."""
         return f"{_base_key()}/{self.nonce:x}/{self.number}/{self.name}"
 
     def report_mismatch(self, text: str) -> None:
@@ -157,6 +158,7 @@ def clear_failure(group: dist.ProcessGroup) -> None:
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
+    """Return the store through which a group was made."""
     groups = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
     if group not in groups:
         raise RuntimeError("the process group was destroyed")
@@ -164,6 +166,7 @@ def _store_of(group: dist.ProcessGroup) -> Any:
 
 
 def _base_key() -> str:
+    """Return the prefix of all keys of this run."""
     # torchrun may keep a store, with old notes, for processes that it starts anew.
     return f"ring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -193,6 +196,7 @@ def _poll(store: Any, key: str, timeout: timedelta) -> None:
 
 
 def _read(store: Any, key: str) -> bytes | None:
+    """Return the value of a key, or ``None`` if it is not set."""
     return store.get(key) if store.check([key]) else None
 
 

@@ -92,7 +92,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return prepared
 
 
-# It reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
+# This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
 # function, as torch.compile ignores it on the function that it is given itself.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _prepare_on_host(
@@ -312,7 +312,7 @@ def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Check that offsets are those of ``local_k_slice``.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are those of another slice.
     """
     offsets = tuple(tensor.tolist()) if isinstance(tensor, Tensor) and tensor.ndim == 1 else tensor
     if offsets != expected:

@@ -277,7 +277,7 @@ def attention(
     call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
-    # This call may save fewer tensors than the trace has promised: fill up with empty ones.
+    # This call may save fewer tensors than the trace has promised: add empty ones.
     extra = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
     if call.needs_grad:
         extra.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
@@ -362,7 +362,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
         _static_call(ctx.text).differentiable(tensors), input_grads, strict=True
     ):
         grads[index] = grad
-    # torch takes an empty list of numbers for a list of tensors, and wants a list of gradients.
+    # torch takes an empty list of numbers for a list of tensors, and asks for a list of gradients.
     return grads, None if ctx.numbers else [], None
 
 

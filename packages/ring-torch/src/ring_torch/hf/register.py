@@ -23,7 +23,7 @@ from ring_torch.transports import transport_names
 
 #: Substrings of an implementation's name to which transformers gives a meaning.
 _READ_BY_TRANSFORMERS = ("flash", "flex", "paged", "sdpa", "/", ":", "|", "@")
-_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it lie far apart
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: its multiples lie far apart
 
 #: Arguments that models pass to attention functions and that do not change their result.
 _IGNORED = frozenset({
@@ -249,7 +249,7 @@ def _layer_mask(attention_mask: object) -> LayerMask:
 
 
 def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
-    """Return a bias of this rank's queries and all ranks' keys; ``None`` for the scalar 0.
+    """Check that a bias has columns for all ranks' keys and return it; ``None`` for the scalar 0.
 
     Raises:
         UnsupportedError: Its columns are not all ranks' keys.

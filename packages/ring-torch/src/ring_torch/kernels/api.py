@@ -42,14 +42,14 @@ _MERGED_ROWS = 512
 
 
 class OwnSpans(NamedTuple):
-    """Spans of a rank's own keys in a buffer of gathered keys: as many each, equally far apart.
+    """Spans of a rank's own keys in a buffer of gathered keys: of one length, equally far apart.
 
     Attributes:
         number: Number of spans.
         keys: Number of keys of a span.
         source: Local index of the first key of the first span.
         source_step: Keys from one span to the next in the shard.
-        target: Column of that key in the buffer.
+        target: Column of that first key in the buffer.
         target_step: Columns from one span to the next in the buffer.
         length: Columns of the buffer.
     """
@@ -78,11 +78,11 @@ class BackwardLaunch(Protocol):
 
 
 class SplitBackward(Protocol):
-    """Backward of a kernel in two parts, so that dK/dV of launches and ranks are rounded once.
+    """Backward of a kernel in two parts, so that dK/dV are rounded once, after they are summed.
 
-    The first part adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``, whose order inside
-    each of the kernel's tiles of keys is its own. Sums of several launches, and of other ranks, are
-    added as they are. The second part rounds them into gradients.
+    The first part adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``. The kernel may order
+    the numbers inside each of its tiles of keys as it likes: sums of several launches, and of
+    several ranks, are added number by number. The second part rounds them into gradients.
     """
 
     def applies(
@@ -90,7 +90,8 @@ class SplitBackward(Protocol):
     ) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer. ``splits`` is that of their gather programs.
+        All ranks must get the same answer. ``splits`` is that option of their gather programs:
+        True if rows that see own keys only may read them in place, outside the gathered buffer.
         """
 
     def accumulate(
@@ -102,15 +103,15 @@ class SplitBackward(Protocol):
     def round(
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
-        """Round sums into ``places``: ``dk [B, m, K, D]`` and ``dv [B, m, K, Dv]``."""
+        """Write the rounded sums into ``places``: ``dk [B, m, K, D]``, ``dv [B, m, K, Dv]``."""
 
     def prepare_round(
         self, _spans: OwnSpans, _params: KernelParams, /
     ) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """Return what rounds the sums of own keys in a buffer into whole ``dk`` and ``dv``.
+        """Return a launch that rounds the sums of a rank's own keys into whole ``dk`` and ``dv``.
 
-        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. It is
-        ``None`` if each span has to be rounded by :meth:`round`.
+        It is called as ``(sums, dk, dv)``, with the buffer of :class:`BackwardLaunch`. ``None``
+        means that each span has to be rounded by :meth:`round`.
         """
         return None
 
@@ -120,7 +121,7 @@ class SplitBackward(Protocol):
     ) -> BackwardLaunch | None:  # fmt: skip
         """Return one launch of all items for later calls with tensors like these.
 
-        It is ``None`` if every call has to be launched item by item.
+        ``None`` means that every call has to be launched item by item.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Shift, halo, join and relayout of sharded tensors, for layers beside attention.
 
-The checks of their arguments and the forms of their results; rows move in
-:mod:`ring_torch.movement.rows`.
+This module checks their arguments and shapes their results; :mod:`ring_torch.movement.rows` moves
+the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Halo(NamedTuple):
 def shift(
     sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
 ) -> Tensor:  # fmt: skip
-    """Return the rows of the tokens ``n`` positions earlier, inside of documents."""
+    """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
     ranks = sharding.ring
     number = ranks.next_call()
     check_dim(x, dim)
@@ -65,7 +65,7 @@ def halo(
     sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
     cu_seqlens: Sequence[int] | None,
 ) -> Halo:  # fmt: skip
-    """Return each run with the rows on both sides of it."""
+    """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
     ranks, layout = sharding.ring, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
@@ -79,7 +79,7 @@ def halo(
 def relayout(
     sharding: Sharding, x: Tensor, to: LayoutSpec, *, group_of_to: Group, dim: int
 ) -> Tensor:
-    """Return the rows of this rank in another layout."""
+    """Return this rank's rows in the layout ``to``; see :meth:`ContextParallel.relayout`."""
     ranks = sharding.ring
     number = ranks.next_call()
     check_dim(x, dim)

@@ -150,7 +150,7 @@ class _Pass(NamedTuple):
             out = x.new_full(shape, fill)
         out_rows = out.movedim(dim, 0)
         self.local.run(out_rows, rows, add=self.add)
-        # What has arrived lands beside them.
+        # When the other ranks' rows have arrived, copy (or add) them to their places.
         transfer.wait()
         self.unpack.run(out_rows, arriving, add=self.add)
         return out.to(x.dtype)
@@ -225,7 +225,7 @@ class MoveCall:
             check_graph(ranks, signature, x.device)
         with self._guard(signature, x.device):
             agree(ranks, self.number, 0, signature, x.device)
-        # What no rank can do is refused here, alike on all: they have equal arguments.
+        # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         passes = _passes(self.kind, rows, (ranks.rank, ranks.size), x.device)
         with self._guard(signature, x.device):
             fill = 0 if backward else self.kind.fill

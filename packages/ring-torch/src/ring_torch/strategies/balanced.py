@@ -72,7 +72,11 @@ def balanced_steps(
     """Return the steps of a pass for a rank, each with its pieces of offloaded work."""
 
     def pieces(stage: Stage) -> tuple[OffloadPiece, ...]:
-        """Return the pieces of a stage: cuts of its work items for others, in matching order."""
+        """Return the pieces of a stage: its work items for other ranks, cut in slices of rows.
+
+        Owner and helper cut the same items in the same order, so the owner's n-th piece is what
+        the helper receives n-th.
+        """
         if not stage.offloads:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
@@ -225,7 +229,7 @@ class Balanced(Strategy):
             remote.compute_pieces(pieces, differentiate)
             # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
             key_grads.hop(step)
-            # The next step reads the K/V that arrived.
+            # The next step reads the K/V that arrived, or `held` again if none were to come.
             transfer.wait()
             held = arriving
         # dQ of the last step's helpers may still be on its way.
@@ -234,7 +238,7 @@ class Balanced(Strategy):
         return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of a ring, of query rows sent to helpers, and of results sent back."""
+        """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""
         del saved  # the backward sends the keys round again
         steps = self.forward_steps if forward else self.backward_steps
         ring = ring_traffic(call, inputs, [step.own for step in steps], forward=forward)
@@ -262,7 +266,7 @@ _Arriving = tuple[Transfer, list[tuple[Launch, list[Tensor]]]]
 
 
 class RemoteQueries:
-    """Exchange of query rows with helpers during one pass, and of their results.
+    """Exchange of query rows and results between busy ranks and their helpers in one pass.
 
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
 
@@ -271,7 +275,7 @@ class RemoteQueries:
         steps: The steps of the pass.
         take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
             equal shapes on all ranks, so it also gives the shapes of what other ranks send.
-        like: Returns tensors of the shapes and dtypes of the results for a slice of rows.
+        like: Returns tensors with the shapes and dtypes of the results for a slice of rows.
         add: Merges or adds results that came home for a slice of rows.
     """
 
@@ -322,7 +326,7 @@ class RemoteQueries:
     def _send_next(self) -> _Arriving:
         """Start sending this rank's next piece to its helper, and receiving the next to compute.
 
-        Returns an empty piece after the last.
+        Return the transfer and what it fills; after the last piece both are empty.
         """
         piece = next(self._to_send, None)
         if piece is None:

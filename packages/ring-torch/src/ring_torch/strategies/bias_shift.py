@@ -1,4 +1,4 @@
-"""Shift of each row of a bias: a number subtracted before softmax, which does not change by it.
+"""Shift of each row of a bias: a number subtracted before softmax, which stays the same.
 
 Additive masks hold numbers such as -1e10 or the least of their dtype. Where every key that a row
 sees has one, ``lse`` is that number plus the logarithm of a sum, and float32 drops the logarithm:
@@ -48,7 +48,8 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
         return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
     batch, heads, length, keys = bias.shape
-    # Temporaries for each element: a copy of the bias without unseen keys, and about 4 flags.
+    # Some rows at a time, to bound temporaries: for each element a copy of the bias without unseen
+    # keys, and about 4 booleans.
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
     step = max(1, _BLOCK_BYTES // max(1, size))
     tops = []
@@ -77,6 +78,7 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
     agree(ring, call.number, call.seed, call.forward_signature, call.device)
     (ids_of_ranks,) = exchange(ring, [[k_ids] * ring.size], call.device)
+    # Each rank's ids go to the columns of its keys, so that all are in natural order.
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
     for rank, rank_ids in enumerate(ids_of_ranks):
         ids[:, not_none(call.positions(rank)[2])] = rank_ids

@@ -246,10 +246,10 @@ class Gather(Strategy):
             in_place = _in_place(call, gather, inputs, n, groups)
             # Beside that: rows that see own keys only, whose gradients do not travel.
             own_sums.append(_differentiate_in_place(call, in_place, *group_tensors, sums))
-            # Only now take in what came for the group before.
+            # Only now add the gradients that came for the group before.
             if n > 0:
                 finish(n - 1)
-        # Nothing is left to hide the last group behind.
+        # No launch is left that could hide the last group's transfer: wait for it.
         finish(groups - 1)
         if self.is_plain and not self.groups.before_last_item and upstream.delta is None and items:
             prepared = prepare_backward(

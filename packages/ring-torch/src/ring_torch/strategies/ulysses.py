@@ -105,7 +105,11 @@ class Ulysses(Strategy):
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
-        """Return the visible pairs per head of ``H``: the mean over ranks, as all compute alike."""
+        """Return the (query, key) pairs that a rank computes, per query head of the call.
+
+        A rank computes the pairs of all ranks for ``H / P`` heads. Divided by ``H`` that is the
+        mean over ranks.
+        """
         return float(call.program.work().sum(axis=0).mean())
 
 
@@ -154,7 +158,7 @@ def _exchanges(
 def _inner_inputs(
     ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Inputs:
-    """Return the inputs of the inner call: q, k, v, and sinks and slopes of this rank's heads."""
+    """Return the inputs of the inner call: q, k, v, and this rank's part of sinks and slopes."""
     sinks, slopes = inputs.sinks, inputs.slopes
     if sinks is not None:
         sinks = sinks.chunk(ring.size, dim=0)[ring.rank]
@@ -173,6 +177,7 @@ def _orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 @capture_safe_cache(maxsize=64)
 def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
+    """Return the global positions of all queries, or of all keys; see :func:`_orders`."""
     positions = plan.k_positions if keys else plan.positions
     by_rank = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
     if (np.diff(by_rank) == 1).all():

@@ -206,7 +206,7 @@ def ring_test(names: Sequence[tuple[str, str]], *, cuda: bool) -> Iterator[Check
     """Test each strategy and transport with the same call between two processes of this machine.
 
     Args:
-        names: Names of strategy and transport.
+        names: Pairs of names, of a strategy and of the transport that carries it.
         cuda: True to give each process a GPU.
     """
     if not names:
@@ -238,7 +238,7 @@ def ring_checks(
 
 
 def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cuda: bool) -> Arrays:
-    """Compute a ring's output and gradients, and return them whole on every rank."""
+    """Compute attention between ranks; return output and gradients whole, on every rank."""
     sharding = Sharding(None, setting.layout)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     inputs = [

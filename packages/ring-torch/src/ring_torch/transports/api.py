@@ -21,7 +21,7 @@ from ring_torch.records import Inputs
 
 _ALL = slice(None)
 
-IndexMap = Callable[[slice], slice]  # from local key indices of a shard to columns of a buffer
+IndexMap = Callable[[slice], slice]  # maps local indices of a rank's keys to columns of a buffer
 
 
 class SessionSpec(NamedTuple):
@@ -102,10 +102,12 @@ Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if the
 
 
 def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
+    """Return no reason: the transport can run between processes of any machine."""
     return ""
 
 
 def _never_short(_plan: Plan, _keys: KVPayload, _groups: int) -> bool:
+    """Return False: the transport treats short calls like long ones."""
     return False
 
 
@@ -156,8 +158,8 @@ class PendingKV:
 
 #: dK/dV of own keys, on their way home from peers. Called as ``(total, length, index_map)``, it
 #: waits for them and adds them to the flat sums ``total`` of ``length`` tokens, in which
-#: ``index_map`` finds the columns of own keys. It is called once, and several in the order in
-#: which they were sent.
+#: ``index_map`` finds the columns of own keys. Each is called once, in the order in which the
+#: gradients were sent.
 PendingGrads = Callable[[torch.Tensor, int, IndexMap], None]
 
 
@@ -191,7 +193,7 @@ def gathered_traffic(
 
 
 def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
-    """Return the program of another rank in the pass in which this rank has ``like``."""
+    """Return another rank's program of the pass whose program on this rank is ``like``."""
     return gather_program(plan, rank, own=like.own, splits=like.splits)
 
 
@@ -225,7 +227,11 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
 
 
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:
-    """Return all fetches (``None``), or those with gradients final before the last item or not."""
+    """Return the program's fetches, all or a part of them.
+
+    With ``before_last_item`` True they are those whose gradients are final before the last work
+    item is launched, with False the others, with ``None`` all.
+    """
     return [
         fetch
         for fetch in gather.fetches
@@ -265,6 +271,7 @@ def add_staged(totals: Sequence[torch.Tensor], received: Sequence[Sequence[torch
     ``received`` has for each rank as many tensors as there are ``totals``. They may be in peers'
     memory, which one kernel then reads for several ranks at once.
     """
+    # The order of additions is fixed, so results are equal bit by bit in every run.
     for total, summands in zip(totals, zip(*received, strict=True), strict=True):
         if total.is_cuda and total.dtype == torch.float32 and has_triton():
             from ring_torch.memory_ops import add_on_gpu

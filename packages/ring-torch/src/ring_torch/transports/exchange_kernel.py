@@ -263,7 +263,8 @@ def _exchange_keys(
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
-    # Only then may this rank, and kernels behind this one, write into memory that peers read.
+    """Wait until all ranks have finished reading the last exchange, then write zeros."""
+    # Only then may this rank, and kernels after this one, write into memory that peers read.
     _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
     step = tl.num_programs(0) * NUMBERS
     for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, numel, step):
@@ -293,7 +294,7 @@ def _add_peers(
         inside = index < size
         dst = total + tl.multiple_of(tl.load(row), 4) + index
         x = tl.load(dst, mask=inside)
-        # In the table's order, so that sums are repeatable. An address of 0 loads nothing.
+        # Add in the table's order, so that sums repeat bit for bit. An address of 0 loads nothing.
         for n in tl.static_range(PARTS):
             address = tl.load(row + 2 + n)
             peer_sums = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)

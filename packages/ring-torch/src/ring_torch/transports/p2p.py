@@ -120,7 +120,7 @@ class Messages:
         """Start the messages of :meth:`fetch` in the other direction, with gradients."""
         del group, overlapped  # messages are matched by their order, and always run beside kernels
         ring = self.spec.ranks
-        # To each owner the sums over its keys: views of `grads` where those are contiguous.
+        # Send each owner the sums for its keys: views of `grads` where those are contiguous.
         sends = [
             (block.contiguous(), fetch.rank)
             for fetch in some_fetches(gather, before_last_item)
@@ -130,8 +130,8 @@ class Messages:
         requests = requests_to(
             self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
         )
-        # From each peer the sums over what it fetched here, into staging tensors: several peers may
-        # have fetched the same keys.
+        # Receive from each peer the sums for the keys that it fetched here, into staging tensors:
+        # several peers may have fetched the same keys.
         staged = [staging_for(sums, grads, fetch) for _, fetch in requests]
         receives = [
             (block, peer)

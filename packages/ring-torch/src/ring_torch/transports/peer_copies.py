@@ -113,7 +113,7 @@ class PeerCopies:
         self, gather: GatherProgram, group: int, tensors: list[torch.Tensor], written: Event,
         own_inputs: tuple[Inputs, Event] | None,
     ) -> list[Done]:  # fmt: skip
-        """Queue the copies of a group's K/V, one by one, and return what they can be waited for by.
+        """Queue the copies of a group's K/V one by one; return the stream and end event of each.
 
         ``written`` is the event after which peers' buffers may be read. ``own_inputs`` are the
         call's own tensors, and the event after which they are computed, if own K/V are read from

@@ -158,6 +158,7 @@ class SymmBuffer:
         self._headers: list[torch.Tensor] = []
 
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all ranks, by rank."""
         local = torch.tensor(numbers, device=torch.device("cuda", self.device))
         by_rank = [torch.empty_like(local) for _ in range(self.ring.size)]
         dist.all_gather(by_rank, local, group=self.ring.group)
@@ -217,6 +218,7 @@ class SymmBuffer:
             self._reusable_event = self.stream.record_event()
 
     def _barrier(self) -> None:
+        """Queue a barrier of all ranks on the current stream."""
         self.memory.handle.barrier(
             channel=_CAPTURE_CHANNEL if is_capturing() else _CHANNEL,
             timeout_ms=self._patience // timedelta(milliseconds=1),
@@ -275,6 +277,7 @@ def _host() -> str:
 
 
 def _number(name: str) -> int:
+    """Return a digest of a name as an int64."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -48,7 +48,10 @@ def _open(spec: SessionSpec) -> GatherSession:
 
 
 def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
-    """Return True if passes exchange in one kernel, with own keys in the buffer, too."""
+    """Return True if a call is short enough to exchange in one kernel each way.
+
+    The rank's own keys are then copied into the gathered buffer, too.
+    """
     from ring_torch.transports import peer_copies
 
     return peer_copies.fits_one_kernel(plan, keys, groups, False)
@@ -57,7 +60,7 @@ def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
 def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
     """Return why ranks cannot read each other's memory; ``None`` if that is not known yet.
 
-    Finding out is a collective of the group, made once and only if ``probe`` allows it.
+    To find out, all ranks of the group exchange messages, once and only if ``probe`` is True.
     """
     if device.type != "cuda" or dist.get_backend(ranks.group) != "nccl":
         return ("copies out of the peers' memory need CUDA tensors and a nccl group",)
@@ -68,7 +71,10 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
 
 
 def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
-    """Return why processes of this machine cannot use it, or an empty string."""
+    """Return why processes of this machine cannot use this transport, or an empty string.
+
+    ``reaches[n]`` are the indices of the GPUs whose memory GPU ``n`` can access directly.
+    """
     if device != "cuda":
         return "copies out of other GPUs' memory; torch finds no GPU here"
     if not dist.is_nccl_available():

@@ -3,6 +3,9 @@
 Every rank sends its sampled rows to all others. Each computes their attention over its own keys,
 and sends the parts back, where they are merged and compared. A third exchange tells all ranks what
 any of them has found, so that a fault on one rank is an error on all.
+
+Attention is computed twice: exactly, in float64, and plainly, with the roundings of a simple
+implementation in the call's dtype. The call's error may be at most twice that of the plain result.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from ring_torch.tripwire.traffic import CheckedPass, Watch
 Ints = npt.NDArray[np.int64]
 _NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
 
-#: Result of the call, exact result, plain result and size of rounded terms, ``[4, H, D]`` each, and
-#: size of the terms of a row ``[4]``: the fields of ``SampledRows``.
+#: Result of the call, exact result, plain result and root of the summed squares of terms that were
+#: rounded, ``[4, H, D]`` each, and a bound of each row's terms ``[4]``: input of ``SampledRows``.
 Compared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,7 +52,7 @@ class Sample(NamedTuple):
         call: The call.
         inputs: Inputs of this rank.
         batch: Index of the batch row.
-        rule: Parameters that all scores of it share.
+        rule: Parameters that the scores of this batch row share.
     """
 
     call: Call
@@ -72,10 +75,10 @@ class Sample(NamedTuple):
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dQ of this rank's sampled queries: exact, plain, and the size of rounded terms.
 
-        Both use ``delta = rowsum(dout * out)`` of the output as the forward rounded it, as a
-        kernel's backward does; so do the gradients of keys. An exact ``delta`` would differ by one
-        number for each row and head. Other roundings could hide that difference in the plain
-        gradients by chance, and twice their error would be no bound of it.
+        Both start from ``delta = rowsum(dout * out)`` of the output as the forward rounded it, as a
+        kernel's backward does; so do the gradients of keys. With an exact ``delta`` the exact
+        gradients would differ from the kernel's by that rounding, which is one number for each row
+        and head. The plain gradients' error need not show it, so it could not bound the kernel's.
         """
         b, rows = self.batch, self.local_rows("queries")
         dout, out = (x[b, rows].double() for x in (upstream.dout, upstream.out))
@@ -92,7 +95,11 @@ class Sample(NamedTuple):
         return dq[0], dq[1].to(self.call.dtype), rounded
 
     def key_sums(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return :func:`key_sums` of all queries for this rank's sampled keys: exact, plain."""
+        """Return what all ranks' queries contribute to this rank's sampled keys: exact, plain.
+
+        Each is ``[4, K, 2 * (D + Dv) + 1]``: dK, dV, squares of rounded terms and sums of weights,
+        side by side; see :func:`ring_torch.tripwire.dense.key_sums`.
+        """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         columns = self.local_rows("keys")
         local = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
@@ -118,7 +125,8 @@ class Sample(NamedTuple):
             upstream.out[b], upstream.lse[b].t(), None if dlse is None else dlse[b].t()
         )
         sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
-        # Each rank's keys get the sums over this rank's queries back, and add up those of all.
+        # Undo the sorting, send each rank the sums over this rank's queries for its keys, and
+        # receive those of this rank's keys from every rank: their total is over all queries.
         by_rank = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, by_rank, call.device))
         return exact, plain
@@ -132,10 +140,10 @@ class Sample(NamedTuple):
         return added.transpose(0, 1)
 
     def means(self, dout: Tensor | None = None) -> tuple[Partial, Partial]:
-        """Return the means over all ranks' keys of this rank's sampled queries: exact, plain.
+        """Return the softmax-weighted means of this rank's sampled queries: exact, plain.
 
-        Sinks are included. They are the results of the forward, or with ``dout`` the parts of dQ;
-        see :func:`query_means`.
+        They are means over the keys of all ranks, sinks included: of V, which is the output, or
+        with ``dout`` the two means that dQ is made of; see :func:`query_means`.
         """
         call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
         rows = self.local_rows("queries")
@@ -147,7 +155,8 @@ class Sample(NamedTuple):
                 for x in range(ring.size)
             )
             sent["bias"] = [self._added(rows, columns) for columns in k_positions]
-        # Every rank receives the sampled queries of all ranks ...
+        # Every rank receives the sampled queries of all ranks (of their bias only the columns of
+        # its own keys) ...
         received = map(torch.cat, exchange(ring, list(sent.values()), call.device))
         queries_of_all = dict(zip(sent, received, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
@@ -227,7 +236,7 @@ def forward_faults(
         inputs: Inputs of this rank.
         out: Output ``[B, T_local, H, Dv]``, in the inputs' dtype.
         lse: Log-sum-exp ``[B, H, T_local]``, sinks included.
-        watch: Bytes that were sent, and the time it took.
+        watch: Counter of the bytes that the forward sent, and its duration.
         sent_before: Bytes of messages sent before those of the call's strategy.
 
     Raises:
@@ -267,7 +276,7 @@ def backward_faults(
         upstream: ``dout``, and the forward's ``out`` and ``lse``.
         dlse: Gradient of ``lse``, ``[B, H, T_local]``, if any.
         grads: dQ, dK and dV, in the inputs' dtype.
-        watch: Bytes that its strategy sent, and the time it took.
+        watch: Counter of the bytes that the backward's strategy sent, and its duration.
         fetches: True if gathered keys were fetched again, False if the forward had saved them.
 
     Raises:

@@ -102,6 +102,7 @@ class CheckedPass(NamedTuple):
 
         No device exceeds its peak rate: a pass that seems to has left work out.
         """
+        # Bytes are compared where they were counted: messages at the sender, reads at the reader.
         messages = []
         call = self.call
         if call.ranks.size > 1:

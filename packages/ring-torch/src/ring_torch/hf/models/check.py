@@ -50,7 +50,7 @@ _MIXERS = re.compile(
     r"|ShortConv|CausalConv"
 )
 
-#: More kinds of layers that are served in models whose recurrent layers run on whole sequences.
+#: Kinds of layers that are exact as well in a model whose recurrent layers get whole sequences.
 _WHOLE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "mamba", "mlp", "moe"})
 
 #: Tensor methods by which a module reads its mask's values.
@@ -119,8 +119,8 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
 
     Args:
         model: The model.
-        joins_router: True if the caller computes a router's loss from the whole sequence, so that a
-            model with one is not refused for it.
+        joins_router: True if the caller computes the loss of a mixture-of-experts router from the
+            whole sequence; a model with such a loss can then be exact.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")

@@ -61,7 +61,7 @@ def check_positions(segments: Ints, positions: Ints) -> None:
     """Refuse position ids that do not grow by one within a document.
 
     Raises:
-        ValueError: They do not.
+        ValueError: Position ids start again inside a document.
     """
     same = np.diff(segments, axis=1) == 0
     if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[same].any():
@@ -87,7 +87,7 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
 def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     """Return segment ids from an ``attention_mask`` that numbers documents; ``None`` for others.
 
-    A mask that was read, and one of ones alone, is removed from the batch.
+    A mask that numbers documents, or that has only ones, is removed from the batch.
     """
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:

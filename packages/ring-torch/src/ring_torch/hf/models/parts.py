@@ -139,7 +139,7 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse padding tokens without a mask, if the model would derive a mask from the token ids.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are padding tokens, and no mask.
     """
     makes_mask = "make_default_2d_attention_mask" in vars(sys.modules[type(model).__module__])
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)

@@ -84,7 +84,7 @@ def judge(
     """Judge this rank's differences, exchange them with the other ranks, and return the report.
 
     Args:
-        runner: What ran the batch.
+        runner: Runner that ran the batch.
         runs: The three runs.
         outputs: Differences of what modules were given and returned, in the order of the split run.
         gradients: Differences of gradients by the parameter's name.
@@ -132,7 +132,7 @@ def gradient_differences(
         errors: Norms of the split run's differences from the whole run, ``[P]``.
         noise: Norms of the other whole run's differences from it, ``[P]``.
         sizes: Norms of the whole run's gradients, ``[P]``.
-        runner: What ran the batch, which has the ``P`` parameters.
+        runner: Runner that ran the batch; its model has the ``P`` parameters.
         floor: Relative difference that rounding makes.
     """
     numels = sizes.new_tensor([x.numel() for x in runner.parameters.values()])

@@ -22,8 +22,8 @@ from ring_torch.hf.models.hooks import ModelHooks
 from ring_torch.hf.verification.state import SavedFields
 from ring_torch.hf.verification.trace import Recorder, Tokens, Trace
 
-#: Names of a sequence's ids, embeddings and padding mask: of a model with one sequence or of an
-#: encoder, and of the decoder beside it.
+#: Names of a sequence's ids, embeddings and padding mask in a batch: first those of a model with
+#: one sequence, or of an encoder; then those of a decoder.
 _SEQUENCES = (
     ("input_ids", "inputs_embeds", "attention_mask"),
     ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"),
@@ -109,7 +109,7 @@ class Runner:
             fields.restore()
 
     def run(self, attention: str | None = None, *, perturbs: bool = False) -> ModelRun:
-        """ModelRun forward and backward, and leave no gradients behind.
+        """Run forward and backward, and leave no gradients behind.
 
         Args:
             attention: Attention of transformers, for a whole run inside :meth:`unhooked`; ``None``
@@ -144,7 +144,7 @@ class Runner:
         return run
 
     def _run(self, *, perturbs: bool, is_split: bool) -> ModelRun:
-        """ModelRun forward and backward once, and return their results."""
+        """Run forward and backward once, and return their results."""
         with self.recorder.recording(perturbs=perturbs) as trace:
             output = self.model(**self.batch)
         loss = output.get("loss")

@@ -32,12 +32,12 @@ from flash_attn.cute.utils import scalar_to_ssa
 
 from ring_core.masks.expression import OPERATORS, Expression, evaluated
 
-#: Way in which ALiBi gets the distance of a key: ``causal`` from numbers of rows and columns, as
-#: no key is ahead of its query; ``counted`` likewise, for keys on both sides; ``read`` from
-#: positions in memory.
+#: Source of a key's distance for ALiBi: ``causal`` subtracts the numbers of row and column, and no
+#: key is ahead of its query; ``counted`` also takes the absolute value, for keys on both sides;
+#: ``read`` subtracts positions read from memory.
 Alibi = Literal["causal", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
-_MOST = 1 << 30  # elements of a tensor: a layout needs a number, which is not used
+_MOST = 1 << 30  # length of a tensor without bounds: its layout needs one, and nothing reads it
 
 
 class Numbers(NamedTuple):
@@ -49,10 +49,10 @@ class Numbers(NamedTuple):
         q_at, k_at: Addresses of positions, float32 ``[n]`` and ``[m]``, padded to whole tiles.
         q_k_offset: The first row's position minus the first column's.
         q_ids, k_ids: Addresses of segment ids, int32 ``[B, n]`` and ``[B, m]``.
-        bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``, a line's bits
-            together; the last two show nothing and all.
-        tiles: Address of the number of each tile of the rectangle, int32, and some beyond it.
-        tiles_per_row: How many of them there are in a row.
+        bits: Address of a predicate's partial tiles, int32 ``[tiles, 128, 4]``: 128 bits for each
+            row (or column). The last two tiles hide and show everything.
+        tiles: Address of the number of each tile of the rectangle, int32, padded beyond it.
+        tiles_per_row: Numbers of tiles in a row, padding included.
         q_len, k_len: Rows and columns.
         q_first, k_first: The first row's position, and the first column's.
         lo, hi: The band, ``lo <= i - j <= hi``.
@@ -76,7 +76,7 @@ class Numbers(NamedTuple):
     hi: int = 0
 
     def as_args(self) -> tuple[Any, ...]:
-        """Return the numbers as the library takes them: addresses of 64 bits, others of 32."""
+        """Return the numbers as the library takes them: addresses as int64, others as int32."""
         addresses = {"slopes", "q_at", "k_at", "q_ids", "k_ids", "bits", "tiles"}
         return tuple(
             (Int64 if name in addresses else Int32)(value)
@@ -178,6 +178,7 @@ def mask_mod(
             k_id = _at(numbers.k_ids, Int32)[batch_idx[0] * numbers.k_len + column]
             visible = visible & (q_id == k_id) & (q_id >= 0)
         if const_expr(tiles):
+            # Find the tile's number, then the 32-bit word of the row (or column), then the bit.
             outer, inner = (j, i) if const_expr(by_columns) else (i, j)
             tile = _at(numbers.tiles, Int32)[(i >> 7) * numbers.tiles_per_row + (j >> 7)]
             bits = _at(numbers.bits, Int32)[(tile * 128 + (outer & 127)) * 4 + ((inner & 127) >> 5)]

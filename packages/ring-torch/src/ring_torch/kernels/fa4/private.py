@@ -61,6 +61,7 @@ def is_known() -> bool:
 
 @cache
 def _interface() -> Any:
+    """Import the module that has the library's private functions."""
     return import_module("flash_attn.cute.interface")
 
 
@@ -367,6 +368,7 @@ def _library_backward(
 
 
 def _arguments(options: LaunchOptions) -> dict[str, Any]:
+    """Return the arguments of the library's functions for scale, window and documents, by name."""
     left, right = options.window
     return {
         "softmax_scale": options.scale, "window_size_left": left, "window_size_right": right,
@@ -385,6 +387,7 @@ def _can_record(*tensors: Tensor | None) -> bool:
 
 
 def _documents_key(documents: Documents | None) -> object:
+    """Return a key of documents: their number and largest lengths."""
     if documents is None:
         return None
     return len(documents.cu_q), documents.max_q, documents.max_k
@@ -463,6 +466,7 @@ def _prepare_arguments(
     out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
     documents: Documents | None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of ``prepare``."""
     cu_q, _ = _offsets(documents)
     return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
 
@@ -484,6 +488,7 @@ def _alike(actual: Any, expected: Any) -> bool:
 
 
 def _remember[T](functions: dict[object, T], key: object, function: T) -> None:
+    """Keep compiled functions under a key, and drop the oldest if there are too many."""
     with _RECORDING:
         while len(functions) >= _MOST_LAUNCHES:
             del functions[next(iter(functions))]
@@ -491,14 +496,17 @@ def _remember[T](functions: dict[object, T], key: object, function: T) -> None:
 
 
 def _offsets(documents: Documents | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the offsets of documents among queries and among keys, ``None`` without documents."""
     return (None, None) if documents is None else (documents.cu_q, documents.cu_k)
 
 
 def _detached(x: Tensor) -> Tensor:
+    """Return a tensor that requires no gradient, over the same memory."""
     return x.detach() if x.requires_grad else x
 
 
 def _empty(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Allocate a float32 tensor on the device of ``q``."""
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 

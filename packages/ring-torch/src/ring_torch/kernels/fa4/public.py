@@ -26,7 +26,7 @@ def is_overwritten() -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` in new tensors."""
+    """Return ``(out, lse)`` of an item, in new tensors."""
     sinks = None if options.mods is None else options.mods.sinks
     with torch.no_grad():
         out, lse = _function(options)(q, k, v, learnable_sink=sinks)[:2]
@@ -36,14 +36,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions) -> tuple[Te
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
+    """Return an item's ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         item_out, item_lse = _function(options)(*leaves)[:2]
-    # out is the sum of weight * item_out over items; a row that sees nothing, here or at all, has
-    # weight 0.
+    # The final out is the sum of weight * item_out over the items. A row that sees nothing, in this
+    # item or at all, has weight 0.
     weight = (item_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
     rows = weight.transpose(-1, -2).unsqueeze(-1)
+    # More weight for this item is less for the others: d out / d item_lse = weight * difference.
     difference = torch.where(rows > 0, item_out.detach().float() - out, 0.0)
     dlse = weight * (dout * difference).sum(-1).transpose(-1, -2)
     dq, dk, dv = torch.autograd.grad(
@@ -65,4 +66,5 @@ def _function(options: LaunchOptions) -> Callable[..., Any]:
 
 @cache
 def _module() -> Any:
+    """Import the module that has flash-attn-4's public functions."""
     return import_module("flash_attn.cute")
