@@ -418,7 +418,7 @@ def test_a_graph_takes_all_steps_and_documents() -> None:
 
 UNLIKE: dict[str, tuple[Any, str]] = {
     "n": (lambda cp, x: cp.shift(x, 2), r"n is [12] there"),
-    "fill": (lambda cp, x: cp.shift(x, 1, fill=7), r"fill is [07] there"),
+    "fill": (lambda cp, x: cp.shift(x, 1, fill=7), r"fill is [07].0 there"),
     "documents": (lambda cp, x: cp.shift(x, 1, cu_seqlens=(0, 3, 12)), r"cu_seqlens is "),
     "movement": (lambda cp, x: cp.halo(x, 1, 0), r"pass is '(halo|shift)' there"),
     "to": (lambda cp, x: cp.relayout(x, to="striped"), r"pass is '(relayout|shift)' there"),
