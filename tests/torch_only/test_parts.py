@@ -74,6 +74,8 @@ class Tiled(SplitBackward):
         self, spans: OwnSpans, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         def round_all(sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+            # A library's rounding kernel is told where tokens lie, not what strides they have.
+            assert dk.is_contiguous() and dv.is_contiguous()
             batch, _, heads, dim = dk.shape
             totals = sums.view(2, batch, heads, spans.length, dim)
             for n in range(spans.number):
@@ -141,7 +143,11 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
     ):
         out = cp.attention(*mine, mask=mask, strategy="gather")
         grads = torch.autograd.grad(out, mine, cp.shard(dout))
-        # The second call runs the launches that the first has prepared, to the same bits.
+        # The second call runs the launches that the first has prepared, to the same bits, though
+        # the tokens of a key head lie together now.
+        q, *kv = mine
+        mine = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
+        mine = [x.requires_grad_() for x in mine]
         out = cp.attention(*mine, mask=mask, strategy="gather")
         again = torch.autograd.grad(out, mine, cp.shard(dout))
         assert all(map(torch.equal, grads, again))

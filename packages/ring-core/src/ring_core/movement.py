@@ -77,7 +77,7 @@ class RowCopy(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One rank's part in a movement.
+    """The part of a single rank in a movement.
 
     It copies rows that stay; packs those that leave, in the order of the ranks that get them; and
     unpacks what arrives, in the order of the ranks that sent it.

@@ -116,12 +116,7 @@ class _Copy(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """One direction of a movement on this rank; its fields are those of an ``Exchange``.
-
-    Attributes:
-        rows: Number of rows of the result.
-        add: True if several rows may land in one place, where they are summed.
-    """
+    """The forward or backward of a movement on this rank; its fields are an ``Exchange``'s."""
 
     local: _Copy
     pack: _Copy

@@ -518,7 +518,7 @@ def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Te
 
 
 class SplitLaunch(NamedTuple):
-    """One launch of a split backward over some columns of the gathered keys.
+    """A launch of a split backward over some columns of the gathered keys.
 
     Attributes:
         k_start: First column.
