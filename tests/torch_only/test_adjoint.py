@@ -99,10 +99,11 @@ def _ulysses(rank: int, layout: Any) -> None:
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     moved, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
     every = (orders[0], orders[1], orders[1])
-    there = head_exchange.to_heads(ring, moved, (q, k, v), every)
-    back = head_exchange.to_tokens(ring, moved, [y, *there[1:]], every)
+    carry = head_exchange.HeadMessages(ring)
+    there = head_exchange.to_heads(carry, moved, (q, k, v), every)
+    back = head_exchange.to_tokens(carry, moved, [y, *there[1:]], every)
     same([(there[0], y)], [(q, back[0])])
-    again = head_exchange.to_tokens(ring, moved, there, every)
+    again = head_exchange.to_tokens(carry, moved, there, every)
     for x, y in zip(again, (q, k, v), strict=True):
         assert torch.equal(x, y)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ring_core import GatherProgram, Plan, Request, RingProgram
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
+from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
@@ -38,6 +39,7 @@ from ring_torch.records import (
 )
 from ring_torch.transports.api import (
     GatherSession,
+    HeadSpec,
     Refusals,
     SessionSpec,
     Traffic,
@@ -190,6 +192,16 @@ class Call(NamedTuple):
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
 
+    def open_heads(self, signature: CallSignature, size: int) -> HeadCarrier:
+        """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        return self.transport.open_heads(
+            HeadSpec(self.ranks, size, self.device, signature, self.number, self.seed)
+        )
+
     def gathered_columns(
         self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
     ) -> KeyBlock:
@@ -248,10 +260,11 @@ class StrategySpec:
         resolve: Returns the object that runs both passes on a rank, with all steps made. It is not
             asked for a one-rank call that is a single launch.
         refusals: Returns the reasons why it cannot do a call, the same on all ranks.
-        opens_sessions: True if its K/V move in sessions of any transport; otherwise it sends
-            messages itself, and needs a transport that sends messages.
-        splits_heads: True if its kernels run in an inner call of one rank, over all tokens of a
-            part of the heads.
+        opens_sessions: True if its K/V move in sessions of any transport. A strategy that does
+            neither this nor ``splits_heads`` sends messages itself, and needs a transport that
+            sends them.
+        splits_heads: True if it trades tokens for heads, over any transport, and its kernels run in
+            an inner call of one rank, over all tokens of a part of the heads.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
@@ -267,7 +280,7 @@ class StrategySpec:
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
-        return self.opens_sessions or transport.sends_messages
+        return self.opens_sessions or self.splits_heads or transport.sends_messages
 
 
 @lru_cache(maxsize=256)

@@ -122,6 +122,11 @@ class ExchangeState:
             self._prepared.clear()
         self._prepared[key] = launch
 
+    def keep_in_graph(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
+        if is_capturing():
+            self._kept += [x for x in tensors if x is not None]
+
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
