@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel, PreparedLaunch, has_launch_hooks
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch, has_launch_hooks
 
 _ROWS = 16
 _MARK_ROWS = 1024

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer
-from ring_torch.launch_cache import keep, tensors_key
-from ring_torch.triton_launch import DirectKernel, has_launch_hooks
+from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.direct import DirectKernel, has_launch_hooks
 
 _BUFFER, _TENSORS, _ORDERS = 0, 1, 4  # indices among the arguments of a launch
 _NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and most of one token

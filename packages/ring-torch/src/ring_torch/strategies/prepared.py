@@ -88,7 +88,7 @@ class PreparedBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """Launches of both passes, each by :func:`ring_torch.launch_cache.tensors_key`."""
+    """Launches of both passes, each by :func:`ring_torch.launches.cache.tensors_key`."""
 
     forward: dict[object, PreparedForward] = field(default_factory=dict)
     backward: dict[object, PreparedBackward] = field(default_factory=dict)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel, PreparedLaunch
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch
 
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer
 from ring_torch.comm.head_exchange_kernel import HeadArguments, move_block
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch
 from ring_torch.transports.exchange_kernel import (
     OPTIONS,
     ExchangeSetup,
@@ -21,7 +22,6 @@ from ring_torch.transports.exchange_kernel import (
     finish,
     signal_peers,
 )
-from ring_torch.triton_launch import DirectKernel, PreparedLaunch
 
 _NUMBERS = 1 << 14  # numbers that a program copies at a time
 _DIGEST, _SOURCES, _RESULTS, _ORDERS = 2, 6, 9, 12  # indices among the arguments of a launch
@@ -71,7 +71,8 @@ def trade_heads(
     arguments = (
         setup.headers, setup.header, digest, setup.rank, layout.ranks, setup.patience,
         *sent.tensors, *received.tensors, *sent.orders, *sent.sizes, *sent.strides,
-        *received.strides, layout.parts[0].batch, layout.message.size, sent.blocks,
+        *received.strides, layout.parts[0].batch, layout.message.size,
+        header + setup.rank * layout.message.size, sent.blocks,
     )  # fmt: skip
     constants = sent.constants | {"HEADER": header, "SPLITS_HEADS": splits_heads, **OPTIONS}
     grid = (setup.programs,)
@@ -88,7 +89,7 @@ def _trade_heads(
     length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
     x_batch0, x_row0, x_head0, x_batch1, x_row1, x_head1, x_batch2, x_row2, x_head2,
     y_batch0, y_row0, y_head0, y_batch1, y_row1, y_head1, y_batch2, y_row2, y_head2,
-    batch, size, blocks,
+    batch, size, own_message, blocks,
     DIM0: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEADER: tl.constexpr, SPLITS_HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +129,7 @@ def _trade_heads(
     # Read the message for this rank from each, beginning with another rank on each of them.
     for n in range(tl.program_id(0), ranks * blocks, programs):
         peer, block = (n + rank) % ranks, n // ranks
-        address = tl.load(headers + peer) + HEADER + rank.to(tl.int64) * size
-        message = tl.multiple_of(address, 16)
+        message = tl.multiple_of(tl.load(headers + peer) + own_message, 16)
         move_block(
             message + offset0, y0, order0, peer, block, length0, width0, y_batch0, y_row0, y_head0,
             batch, DIM0, ROWS, COLUMNS, not SPLITS_HEADS, False,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer, flat
 from ring_torch.comm.head_exchange import HeadCarrier, Orders
-from ring_torch.launch_cache import tensors_key
+from ring_torch.launches.cache import tensors_key
 from ring_torch.transports import head_kernel
 from ring_torch.transports.api import HeadSpec, is_counted, note_reads
 from ring_torch.transports.exchange_kernel import ExchangeSetup

@@ -23,6 +23,7 @@ from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
+from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel
@@ -37,7 +38,6 @@ from ring_torch.transports.api import (
     requests_to,
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
-from ring_torch.triton_launch import has_launch_hooks
 
 _HEADER = 1024  # bytes; enough for MOST_RANKS
 _FIRST = 2  # index of the next exchange's number in a header
