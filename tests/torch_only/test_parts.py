@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_core import Mask, Plan, WorkItem, make_plan
+from ring_core import Mask, Plan, Request, WorkItem, make_plan
 from ring_core.programs import gather
 from ring_torch import ContextParallel, prepare
 from ring_torch.kernels import fa4
@@ -30,12 +30,11 @@ class Tiled(SplitBackward):
     """See :class:`ring_torch.kernels.api.SplitBackward`: a tile's numbers stand in reverse."""
 
     used: list[bool]
+    tile = KEYS
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
-        del q, k, v, params
-        self.used.append(fa4._in_whole_tiles(plan, splits))
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
+        del request
+        self.used.append(fa4.in_whole_tiles(plan, splits, tile))
         return self.used[-1]
 
     def accumulate(
@@ -164,7 +163,8 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
         (Mask(window=(12, 8)), True),
         (Mask(causal=True, window=(24, 0)), True),  # none is
         (Mask(window=(9, 7)), False),  # as many keys as fill tiles, cut elsewhere
-        (Mask(causal=True, window=(10, 0)), False),
+        (Mask(causal=True, window=(10, 0)), True),  # items begin inside tiles of the sequence
+        (Mask(causal=True, window=(26, 0)), True),
     ],
 )
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_tiles_of_all_launches_are_the_same(
     plan = make_plan(mask, seq_len=LENGTH, cp_size=2, layout=layout)
     for rank, (used, error) in enumerate(backend.pool(2).run(on_a_rank, layout, mask, groups)):
         with patch.object(gather, "TILE", KEYS):
-            program = gather._gather_program.__wrapped__(plan, rank, True, True)
+            program = gather._gather_program.__wrapped__(plan, rank, True, True, KEYS)
         spans = own_spans(program, rank, LENGTH // 2)
         prepared = tiled and groups == ONE_GROUP and not program.in_place and spans is not None
-        assert used == [tiled, tiled, *([True] if prepared else [])]
+        assert used == [tiled, *([True] if prepared else [])]
         assert error < 1e-5

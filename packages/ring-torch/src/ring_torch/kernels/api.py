@@ -85,13 +85,15 @@ class SplitBackward(Protocol):
     several ranks, are added number by number. The second part rounds them into gradients.
     """
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
+    #: Keys of a tile. Sums of a part of a tile cannot be told from others of it.
+    tile: int
+
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer. ``splits`` is that option of their gather programs:
-        True if rows that see own keys only may read them in place, outside the gathered buffer.
+        It is asked for bands alone, without segment ids, predicates or slopes, and all ranks must
+        get the same answer. ``splits`` and ``tile`` are those options of their programs
+        (:func:`ring_core.gather_program`).
         """
 
     def accumulate(
