@@ -69,9 +69,10 @@ class BackwardLaunch(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor, /,
-    ) -> None:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """Write ``dq``, and add to the flat sums of dK and dV.
 
+        It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
         :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """

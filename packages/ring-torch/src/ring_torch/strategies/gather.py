@@ -273,13 +273,13 @@ class Gather(Strategy):
             arriving.wait(None)
             kv = arriving.tensors[0]
         dout, out, lse, _ = upstream
-        prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        delta = prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
         pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
         prepared.round(grad_sums, dk, dv)
-        return Grads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None, delta)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
