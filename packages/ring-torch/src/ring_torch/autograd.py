@@ -154,7 +154,7 @@ def backward_pass(
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:
-            if delta is None:
+            if delta is None and dlse is None:
                 delta = computed.delta  # from the kernel, which computed it for itself
             if delta is None:
                 delta = _delta(dout, out, dlse, call.acc_dtype)
