@@ -68,11 +68,12 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, spec.splits)
+        options = spec.gather.splits, spec.gather.tile
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, *options)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(
-            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options), digest
         )
 
     def noted(name: str) -> Any:

@@ -175,20 +175,17 @@ class Call(NamedTuple):
         self,
         inputs: Inputs,
         signature: CallSignature,
+        gather: GatherProgram,
         *,
         groups: int,
-        own: bool,
-        splits: bool = True,
     ) -> GatherSession:
         """Open a session of the transport for one pass, over ``groups`` groups of heads.
-
-        With ``own`` a rank's own K/V are in the gathered buffer, too.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ranks, self.plan, own, splits, KVPayload.of(inputs, groups), groups, self.device,
+            self.ranks, self.plan, gather, KVPayload.of(inputs, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
 
@@ -209,11 +206,10 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        plan_and_rank = self.plan, self.ranks.rank, gather.own, gather.splits
         return columns._replace(
-            position=gathered_positions(*plan_and_rank, self.device),
+            position=gathered_positions(gather, self.device),
             aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(*plan_and_rank),
+            runs=gathered_runs(gather),
         )
 
 
@@ -223,23 +219,27 @@ class Resolution(NamedTuple):
     Attributes:
         program: The plan in the order of a ring.
         rank: The rank.
+        request: The options and sizes that the kernel has to support.
         kernel: The kernel of all launches.
         sizes: Sizes of this rank's tensors.
         itemsize: Bytes of a number of q, k and v.
         needs_index: True if an option needs global positions of tokens.
         segment_ids: True if segment ids travel with K/V.
         is_short: True if K/V are so few that no work is done over own keys in place.
+        returns_lse: True if the call returns ``lse``, whose gradient may need another kernel.
         inner: The call of one rank for this rank's heads, if the strategy splits heads.
     """
 
     program: RingProgram
     rank: int
+    request: Request
     kernel: Kernel
     sizes: Sizes
     itemsize: int
     needs_index: bool
     segment_ids: bool
     is_short: bool
+    returns_lse: bool
     inner: Call | None
 
 

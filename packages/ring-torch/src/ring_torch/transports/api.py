@@ -30,10 +30,8 @@ class SessionSpec(NamedTuple):
 
     Attributes:
         ranks: The ranks that exchange.
-        plan: The plan, from which every rank derives what each rank fetches:
-            ``gather_program(plan, rank, own=own, splits=splits)``.
-        own: True if a rank's buffer holds its own K/V, too, so that one launch sees all keys.
-        splits: True if work over own keys alone may be done in place.
+        plan: The plan, from which every rank derives what each rank fetches (:func:`program_of`).
+        gather: This rank's program.
         keys: The shape of the K/V of a rank for one group of heads.
         groups: Number of groups into which heads are cut.
         device: The device of all tensors.
@@ -46,8 +44,7 @@ class SessionSpec(NamedTuple):
 
     ranks: Ranks
     plan: Plan
-    own: bool
-    splits: bool
+    gather: GatherProgram
     keys: KVPayload
     groups: int
     device: torch.device
@@ -226,7 +223,7 @@ def gathered_traffic(
 
 def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
     """Return another rank's program of the pass whose program on this rank is ``like``."""
-    return gather_program(plan, rank, own=like.own, splits=like.splits)
+    return gather_program(plan, rank, own=like.own, splits=like.splits, tile=like.tile)
 
 
 @lru_cache(maxsize=256)

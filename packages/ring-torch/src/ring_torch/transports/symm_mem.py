@@ -33,14 +33,16 @@ def _open(spec: SessionSpec) -> GatherSession:
     from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, grad_bytes_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
 
-    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
+    ranks, gather, keys, signature = spec.ranks, spec.gather, spec.keys, spec.signature
     if not has_agreed(ranks, signature):
         agree(ranks, spec.number, spec.seed, signature, spec.device)
     grad_bytes = (
-        grad_bytes_of(spec.plan, keys, spec.acc_dtype, spec.splits) if spec.needs_grad else 0
+        grad_bytes_of(spec.plan, keys, spec.acc_dtype, gather.splits, gather.tile)
+        if spec.needs_grad
+        else 0
     )
     digest = signature.as_int64(spec.number, spec.seed)
-    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups, spec.splits):
+    if gather.own and fits_one_kernel(spec.plan, keys, spec.groups, gather.splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, grad_bytes, digest)
