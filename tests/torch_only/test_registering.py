@@ -40,7 +40,7 @@ from ring_torch.records import (
 from ring_torch.strategies import STRATEGIES, choose_strategy
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import TRANSPORTS, p2p
-from ring_torch.transports.api import Traffic, Transport
+from ring_torch.transports.api import Traffic
 
 LENGTH, HEADS, DIM = 16, (4, 2, 2), 8  # tokens of the sequence, heads of q, k and v
 
@@ -166,7 +166,7 @@ def a_strategy(patch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def a_transport(patch: pytest.MonkeyPatch) -> dict[str, str]:
     """Register the transport, and name it together with a strategy that opens sessions."""
-    noted = Transport("noted", p2p.Messages.open, lambda *_: (), sends_messages=True)
+    noted = replace(p2p.P2P, name="noted")
     patch.setattr(transports, "TRANSPORTS", (*TRANSPORTS, noted))
     return {"transport": "noted", "strategy": "gather"}
 

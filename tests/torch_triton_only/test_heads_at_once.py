@@ -26,6 +26,7 @@ from ring_torch.comm.handshake import agree
 from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
+from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports import exchange_kernel, head_kernel, one_kernel
 from ring_torch.transports.api import HeadSpec
@@ -79,7 +80,7 @@ def on_a_rank(
         patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
         # Checked as on GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open_heads=opened)
-        chosen, traded = prepare.choose_strategy, (ULYSSES, transport)
+        chosen, traded = choose_strategy, (ULYSSES, transport)
         patched.setattr(
             prepare,
             "choose_strategy",

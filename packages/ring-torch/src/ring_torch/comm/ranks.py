@@ -63,6 +63,7 @@ class GroupState:
     queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
     ended: dict[int, Any] = field(default_factory=dict)  # CUDA event by device
     streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
+    runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.
@@ -195,12 +196,10 @@ class Ranks:
 
     def _runs_messages_together(self, device: torch.device) -> bool:
         """Return True if the backend runs all messages that start together as one operation."""
-        return bool(self._open_group()._get_backend(device).supports_coalescing)  # noqa: SLF001
-
-    def _open_group(self) -> dist.ProcessGroup:
-        """Return the group; see :attr:`group`."""
-        group = None if self.group_ref is None else self.group_ref()
-        return not_none(self.group) if group is None else group
+        if (together := self.state.runs_together.get(device.type)) is None:
+            together = not_none(self.group)._get_backend(device).supports_coalescing  # noqa: SLF001
+            self.state.runs_together[device.type] = together
+        return together
 
     def _all_to_all(
         self, sent: torch.Tensor, received: torch.Tensor, sent_sizes: list[int],
@@ -215,11 +214,12 @@ class Ranks:
         options.asyncOp = (
             beside  # otherwise NCCL runs on the current stream, and no event is needed
         )
-        peers = tuple(others(self))
+        peers = tuple([rank for rank in range(self.size) if rank != self.rank])
+        group = None if self.group_ref is None else self.group_ref()
+        if group is None:  # it was destroyed
+            group = not_none(self.group)
         try:
-            work = self._open_group().alltoall_base(
-                received, sent, received_sizes, sent_sizes, options
-            )
+            work = group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(() if work is None else (work,), (sent,), peers)

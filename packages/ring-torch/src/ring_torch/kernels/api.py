@@ -141,6 +141,8 @@ class Kernel(Protocol):
     needs_delta: bool = True
     #: True if a launch that is a whole call can add the sinks (``KernelParams.sinks``).
     adds_sinks: bool = False
+    #: True if its launches can be prepared (:meth:`prepare_forward`).
+    prepares: bool = False
     #: True if it reads values of tensors on the host, which a CUDA graph cannot hold.
     reads_on_host: bool = False
     #: The split backward, if it has one.

@@ -73,6 +73,7 @@ class FlashKernel(Kernel):
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
         adds_sinks: True if a launch can add sinks, as of every kernel.
         predicate_compile_seconds: About how many seconds the first call with a predicate compiles.
+        prepares: True, as the library may have a shorter way to repeat a launch.
     """
 
     flash: FlashLibrary
@@ -85,6 +86,7 @@ class FlashKernel(Kernel):
     clips_right_window: bool = False
     adds_sinks: bool = False
     predicate_compile_seconds: int = 0
+    prepares: bool = True
 
     def unavailable_reason(self) -> str | None:
         """Return why it cannot run on this machine, or ``None``."""

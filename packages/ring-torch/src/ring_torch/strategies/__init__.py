@@ -47,7 +47,8 @@ def resolve(spec: StrategySpec, resolution: Resolution, *, sinks: bool) -> Strat
     if item is None:
         return spec.resolve(resolution)
     needs_more = resolution.needs_index or resolution.segment_ids
-    return Single(item, spec.name, not needs_more and item.cu_q is None and item.tiles is None)
+    is_plain = not needs_more and item.cu_q is None and item.tiles is None
+    return Single(item, spec.name, resolution.kernel.prepares and is_plain)
 
 
 def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:

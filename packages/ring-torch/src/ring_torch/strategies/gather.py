@@ -120,7 +120,7 @@ class Gather(Strategy):
     name: str = "gather"
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
     adds_sinks: bool = False
-    is_plain: bool = False  # True if no option needs more than q, k and v in a launch
+    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
     depends_on_kernel = True
 
@@ -134,7 +134,7 @@ class Gather(Strategy):
         sinks = None
         if inputs.sinks is not None and self.adds_sinks:
             sinks = folded(inputs.sinks, torch.float32)
-        key = tensors_key(inputs.q, sinks)
+        key = tensors_key(inputs.q, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
             saved: Saved = ()
             # A single group; the session goes on behind its launches, as sessions ask.
@@ -165,7 +165,7 @@ class Gather(Strategy):
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        if self.is_plain and fully_written and results[0] is state:
+        if self.prepares and fully_written and results[0] is state:
             items = list(zip(gather.items, gather.waits_for, strict=True))
             launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
             keep(self.launches.forward, key, launches)
@@ -247,7 +247,7 @@ class Gather(Strategy):
                 finish(n - 1)
         # No launch is left that could hide the last group's transfer: wait for it.
         finish(groups - 1)
-        if self.is_plain and not self.groups.before_last_item and upstream.delta is None and items:
+        if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:
             prepared = prepare_backward(
                 call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
                 call.params,
@@ -518,7 +518,7 @@ def _resolve(resolution: Resolution) -> Strategy:
         groups, gather, head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
-        is_plain=banded and groups.backward == 1 and not gather.in_place,
+        prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,
     )  # fmt: skip
 
 

@@ -95,17 +95,17 @@ class Ring(Strategy):
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
     name: str = "ring"
-    is_plain: bool = False  # True if no option needs more than q, k and v in a launch
+    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int, *, is_plain: bool = False) -> Self:
+    def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank."""
         forward = ring_steps(program, rank, program.forward)
         backward = ring_steps(program, rank, program.backward)
         items = [launch.item for step in forward for launch in step.launches]
         banded = all(item.cu_q is None and item.tiles is None for item in items)
-        return cls(forward, backward, is_plain=is_plain and banded)
+        return cls(forward, backward, prepares=prepares and banded)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the accumulators' dtype, and the packed K/V that arrived last.
@@ -114,8 +114,7 @@ class Ring(Strategy):
         """
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ranks.rank, keys)
-        key, work = tensors_key(*inputs[:3]), None
+        key, work = tensors_key(*inputs[:3]) if self.prepares else None, None
         if (prepared := self.launches.get(key)) is not None:
             work = prepared.work(rows.q, inputs.v.shape[3])
         into = empty_state(rows.q, inputs.v.shape[3]) if work is None else work.into
@@ -124,7 +123,10 @@ class Ring(Strategy):
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
             # `spare` is where the next K/V arrive. The call's own K/V are copied into `held` once.
             packing = packing_of(keys)
-            held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
+            held, spare = packing.buffer(call.device), packing.buffer(call.device)
+            held_keys, spare_keys = packing.views(held), packing.views(spare)
+            for view, x in zip(held_keys, keys, strict=True):
+                view.copy_(x)
         for n, step in enumerate(self.forward_steps):
             transfer = DONE
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
@@ -133,21 +135,21 @@ class Ring(Strategy):
             if step.keys_hop is not None:
                 transfer = call.ranks.rotate(held, spare, step.keys_hop, beside=True)
             # Kernels read `held` while it is being sent: both only read.
-            held_keys = keys if step.is_own else packing.views(held)
+            step_keys = keys if step.is_own else held_keys
             if work is not None:
-                work.run(n, held_keys[0], held_keys[1])
+                work.run(n, step_keys[0], step_keys[1])
             else:
-                columns = own if step.is_own else call.columns(step.keys_of, held_keys)
+                columns = call.columns(step.keys_of, step_keys)
                 attend_step(call, step.launches, rows, columns, into)
             # The next step reads what arrived. That the send has completed frees `held`, too.
             transfer.wait()
             if step.keys_hop is not None:
-                held, spare = spare, held
+                held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
-        if self.is_plain and work is None:
+        if self.prepares and work is None:
             steps = [
                 (
-                    own if step.is_own else call.columns(step.keys_of, packing.views(held)),
+                    call.columns(step.keys_of, keys if step.is_own else held_keys),
                     [launch.item for launch in step.launches],
                 )
                 for step in self.forward_steps
@@ -301,8 +303,9 @@ class RotatingKeyGrads:
 
 def _resolve(resolution: Resolution) -> Ring:
     """Return the ring of a rank."""
-    has_more = resolution.needs_index or resolution.segment_ids or resolution.sizes.batch == 0
-    return Ring.of(resolution.program, resolution.rank, is_plain=not has_more)
+    needs_more = resolution.needs_index or resolution.segment_ids or resolution.sizes.batch == 0
+    prepares = resolution.kernel.prepares and not needs_more
+    return Ring.of(resolution.program, resolution.rank, prepares=prepares)
 
 
 RING = StrategySpec(

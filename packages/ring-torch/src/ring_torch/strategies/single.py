@@ -25,7 +25,7 @@ class Single(Strategy):
 
     item: WorkItem
     name: str
-    is_plain: bool = False  # True if no option needs more than q, k and v in the launch
+    prepares: bool = False  # True if the launch may be prepared: it needs q, k and v alone
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
     adds_sinks = True
 
@@ -37,7 +37,7 @@ class Single(Strategy):
         state = unseen_state(q, v.shape[3], fully_written=fully_written)
         if inputs.sinks is not None:
             sinks = folded(inputs.sinks, torch.float32)
-        key = tensors_key(q, k, v, sinks)
+        key = tensors_key(q, k, v, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
             launches.run(q, k, v, state, sinks, lambda _: None)
             if params.needs_lse:
@@ -49,7 +49,7 @@ class Single(Strategy):
         dst, rows_in_item = state.take(item.q_slice), rows.take(item.q_slice)
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
         if fully_written:
-            if self.is_plain and result.out.data_ptr() == state.out.data_ptr():
+            if self.prepares and result.out.data_ptr() == state.out.data_ptr():
                 launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
                 keep(self.launches.forward, key, launches)
             return result, ()

@@ -119,16 +119,13 @@ class ExchangeLayouts(NamedTuple):
         qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
         results: ``out`` and ``lse`` from heads to tokens.
         upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
+        most_bytes: Bytes of the largest exchange: of the messages from one rank to all.
     """
 
     qkv: HeadBuffer
     results: HeadBuffer
     upstream: HeadBuffer
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the largest exchange: of the messages from one rank to all."""
-        return max([x.ranks * x.message.size for x in self])
+    most_bytes: int
 
 
 def exchanges_of(call: Call, inputs: Inputs) -> ExchangeLayouts:
@@ -152,11 +149,11 @@ def _exchanges(
     )
     out = q._replace(dim=v_dim)
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
-    return ExchangeLayouts(
-        qkv=HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)),
-        results=HeadBuffer.of(ranks, out, row),
-        upstream=HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
-    )
+    buffers = (
+        HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)), HeadBuffer.of(ranks, out, row),
+        HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
+    )  # fmt: skip
+    return ExchangeLayouts(*buffers, max(ranks * x.message.size for x in buffers))
 
 
 def _inner_inputs(
