@@ -14,8 +14,11 @@ from typing import Any
 from ring_core.base.arguments import (
     check_choice as check_choice,
     check_flag as check_flag,
+    describe_value,
     is_finite,
+    is_integer,
 )
+from ring_core.layouts.layout import Layout, LayoutSpec
 from ring_core.masks.mask import Mask, Window, mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -130,6 +133,53 @@ def check_mask(
             f"mask was given together with {', '.join(clashing)}; put them into the Mask instead"
         )
     return mask
+
+
+def check_seq_len(
+    seq_len: Any, q_len: int, k_len: int, layout: LayoutSpec, cp_size: int
+) -> tuple[int, int]:
+    """Return the numbers of queries and keys of the whole sequence, without padding.
+
+    Args:
+        seq_len: The option: ``T``, or a pair ``(T_q, T_kv)``; ``None`` is no padding.
+        q_len, k_len: Queries and keys of a rank, with padding.
+        layout: The layout.
+        cp_size: Number of ranks.
+
+    Raises:
+        ValueError: It is malformed, or the layout pads so many tokens to another length.
+    """
+    if seq_len is None:
+        return cp_size * q_len, cp_size * k_len
+    is_pair = isinstance(seq_len, tuple | list) and len(seq_len) == 2
+    lengths = tuple(seq_len) if is_pair else (seq_len, seq_len)
+    if not all(is_integer(length) and length >= 1 for length in lengths):
+        raise ValueError(
+            f"seq_len must be the number of tokens of the whole sequence without padding, an integer "
+            f">= 1, or a pair (queries', keys'), got {describe_value(seq_len)}"
+        )
+    for name, length, local_len in (("q", lengths[0], q_len), ("k", lengths[1], k_len)):
+        padded = Layout.padded(layout, length, cp_size).padded_len
+        if padded != cp_size * local_len:
+            pair = "" if is_pair or q_len == k_len else "; for other keys pass a pair (queries', keys')"
+            raise ValueError(
+                f"seq_len={seq_len!r} is the length of the whole sequence, without padding: the {layout} "
+                f"layout over {cp_size} ranks pads {length} tokens to {padded}, {padded // cp_size} a "
+                f"rank, and {name} has {local_len} a rank{pair}"
+            )
+    return int(lengths[0]), int(lengths[1])
+
+
+def keys_without_padding(seq_len: Any, keys: int) -> Any:
+    """Return the number of all keys without padding, by a ``seq_len`` that is not checked yet.
+
+    Args:
+        seq_len: The option, as given.
+        keys: Number of keys with padding, over all ranks.
+    """
+    if isinstance(seq_len, tuple | list):
+        return seq_len[-1] if seq_len else keys
+    return keys if seq_len is None else seq_len
 
 
 def check_causal(causal: bool, q_len: int, k_len: int) -> None:

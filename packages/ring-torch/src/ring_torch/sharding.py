@@ -81,29 +81,38 @@ class Sharding:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.ring  # noqa: B018 - the property checks
 
-    def layout_of(self, seq_len: int) -> Layout:
-        """Return the layout of a sequence of ``seq_len`` tokens."""
+    def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
+        """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
+        checks.check_flag("pad", pad)
+        if pad:
+            return Layout.padded(self.layout, seq_len, self.ring.size)
         return Layout(self.layout, seq_len, self.ring.size)
 
-    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+    def shard(
+        self, x: Tensor, *, dim: int = 1, pad: bool = False, pad_value: float = 0
+    ) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        return _slice_of(x, dim, self.layout_of(x.shape[dim]), self.ring.rank)
+        check_pad_value(pad, pad_value)
+        layout = self.layout_of(x.shape[dim], pad=pad)
+        return _slice_of(x, dim, layout, self.ring.rank, pad_value)
 
-    def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
+    def unshard(
+        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None, seq_len: int | None = None
+    ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
         ring = self.ring
         number = ring.next_call()
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number)
+            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number, seq_len)
         )
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
-        positions = self.layout_of(seq_len).positions(self.ring.rank)
+        """Return the global positions of this rank's tokens and padding, int64 ``[T_local]``."""
+        positions = self.layout_of(seq_len, pad=True).positions(self.ring.rank)
         try:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
@@ -121,6 +130,8 @@ class Unsharding:
         grad: How the gradient of the whole tensor becomes a slice's, ``"sum"`` or ``"slice"``.
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
+        seq_len: Number of tokens of the whole tensor; the slices have padding behind them. ``None``
+            is no padding.
     """
 
     ring: Ranks
@@ -129,18 +140,20 @@ class Unsharding:
     grad: UnshardGrad | None
     needs_grad: bool
     number: int
+    seq_len: int | None = None
 
     def join(self, x: Tensor) -> Tensor:
         """Return the whole tensor, all-gathered from this rank's slice ``x`` and the others'.
 
         Raises:
-            ValueError: The size of ``x`` is no rank's part in this layout.
+            ValueError: The size of ``x`` is no rank's part in this layout, or not one of
+                ``seq_len`` tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
         signature = self._signature("unshard", x)
         self._agree(signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
-        layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
+        layout = self._layout_of_slices(x.shape[self.dim])
         slices = [x.contiguous()]
         if self.ring.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
@@ -161,13 +174,21 @@ class Unsharding:
             runs = layout.runs(rank)
             run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
             for run, row_block in zip(runs, run_rows, strict=True):
-                rows[_slice(run)].copy_(row_block)
+                dst = rows[_slice(run)]  # without padding, which is behind the last row
+                dst.copy_(row_block[: len(dst)])
         return whole
+
+    def _layout_of_slices(self, local_len: int) -> Layout:
+        """Return the layout whose slices hold ``local_len`` tokens and padding each."""
+        if self.seq_len is None:
+            return Layout(self.layout, local_len * self.ring.size, self.ring.size)
+        checks.check_seq_len(self.seq_len, local_len, local_len, self.layout, self.ring.size)
+        return Layout.padded(self.layout, self.seq_len, self.ring.size)
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""
         size = self.ring.size
-        layout = Layout(self.layout, grad.shape[self.dim], size)
+        layout = Layout.padded(self.layout, grad.shape[self.dim], size)
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ring.rank)
         signature = self._signature("unshard backward", grad)
@@ -187,7 +208,7 @@ class Unsharding:
             {
                 "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."),
                 "dim": self.dim, "layout": str(self.layout),
-                "sums_gradients": self.needs_grad and self.grad == "sum",
+                "sums_gradients": self.needs_grad and self.grad == "sum", "seq_len": self.seq_len,
             }, name,
         )  # fmt: skip
 
@@ -240,6 +261,19 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         )
 
 
+def check_pad_value(pad: object, pad_value: object) -> None:
+    """Check ``pad`` and ``pad_value`` of ``shard``.
+
+    Raises:
+        ValueError: ``pad`` is no bool, or ``pad_value`` no number, or given without ``pad``.
+    """
+    checks.check_flag("pad", pad)
+    if isinstance(pad_value, Tensor) or not isinstance(pad_value, int | float):
+        raise ValueError(f"pad_value must be a number, got {type(pad_value).__name__}")
+    if not pad and pad_value != 0:
+        raise ValueError(f"pad_value={pad_value} is for pad=True, and pad is False")
+
+
 def check_grad(x: Tensor, grad: object) -> bool:
     """Check ``grad`` of ``unshard``, and return True if there will be a backward.
 
@@ -262,10 +296,17 @@ def check_grad(x: Tensor, grad: object) -> bool:
     return needs_grad
 
 
-def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
-    """Return a rank's slice of a whole tensor, contiguous."""
+def _slice_of(
+    x: Tensor, dim: int, layout: Layout, rank: int, pad_value: float = 0
+) -> Tensor:
+    """Return a rank's slice of a whole tensor, contiguous, with the padding of the layout."""
     rows = x.transpose(0, dim)
     pieces = [rows[_slice(run)].transpose(0, dim) for run in layout.runs(rank)]
+    padding = layout.local_len - sum(piece.shape[dim] for piece in pieces)
+    if padding > 0:
+        shape = [*x.shape]
+        shape[dim] = padding
+        pieces.append(x.new_full(shape, pad_value))
     return torch.cat(pieces, dim=dim).contiguous()
 
 
