@@ -170,6 +170,22 @@ def check_seq_len(
     return int(lengths[0]), int(lengths[1])
 
 
+def check_padding(pad: object, pad_value: object) -> None:
+    """Check ``pad`` and ``pad_value`` of ``shard``.
+
+    Raises:
+        ValueError: ``pad`` is no bool, or ``pad_value`` no number, or given without ``pad``.
+    """
+    check_flag("pad", pad)
+    if not isinstance(pad_value, int | float):
+        raise ValueError(f"pad_value must be a number, got {type(pad_value).__name__}")
+    if not pad and pad_value != 0:
+        raise ValueError(
+            f"pad_value={pad_value} is the number in the padding, and pad=False adds none; pass "
+            f"pad=True"
+        )
+
+
 def keys_without_padding(seq_len: Any, keys: int) -> Any:
     """Return the number of all keys without padding, by a ``seq_len`` that is not checked yet.
 

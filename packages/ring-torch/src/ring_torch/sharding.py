@@ -93,7 +93,7 @@ class Sharding:
     ) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        check_pad_value(pad, pad_value)
+        checks.check_padding(pad, pad_value)
         layout = self.layout_of(x.shape[dim], pad=pad)
         return _slice_of(x, dim, layout, self.ring.rank, pad_value)
 
@@ -259,19 +259,6 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         raise ValueError(
             f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
-
-
-def check_pad_value(pad: object, pad_value: object) -> None:
-    """Check ``pad`` and ``pad_value`` of ``shard``.
-
-    Raises:
-        ValueError: ``pad`` is no bool, or ``pad_value`` no number, or given without ``pad``.
-    """
-    checks.check_flag("pad", pad)
-    if isinstance(pad_value, Tensor) or not isinstance(pad_value, int | float):
-        raise ValueError(f"pad_value must be a number, got {type(pad_value).__name__}")
-    if not pad and pad_value != 0:
-        raise ValueError(f"pad_value={pad_value} is for pad=True, and pad is False")
 
 
 def check_grad(x: Tensor, grad: object) -> bool:
