@@ -14,9 +14,9 @@ from typing import Any
 from ring_core.base.arguments import (
     check_choice as check_choice,
     check_flag as check_flag,
+    check_size,
     describe_value,
     is_finite,
-    is_integer,
 )
 from ring_core.layouts.layout import Layout, LayoutSpec
 from ring_core.masks.mask import Mask, Window, mask_of
@@ -151,38 +151,58 @@ def check_seq_len(
     """
     if seq_len is None:
         return cp_size * q_len, cp_size * k_len
-    is_pair = isinstance(seq_len, tuple | list) and len(seq_len) == 2
-    lengths = tuple(seq_len) if is_pair else (seq_len, seq_len)
-    if not all(is_integer(length) and length >= 1 for length in lengths):
-        raise ValueError(
-            f"seq_len must be the number of tokens of the whole sequence without padding, an integer "
-            f">= 1, or a pair (queries', keys'), got {describe_value(seq_len)}"
-        )
-    for name, length, local_len in (("q", lengths[0], q_len), ("k", lengths[1], k_len)):
-        padded = Layout.padded(layout, length, cp_size).padded_len
-        if padded != cp_size * local_len:
-            pair = "" if is_pair or q_len == k_len else "; for other keys pass a pair (queries', keys')"
+    q_tokens, k_tokens = seq_len, seq_len
+    if isinstance(seq_len, tuple | list):
+        if len(seq_len) != 2:
             raise ValueError(
-                f"seq_len={seq_len!r} is the length of the whole sequence, without padding: the {layout} "
-                f"layout over {cp_size} ranks pads {length} tokens to {padded}, {padded // cp_size} a "
-                f"rank, and {name} has {local_len} a rank{pair}"
+                f"seq_len must be the number of tokens of the whole sequence or a pair (queries', "
+                f"keys'), got {seq_len!r}"
             )
-    return int(lengths[0]), int(lengths[1])
+        q_tokens, k_tokens = seq_len
+    elif q_len != k_len:
+        raise ValueError(
+            f"seq_len must be a pair (queries', keys') where {q_len} queries meet {k_len} keys a rank, "
+            f"got {describe_value(seq_len)}"
+        )
+    q_layout = padded_layout(q_tokens, q_len, layout, cp_size, "q")
+    return q_layout.seq_len, padded_layout(k_tokens, k_len, layout, cp_size, "k").seq_len
 
 
-def check_padding(pad: object, pad_value: object) -> None:
-    """Check ``pad`` and ``pad_value`` of ``shard``.
+def padded_layout(
+    seq_len: Any, local_len: int, layout: LayoutSpec, cp_size: int, name: str = "x"
+) -> Layout:
+    """Return the layout of ``seq_len`` tokens with their padding, whose slices an argument has.
+
+    Args:
+        seq_len: Number of tokens of the whole sequence, without padding.
+        local_len: Tokens and padding of a rank.
+        layout: The layout's name, or its chunks.
+        cp_size: Number of ranks.
+        name: The argument that is a slice.
 
     Raises:
-        ValueError: ``pad`` is no bool, or ``pad_value`` no number, or given without ``pad``.
+        ValueError: It is no positive integer, or the layout pads so many tokens to another length.
+    """
+    padded = Layout.padded(layout, check_size("seq_len", seq_len), cp_size)
+    if padded.local_len != local_len:
+        raise ValueError(
+            f"seq_len={seq_len} is the length of the whole sequence, without padding: the {layout} "
+            f"layout over {cp_size} ranks pads it to {padded.padded_len}, {padded.local_len} a rank, "
+            f"and {name} has {local_len} a rank"
+        )
+    return padded
+
+
+def check_padding(pad: object, fill: float) -> None:
+    """Check ``pad`` of ``shard``, and that it is true where a ``fill`` is given.
+
+    Raises:
+        ValueError: It is no bool, or false beside a ``fill``.
     """
     check_flag("pad", pad)
-    if not isinstance(pad_value, int | float):
-        raise ValueError(f"pad_value must be a number, got {type(pad_value).__name__}")
-    if not pad and pad_value != 0:
+    if not pad and fill != 0:
         raise ValueError(
-            f"pad_value={pad_value} is the number in the padding, and pad=False adds none; pass "
-            f"pad=True"
+            f"fill={fill} is the number in the padding, and pad=False adds none; pass pad=True"
         )
 
 

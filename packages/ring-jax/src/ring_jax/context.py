@@ -125,7 +125,7 @@ class ContextParallel:
             return Layout.padded(self.layout, seq_len, self.cp_size)
         return Layout(self.layout, seq_len, self.cp_size)
 
-    def shard(self, x: Array, *, dim: int = 1, pad: bool = False, pad_value: float = 0) -> Array:
+    def shard(self, x: Array, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
 
         Args:
@@ -134,7 +134,7 @@ class ContextParallel:
             pad: If the layout cannot divide ``T``, pad the end of the sequence to the least length
                 that it can divide. Nothing remembers that: pass ``seq_len=T`` to what takes the
                 result, as :meth:`attention` and :meth:`unshard`. Padding gets no gradient.
-            pad_value: Number in the padding, for example -100 for labels.
+            fill: Number in the padding, for example -100 for labels.
 
         Raises:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
@@ -142,17 +142,18 @@ class ContextParallel:
 
         Example::
 
-            labels = cp.shard(labels, pad=True, pad_value=-100)  # of any length
+            labels = cp.shard(labels, pad=True, fill=-100)  # of any length
         """
         self._check_not_in_shard_map()
         dim = movement.check_dim(x, dim)
-        checks.check_padding(pad, pad_value)
+        movement.check_fill(x, fill)
+        checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
         if layout.pad_to is not None:
             widths = [(0, 0)] * x.ndim
             widths[dim] = 0, layout.padded_len - layout.seq_len
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
-            x = jnp.pad(x, widths, constant_values=pad_value)
+            x = jnp.pad(x, widths, constant_values=fill)
         return self._moved(x, dim, whole=False)
 
     def unshard(self, x: Array, *, dim: int = 1, seq_len: int | None = None) -> Array:
@@ -172,8 +173,7 @@ class ContextParallel:
         whole = self._moved(x, dim, whole=True)
         if seq_len is None:
             return whole
-        local_len = x.shape[dim] // self.cp_size
-        checks.check_seq_len(seq_len, local_len, local_len, self.layout, self.cp_size)
+        checks.padded_layout(seq_len, x.shape[dim] // self.cp_size, self.layout, self.cp_size)
         return lax.slice_in_dim(whole, 0, seq_len, axis=dim)
 
     def shift(

@@ -114,7 +114,7 @@ class ContextParallel:
         return self._sharding.layout_of(seq_len, pad=pad)
 
     def shard(
-        self, x: Tensor, *, dim: int = 1, pad: bool = False, pad_value: float = 0
+        self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0
     ) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
 
@@ -124,7 +124,7 @@ class ContextParallel:
             pad: If the layout cannot divide ``T``, pad the end of the sequence to the least length
                 that it can divide. Nothing remembers that: pass ``seq_len=T`` to what takes the
                 slices, as :meth:`attention` and :meth:`unshard`. Padding gets no gradient.
-            pad_value: Number in the padding, for example -100 for labels.
+            fill: Number in the padding, for example -100 for labels.
 
         Returns:
             The slice, ``[..., T_local, ...]``, its tokens in the order of the layout. Padding is
@@ -137,9 +137,9 @@ class ContextParallel:
         Example::
 
             tokens = cp.shard(tokens, dim=1)  # [B, T] to [B, T_local]
-            labels = cp.shard(labels, pad=True, pad_value=-100)  # of any length
+            labels = cp.shard(labels, pad=True, fill=-100)  # of any length
         """
-        return self._sharding.shard(x, dim=dim, pad=pad, pad_value=pad_value)
+        return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
     def unshard(
         self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None, seq_len: int | None = None

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec, checks, divisor_of
+from ring_core import Layout, LayoutSpec, checks, divisor_of, movement
+from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
@@ -89,13 +90,14 @@ class Sharding:
         return Layout(self.layout, seq_len, self.ring.size)
 
     def shard(
-        self, x: Tensor, *, dim: int = 1, pad: bool = False, pad_value: float = 0
+        self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0
     ) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        checks.check_padding(pad, pad_value)
+        check_fill(x, fill)
+        checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
-        return _slice_of(x, dim, layout, self.ring.rank, pad_value)
+        return _slice_of(x, dim, layout, self.ring.rank, fill)
 
     def unshard(
         self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None, seq_len: int | None = None
@@ -105,8 +107,9 @@ class Sharding:
         number = ring.next_call()
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
+        length = None if seq_len is None else check_size("seq_len", seq_len)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number, seq_len)
+            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number, length)
         )
         return whole
 
@@ -182,8 +185,7 @@ class Unsharding:
         """Return the layout whose slices hold ``local_len`` tokens and padding each."""
         if self.seq_len is None:
             return Layout(self.layout, local_len * self.ring.size, self.ring.size)
-        checks.check_seq_len(self.seq_len, local_len, local_len, self.layout, self.ring.size)
-        return Layout.padded(self.layout, self.seq_len, self.ring.size)
+        return checks.padded_layout(self.seq_len, local_len, self.layout, self.ring.size)
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""
@@ -261,6 +263,21 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         )
 
 
+def check_fill(x: Tensor, fill: object) -> None:
+    """Check a number that rows like those of ``x`` are filled with.
+
+    Raises:
+        ValueError: It is no number, or not one of the dtype.
+    """
+    low: float = 0
+    high: float = 1
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        low, high = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
+    elif x.dtype != torch.bool:
+        low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
+    movement.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+
+
 def check_grad(x: Tensor, grad: object) -> bool:
     """Check ``grad`` of ``unshard``, and return True if there will be a backward.
 
@@ -283,9 +300,7 @@ def check_grad(x: Tensor, grad: object) -> bool:
     return needs_grad
 
 
-def _slice_of(
-    x: Tensor, dim: int, layout: Layout, rank: int, pad_value: float = 0
-) -> Tensor:
+def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int, fill: float = 0) -> Tensor:
     """Return a rank's slice of a whole tensor, contiguous, with the padding of the layout."""
     rows = x.transpose(0, dim)
     pieces = [rows[_slice(run)].transpose(0, dim) for run in layout.runs(rank)]
@@ -293,7 +308,7 @@ def _slice_of(
     if padding > 0:
         shape = [*x.shape]
         shape[dim] = padding
-        pieces.append(x.new_full(shape, pad_value))
+        pieces.append(x.new_full(shape, fill))
     return torch.cat(pieces, dim=dim).contiguous()
 
 
