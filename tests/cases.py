@@ -97,7 +97,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """The case's plan, with the least padding; made anew when a mutant has emptied the cache."""
+        """The case's plan, with least padding; made anew when a mutant has emptied the cache."""
         return make_plan(
             self.mask,
             seq_len=self.seq_len,

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from ring_core import UnsupportedError
 from ring_jax import tripwire
 from ring_jax.bias_shift import unshifted, with_bias_shift
+from ring_jax.rank_view import is_padding
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -24,7 +25,6 @@ from ring_jax.records import (
     Inputs,
     KVPayload,
 )
-from ring_jax.rank_view import is_padding
 from ring_jax.strategies import STRATEGIES
 from ring_jax.strategies.steps import to_bhtd
 

@@ -86,7 +86,11 @@ def check_call(
     checks.check_choice("transport", options.transport, TRANSPORTS)
     program = ring_program(
         make_plan(
-            mask, seq_len=q_len, cp_size=cp_size, layout=layout, kv_seq_len=k_len,
+            mask,
+            seq_len=q_len,
+            cp_size=cp_size,
+            layout=layout,
+            kv_seq_len=k_len,
             pad_to=None if options.seq_len is None else padded,
         ),
         requested.ring_strategy,
@@ -226,9 +230,7 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
 
 
 def _with_padding(bias: Array | None, layout: Layout) -> Array | None:
-    """Return a bias with columns of ``-inf`` for the padding of the keys, which has a place in all
-    arrays of keys.
-    """
+    """Return a bias with columns of ``-inf`` for the padding of the keys."""
     padding = layout.padded_len - layout.seq_len
     if bias is None or padding == 0:
         return bias

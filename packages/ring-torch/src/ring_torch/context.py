@@ -113,9 +113,7 @@ class ContextParallel:
         """
         return self._sharding.layout_of(seq_len, pad=pad)
 
-    def shard(
-        self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0
-    ) -> Tensor:
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
 
         Args:
@@ -142,7 +140,12 @@ class ContextParallel:
         return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
     def unshard(
-        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None, seq_len: int | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
+        seq_len: int | None = None,
     ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks.
 

@@ -256,9 +256,7 @@ def _prepare(
     """
     sizes, tensors = _check_tensors(facts)
     if lengths is None:
-        lengths = checks.check_seq_len(
-            options.seq_len, sizes.q_len, sizes.k_len, layout, ring.size
-        )
+        lengths = checks.check_seq_len(options.seq_len, sizes.q_len, sizes.k_len, layout, ring.size)
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     if options.seq_len is None:

@@ -89,9 +89,7 @@ class Sharding:
             return Layout.padded(self.layout, seq_len, self.ring.size)
         return Layout(self.layout, seq_len, self.ring.size)
 
-    def shard(
-        self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0
-    ) -> Tensor:
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
         check_fill(x, fill)
@@ -100,7 +98,12 @@ class Sharding:
         return _slice_of(x, dim, layout, self.ring.rank, fill)
 
     def unshard(
-        self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None, seq_len: int | None = None
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
+        seq_len: int | None = None,
     ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
         ring = self.ring

@@ -254,9 +254,16 @@ class Layout:
     def runs(self, rank: int) -> tuple[Run, ...]:
         """Return the runs of one rank with their padding, in local order."""
         check_index("rank", rank, self.cp_size)
+        # Without numpy, whose numbers a compiler that traces this would not know.
+        chunks: tuple[int, ...] = (rank,)
+        if isinstance(self.name, ChunkLayout):
+            chunks = self.name.chunks[rank]
+        elif self._is_zigzag:
+            chunks = rank, 2 * self.cp_size - 1 - rank
+        length = self.run_length
+        unit = 1 if self.stride > 1 else length
         return tuple(
-            Run(local, self.run_length, start, self.stride)
-            for local, start in zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
+            Run(n * length, length, chunk * unit, self.stride) for n, chunk in enumerate(chunks)
         )
 
     def positions(self, rank: int) -> Ints:

@@ -176,8 +176,8 @@ class BlockGeometry:
                     visible = self.mask.dense(q, k)
                     sums_of_rows = np.add.reduceat(visible, k_edges, axis=1, dtype=np.int32)
                     a = start // TILE
-                    pairs[q_rank, kv_rank, a : a + q_edges.size, : k_edges.size] = (
-                        np.add.reduceat(sums_of_rows, q_edges, axis=0)
+                    pairs[q_rank, kv_rank, a : a + q_edges.size, : k_edges.size] = np.add.reduceat(
+                        sums_of_rows, q_edges, axis=0
                     )
         # The last tile of a rank may be smaller: it is full if all pairs that it has are visible.
         q_sizes, k_sizes = (_tile_sizes(layout) for layout in (self.q_layout, self.k_layout))
@@ -189,7 +189,8 @@ class BlockGeometry:
 def _tile_sizes(layout: Layout) -> Ints:
     """Return how many tokens, without padding, each tile of each rank has, ``[rank, tile]``."""
     tokens = layout.num_tokens(np.arange(layout.cp_size))
-    return np.clip(tokens[:, None] - np.arange(0, layout.local_len, TILE), 0, TILE)
+    sizes: Ints = np.clip(tokens[:, None] - np.arange(0, layout.local_len, TILE), 0, TILE)
+    return sizes
 
 
 def _sides(tiles: Bools, length: Ints) -> tuple[Ints, Ints]:

@@ -108,9 +108,7 @@ def _lengths(seq_len: Any, sizes: checks.Sizes) -> tuple[int, int]:
         return sizes.q_len, sizes.k_len
     lengths = tuple(seq_len) if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
     if len(lengths) != 2:
-        raise ValueError(
-            f"seq_len must be an integer or a pair (queries', keys'), got {seq_len!r}"
-        )
+        raise ValueError(f"seq_len must be an integer or a pair (queries', keys'), got {seq_len!r}")
     q_len, k_len = (
         check_size("seq_len", length, high=stop + 1)
         for length, stop in zip(lengths, (sizes.q_len, sizes.k_len), strict=True)

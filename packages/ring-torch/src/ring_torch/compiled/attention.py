@@ -311,6 +311,9 @@ def _attention_like(
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
     del numbers
+    # A call is planned for the lengths that it has: where the compiler has symbols for them, the
+    # graph is of the lengths at hand, and others are traced anew.
+    tensors = [x.new_empty([int(size) for size in x.shape]) for x in tensors]
     call, inputs = _call(text, tensors, None, number=1)
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
