@@ -169,7 +169,7 @@ class Layout:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
             how = (
                 f" with zeros at the end, as shard(x, pad=True) does, and pass seq_len={self.seq_len}, "
-                f"by which no token sees them"
+                f"in cross attention seq_len=(queries', keys'), by which no token sees them"
             )
             raise ValueError(
                 f"sequence length {self.seq_len} is not {needs}; pad to {padded}"
