@@ -72,20 +72,20 @@ def test_what_is_sharded_with_padding_is_exact(layout: str, length: int, name: s
     @jax.jit
     def attend(q: Any, k: Any, v: Any, options: Any) -> Any:
         shards = (cp.shard(x, pad=True) for x in (q, k, v))
-        sharded = {
+        sharded: dict[str, Any] = {
             n: cp.shard(x, dim=dims[n], pad=True) if n in dims else x for n, x in options.items()
         }
         return cp.unshard(cp.attention(*shards, seq_len=length, **sharded), seq_len=length)
 
-    def alone(q: Any, k: Any, v: Any, options: Any) -> Any:
-        return ring_jax.ring_attention(q, k, v, axis_name=None, **options)
+    def alone(*x: Any) -> Any:
+        return ring_jax.ring_attention(*x[:3], axis_name=None, **options | x[3])
 
     leaves = {n: x for n, x in options.items() if n in ("bias", "sinks")}
     with ring_jax.check(every=1):
         out, pull = jax.vjp(lambda *x: attend(*x[:3], options | x[3]), q, k, v, leaves)
         grads = pull(dout)
         jax.effects_barrier()
-    expected, pull = jax.vjp(lambda *x: alone(*x[:3], options | x[3]), q, k, v, leaves)
+    expected, pull = jax.vjp(alone, q, k, v, leaves)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), grads, pull(dout)
