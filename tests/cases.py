@@ -12,12 +12,14 @@ import numpy.typing as npt
 
 from ring_core import (
     ChunkLayout,
+    Layout,
     LayoutName,
     LayoutSpec,
     Mask,
     Plan,
     RingProgram,
     balanced_layout,
+    divisor_of,
     make_plan,
     reference,
     ring_program,
@@ -49,6 +51,15 @@ VERY_NEGATIVE = {
     "bfloat16": (-1e10, -(2 - 2.0**-7) * 2.0**127),
     "float16": (-1e4, float(np.finfo(np.float16).min)),
 }
+
+
+#: The dimension of tokens, or of queries, of inputs and results that have one.
+TOKEN_AXES = {
+    **dict.fromkeys(("q", "k", "v", "q_ids", "k_ids", "dout", "out", "dq", "dk", "dv"), 1),
+    **dict.fromkeys(("bias", "dlse", "lse", "dbias"), 2),
+}
+#: Numbers in the padding of inputs where not NaN: gradients that arrive there are dropped.
+PADDING = {"q_ids": 0, "k_ids": 0, "dout": 1e3, "dlse": 1e3}
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,43 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """The case's plan; made anew when a mutant has emptied the cache."""
+        """The case's plan, with least padding; made anew when a mutant has emptied the cache."""
         return make_plan(
             self.mask,
             seq_len=self.seq_len,
             cp_size=self.cp_size,
             layout=self.layout,
             kv_seq_len=self.kv_seq_len,
+            pad_to=(self._padded_len(self.seq_len), self._padded_len(self.keys)),
         )
+
+    def _padded_len(self, length: int) -> int:
+        return Layout.padded(self.layout, length, self.cp_size).padded_len
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """A call's ``seq_len``: given where there is padding."""
+        plan = self.plan
+        padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
+        return (self.seq_len, self.keys) if padded else None
+
+    def padded(self, name: str) -> npt.NDArray[Any]:
+        """An input with the padding of its layout, which must not show in any result."""
+        x = self.inputs[name]
+        if (axis := TOKEN_AXES.get(name)) is None:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = 0, self._padded_len(x.shape[axis]) - x.shape[axis]
+        return np.pad(x, widths, constant_values=PADDING.get(name, np.nan))
+
+    def without_padding(self, name: str, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A result in natural order without its padding, which has to be what it should be."""
+        if (axis := TOKEN_AXES.get(name)) is None:
+            return x
+        length = self.keys if name in ("dk", "dv") else self.seq_len
+        tokens, padding = np.split(x, [length], axis=axis)
+        np.testing.assert_array_equal(padding, -np.inf if name == "lse" else 0.0)
+        return tokens
 
     @property
     def program(self) -> RingProgram:
@@ -490,6 +530,60 @@ def _length_cases() -> list[Case]:
     )  # fmt: skip
 
 
+def _padding_cases() -> list[Case]:
+    """Lengths that the layout cannot divide: from one to three tokens a rank, and longer ones."""
+    cases = []
+    for ring, (layout, strategy) in RINGS.items():
+        for cp in (2, 3, 4):
+            for length in range(1, 3 * cp + 1):
+                if length % divisor_of(layout, cp) == 0:
+                    continue
+                masks = {
+                    "causal": Mask(causal=True),
+                    "full": Mask(),
+                    "documents": Mask(causal=True, cu_seqlens=(0, length // 2, length)),
+                    "window": Mask(window=(2, 1)),
+                    "predicate": Mask(predicate=crossed),
+                    "chunks": Mask(causal=True, chunk_size=3),
+                }
+                name, mask = [*masks.items()][(length + cp) % len(masks)]
+                case = Case(f"padded{length}-{name}-{ring}-cp{cp}", mask, layout, cp, length)
+                runs: frozenset[Run] = frozenset({"again"} if length % 2 else {"torch"})
+                cases.append(replace(case, strategy=strategy, lse_grad=True, nightly=runs))
+        options: dict[str, dict[str, Any]] = {
+            "sinks": {"sinks": 0, "lse_grad": True},
+            "bias": {"bias": "masked", "batch": 2},
+            "bias-very-negative": {"bias": "very-negative", "segments": "padded"},
+            "alibi": {"alibi": 2, "batch": 2},
+            "dropout": {"dropout_p": 0.3, "batch": 2},
+            "segments": {"segments": "documents", "lse_grad": True},
+            "keys": {"kv_seq_len": 61, "bias": "full", "dropout_p": 0.2},
+            "keys-alone": {"kv_seq_len": 64, "alibi": 1},
+            "everything": {
+                "softcap": 2.0, "sinks": 0, "bias": "masked", "alibi": 1, "dropout_p": 0.1,
+                "segments": "padded", "heads": (4, 2), "dims": (8, 6), "batch": 2, "lse_grad": True,
+            },
+            "bfloat16": {"dtype": "bfloat16", "sinks": 2},
+        }  # fmt: skip
+        for name, fields in options.items():
+            case = Case(f"padded45-{name}-{ring}", Mask(causal=True), layout, 4, 45, **fields)
+            cases.append(replace(case, strategy=strategy))
+        tiles = Mask(causal=True, predicate=diagonals, cu_seqlens=(0, 150, 299))
+        cases.append(Case(f"padded299-tiles-{ring}", tiles, layout, 2, 299, strategy=strategy))
+    cases.append(Case("padded41-random", Mask(causal=True, window=(11, 0)), RANDOM[3], 3, 41))
+    in_jax = (
+        "padded6-predicate-zigzag-cp4", "padded45-everything-balanced", "padded45-keys-striped",
+        "padded45-dropout-contiguous", "padded299-tiles-zigzag",
+    )  # fmt: skip
+    names = {case.name for case in cases}
+    assert {*in_jax} <= names, {*in_jax} - names
+    jax: frozenset[Run] = frozenset({"jax", "jax-cuda"})
+    return [
+        replace(case, nightly=case.nightly | (frozenset() if case.name in in_jax else jax))
+        for case in cases
+    ]
+
+
 def _with_nightly(
     cases: list[Case], in_jax: tuple[str, ...], on_gpus: tuple[str, ...]
 ) -> list[Case]:
@@ -586,5 +680,6 @@ CASES = {
     case.name: case
     for case in (
         *_mask_cases(), *_option_cases(), *_length_cases(), *_number_cases(), *_chunk_cases(),
+        *_padding_cases(),
     )
 }  # fmt: skip

@@ -38,7 +38,7 @@ class Emulation:
         self.device, self.plan, self.program = torch.device(device), case.plan, case.program
         self.x = {
             name: torch.tensor(array, device=device, dtype=self._dtype(array))
-            for name, array in case.inputs.items()
+            for name, array in ((name, case.padded(name)) for name in case.inputs)
         }
         scale = case.dims[0] ** -0.5 if case.softmax_scale is None else case.softmax_scale
         self.params = KernelParams(self.plan.mask, scale, case.softcap, blocks=self.plan.blocks)

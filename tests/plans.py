@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ring_core import (
     ChunkLayout,
+    Layout,
     Mask,
     Plan,
     RingProgram,
@@ -31,17 +32,18 @@ def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
 
 @st.composite
 def programs(draw: st.DrawFn) -> RingProgram:
-    """Any ring: all rules combined, odd sizes, keys unlike queries."""
+    """Any ring: all rules combined, odd sizes, padding, keys unlike queries."""
     cp_size = draw(st.integers(1, 9))
     strategy: RingStrategy = "ring"
     layout = draw(st.sampled_from(list(RINGS)) | chunk_layouts(cp_size))
     if not isinstance(layout, ChunkLayout):
         layout, strategy = RINGS[layout]
     unit = divisor_of(layout, cp_size)
-    seq_len = unit * draw(st.integers(1, 9))
+    lengths = st.integers(1, 9).map(lambda n: unit * n) | st.integers(1, 9 * unit)
+    seq_len = draw(lengths)
     side = st.none() | st.integers(0, seq_len + 2)
     cuts = draw(st.none() | st.lists(st.integers(0, seq_len), max_size=8))
-    kv_seq_len = unit * draw(st.integers(1, 9)) if cuts is None and draw(st.booleans()) else None
+    kv_seq_len = draw(lengths) if cuts is None and draw(st.booleans()) else None
     mask = Mask(
         causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(side, side)),
@@ -49,7 +51,14 @@ def programs(draw: st.DrawFn) -> RingProgram:
         cu_seqlens=None if cuts is None else (0, *sorted(cuts), seq_len),
         predicate=draw(st.none() | st.sampled_from([diagonals, prefix])),
     )
-    plan = make_plan(mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len)
+    padded = (
+        Layout.padded(layout, n, cp_size).padded_len + unit * draw(st.sampled_from([0, 0, 1]))
+        for n in (seq_len, seq_len if kv_seq_len is None else kv_seq_len)
+    )
+    plan = make_plan(
+        mask, seq_len=seq_len, cp_size=cp_size, layout=layout, kv_seq_len=kv_seq_len,
+        pad_to=(next(padded), next(padded)),
+    )  # fmt: skip
     return ring_program(plan, strategy)
 
 

@@ -61,6 +61,10 @@ REAL: Values = {
 #: Wrong values of the options that are no tensors, the same for every backend.
 OPTIONS: dict[str, Values] = {
     "layout": LAYOUT,
+    "seq_len": {
+        **{n: x for n, x in SIZE.items() if n != "none"}, "too few": 3, "too many": 9,
+        "pair of floats": (8.0, 8), "three": (8, 8, 8), "one of a pair": (8, 3), "empty": (),
+    },
     "causal": FLAG,
     "window": {
         "number": 4, "negative": (-1, 0), "three": (1, 2, 3), "one": (1,), "float": (1.0, 0),

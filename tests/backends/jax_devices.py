@@ -56,7 +56,7 @@ class JaxBackend:
             )
 
     def _run(self, case: Case, ways: Ways, make: Callable[..., Any]) -> Arrays:
-        x = {name: _in_order(case, name, value) for name, value in case.inputs.items()}
+        x = {name: _in_order(case, name, case.padded(name)) for name in case.inputs}
         arrays = {name: value for name, value in x.items() if name not in ("dout", "dlse")}
         attention = self._attention or ring_jax.ring_attention
         results = make(_without_values(case), ways, attention)(arrays, x["dout"], x.get("dlse"))
@@ -87,7 +87,8 @@ def _program(case: Case, ways: Ways, attention: Callable[..., Any]) -> Any:
 
     def local(x: dict[str, Any]) -> tuple[Any, Any]:
         results: tuple[Any, Any] = attention(
-            x["q"], x["k"], x["v"], axis_name="cp", layout=case.layout, mask=case.mask,
+            x["q"], x["k"], x["v"], axis_name="cp", layout=case.layout, seq_len=case.lengths,
+            mask=case.mask,
             segment_ids=(x["q_ids"], x["k_ids"]) if case.segments else None,
             softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=x.get("sinks"),
             bias=x.get("bias"), alibi_slopes=x.get("alibi_slopes"), dropout_p=case.dropout_p,
@@ -132,4 +133,6 @@ def _in_order(case: Case, name: str, value: npt.NDArray[Any]) -> jax.Array:
 def _natural(case: Case, name: str, value: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """A global array in natural order."""
     order = _order(case, name)
-    return value if order is None else np.take(value, np.argsort(order[1]), axis=order[0])
+    if order is None:
+        return value
+    return case.without_padding(name, np.take(value, np.argsort(order[1]), axis=order[0]))

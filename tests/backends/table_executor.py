@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ring_core import RingProgram, merge
+from ring_core import Layout, RingProgram, merge
 from ring_core.programs.ring import TABLE_COLUMNS
 
 Floats = npt.NDArray[np.float64]
@@ -42,6 +42,8 @@ def execute(
     """``(out, lse, dq, dk, dv)`` on global arrays, causal-style masks without further options."""
     plan = program.plan
     ranks = range(plan.cp_size)
+    q, dout = (_padded(x, plan.q_layout) for x in (q, dout))
+    k, v = (_padded(x, plan.k_layout) for x in (k, v))
     q_pos = np.stack([plan.positions(r) for r in ranks])
     k_pos = np.stack([plan.k_positions(r) for r in ranks])
     local = Local(
@@ -100,13 +102,13 @@ def execute(
         own_grads = step_grads if is_own else own_grads
         kv = arriving
     return tuple(
-        _whole(x, positions, axis)
-        for x, positions, axis in (
-            (out, q_pos, 1),
-            (lse, q_pos, 2),
-            (dq, q_pos, 1),
-            (own_grads[0], k_pos, 1),
-            (own_grads[1], k_pos, 1),
+        _whole(x, layout, axis)
+        for x, layout, axis in (
+            (out, plan.q_layout, 1),
+            (lse, plan.q_layout, 2),
+            (dq, plan.q_layout, 1),
+            (own_grads[0], plan.k_layout, 1),
+            (own_grads[1], plan.k_layout, 1),
         )
     )
 
@@ -192,6 +194,11 @@ def _permute(kv: tuple[Floats, Floats], hop: int | None) -> tuple[Floats, Floats
     return kv if hop is None else (np.roll(kv[0], hop, axis=0), np.roll(kv[1], hop, axis=0))
 
 
-def _whole(x: Floats, positions: npt.NDArray[np.int64], axis: int) -> Floats:
+def _padded(x: Floats, layout: Layout) -> Floats:
+    return np.pad(x, ((0, 0), (0, layout.padded_len - layout.seq_len), (0, 0), (0, 0)))
+
+
+def _whole(x: Floats, layout: Layout, axis: int) -> Floats:
     joined = np.concatenate(list(x), axis=axis)
-    return np.take(joined, np.argsort(positions.reshape(-1)), axis=axis)
+    order = np.concatenate([layout.positions(r) for r in range(layout.cp_size)])
+    return np.take(joined, np.argsort(order)[: layout.seq_len], axis=axis)

@@ -88,7 +88,7 @@ def run_rank(rank: int, case: Case, ways: Ways, mutant: str | None, cuda: bool) 
 
 
 def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays:
-    plan, x = case.plan, case.inputs
+    plan, x = case.plan, {name: case.padded(name) for name in case.inputs}
     q_at, k_at = plan.positions(rank), plan.k_positions(rank)
 
     def tensor(value: npt.NDArray[Any], *, grad: bool = False) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _run_rank(rank: int, case: Case, ways: Ways, device: torch.device) -> Arrays
             for side, positions in (("q_ids", q_at), ("k_ids", k_at))
         )
     options: dict[str, Any] = {
-        "layout": case.layout, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
+        "seq_len": case.lengths, "layout": case.layout, "mask": case.mask, "segment_ids": ids, "softmax_scale": case.softmax_scale,
         "softcap": case.softcap, "sinks": sinks, "bias": bias, "alibi_slopes": slopes, "dropout_p": case.dropout_p,
         "dropout_seed": case.dropout_seed, "kernel": ways[0], "strategy": ways[1],
         "transport": ways[2],
@@ -141,5 +141,6 @@ def gather(case: Case, plan: Plan, parts: list[Arrays]) -> Arrays:
             plan.k_positions(r) if name in keys else plan.positions(r) for r in range(case.cp_size)
         ]
         whole = np.concatenate([part[name] for part in parts], axis=axis)
-        results[name] = np.take(whole, np.argsort(np.concatenate(positions)), axis=axis)
+        whole = np.take(whole, np.argsort(np.concatenate(positions)), axis=axis)
+        results[name] = case.without_padding(name, whole)
     return results

@@ -35,7 +35,7 @@ def test_options_are_those_of_the_oracle() -> None:
     used = {
         name for case in CASES.values() for name, value in case.options.items() if value is not None
     }
-    used |= {"mask"}
+    used |= {"mask"} | {"seq_len" for case in CASES.values() if case.lengths is not None}
     for case in CASES.values():
         used |= {"causal"} if case.mask.causal else set()
         used |= {

@@ -99,7 +99,12 @@ UPSTREAM: dict[str, Values] = {
         **{n: x for n, x in ARRAY.items() if n != "none"}, "number": 1.0, "shape": zeros(2, 8, 4),
     },
 }  # fmt: skip
-MASK_OPTIONS = {n: OPTIONS[n] for n in ("causal", "window", "chunk_size", "cu_seqlens", "mask")}
+MASK_OPTIONS = {n: OPTIONS[n] for n in ("causal", "window", "chunk_size", "cu_seqlens", "mask")} | {
+    # The oracle has no layout, so there may be any padding.
+    "seq_len": {
+        n: x for n, x in OPTIONS["seq_len"].items() if n not in ("too few", "one of a pair")
+    },
+}
 NUMBERS = {n: OPTIONS[n] for n in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")}
 PREDICATES: Values = {
     "number": 3, "word": "causal", "mask": Mask(), "array": np.ones((8, 8), bool),
@@ -163,6 +168,10 @@ SUBJECTS: dict[str, Subject] = {
             "mask": {**MASKS, **PREDICATE_MASKS, "cu_seqlens": Mask(cu_seqlens=(0, 7))},
             "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}, "layout": LAYOUT,
             "kv_seq_len": {n: x for n, x in LENGTH.items() if n != "none"},
+            "pad_to": {
+                **{n: x for n, x in LENGTH.items() if n != "none"}, "less": 4, "three": (8, 8, 8),
+                "less of a pair": (8, 4),
+            },
         },
     ),
     "ring_core.Plan.items": Subject(
@@ -190,7 +199,10 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.Plan.k_positions": Subject(plan.k_positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Layout": Subject(
         Layout, {"name": "zigzag", "seq_len": 8, "cp_size": 2},
-        {"name": NAME, "seq_len": LENGTH, "cp_size": {**SIZE, "none": None}},
+        {
+            "name": NAME, "seq_len": LENGTH, "cp_size": {**SIZE, "none": None},
+            "pad_to": {n: x for n, x in {**LENGTH, "less": 4}.items() if n != "none"},
+        },
     ),
     "ring_core.Layout.runs": Subject(plan.q_layout.runs, {"rank": 0}, {"rank": RANK}),
     "ring_core.divisor_of": Subject(

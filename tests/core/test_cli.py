@@ -293,7 +293,6 @@ def test_as_a_module() -> None:
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "ring_core: error: sequence length 7 is not a positive multiple of 4, as the zigzag "
-        "layout over 2 ranks needs; pad to 8 with zeros at the end, and pass cu_seqlens=(0, 7, 8), "
-        "by which no token sees them; in cross attention instead segment_ids=(queries', keys'), "
-        "negative for padding\n"
+        "layout over 2 ranks needs; pad to 8 with zeros at the end, as shard(x, pad=True) does, and "
+        "pass seq_len=7, in cross attention seq_len=(queries', keys'), by which no token sees them\n"
     )

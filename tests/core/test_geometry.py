@@ -41,8 +41,11 @@ def columns_of(rows: RectangleTable) -> list[Any]:
 
 
 def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
-    """Which keys of one rank the queries of another see."""
-    return plan.mask.dense(plan.q_positions(q_rank), plan.k_positions(kv_rank))
+    """Which keys of one rank the queries of another see; padding sees and shows nothing."""
+    visible = plan.mask.dense(plan.q_positions(q_rank), plan.k_positions(kv_rank))
+    visible[plan.q_layout.num_tokens(q_rank) :] = False
+    visible[:, plan.k_layout.num_tokens(kv_rank) :] = False
+    return visible
 
 
 def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:

@@ -255,8 +255,8 @@ def test_saved_residuals_spare_the_ring() -> None:
 def test_signatures_are_those_of_torch() -> None:
     """The order of the options, which both frameworks promise."""
     options = (
-        "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale", "softcap", "sinks",
-        "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
+        "seq_len", "causal", "window", "chunk_size", "cu_seqlens", "segment_ids", "mask", "softmax_scale",
+        "softcap", "sinks", "bias", "alibi_slopes", "dropout_p", "dropout_seed", "deterministic", "return_lse", "kernel", "strategy", "transport",
     )  # fmt: skip
     call = tuple(inspect.signature(ring_attention).parameters)
     assert call == ("q", "k", "v", "axis_name", "layout", *options)

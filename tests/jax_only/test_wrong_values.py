@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from wrong import (
     FILL,
+    FLAG,
     NAME,
     OPTIONS,
     ROWS,
@@ -86,7 +87,8 @@ TENSORS: dict[str, Values] = {
     },
 }  # fmt: skip
 OPTION_ARRAYS: dict[str, Values] = {
-    "causal": {"jax": jnp.array(True)}, "window": {"jax": (jnp.array(1), 0)},
+    "seq_len": {"jax": jnp.array(8)}, "causal": {"jax": jnp.array(True)},
+    "window": {"jax": (jnp.array(1), 0)},
     "chunk_size": {"jax": jnp.array(4)}, "cu_seqlens": {"jax": jnp.array([0, 8])},
     "mask": {"jax": zeros((8, 8))}, "softmax_scale": {"jax": jnp.array(0.5)},
     "softcap": {"jax": jnp.array(0.5)}, "dropout_p": {"jax": jnp.array(0.5)},
@@ -139,18 +141,20 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
-    **{
-        f"ring_jax.ContextParallel.{call.__name__}": Subject(
-            call, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
-        )
-        for call in (cp.layout_of, cp.positions)
-    },
-    **{
-        f"ring_jax.ContextParallel.{call.__name__}": Subject(
-            call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM}
-        )
-        for call in (cp.shard, cp.unshard)
-    },
+    "ring_jax.ContextParallel.layout_of": Subject(
+        cp.layout_of, {"seq_len": 8},
+        {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},
+    ),
+    "ring_jax.ContextParallel.positions": Subject(
+        cp.positions, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None}}
+    ),
+    "ring_jax.ContextParallel.shard": Subject(
+        cp.shard, {"x": zeros(Q)},
+        {"x": SHARD, "dim": DIM, "pad": FLAG, "fill": {**FILL, "without pad": 1.0}},
+    ),
+    "ring_jax.ContextParallel.unshard": Subject(
+        cp.unshard, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM, "seq_len": OPTIONS["seq_len"]}
+    ),
     "ring_jax.ContextParallel.shift": Subject(
         cp.shift, {"x": zeros(Q, jnp.float16), "n": 1},
         {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},

@@ -119,7 +119,7 @@ def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
     with pytest.raises(ValueError, match="pad to 8"):
         cp.shard(torch.zeros(1, 7, 2), dim=1)
     with pytest.raises(ValueError, match="pad to 8"):
-        cp.positions(7)
+        cp.layout_of(7)
 
 
 def _odd_shard(_: int) -> None:

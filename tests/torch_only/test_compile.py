@@ -234,3 +234,21 @@ def test_what_cannot_be_done_is_refused_when_the_graph_is_traced() -> None:
     )
     with pytest.raises(Exception, match="softcap must be"):
         compiled(x)
+
+
+def _other_lengths_are_other_graphs(_: int) -> None:
+    """Also where the compiler would rather have one graph of any length."""
+    cp = ContextParallel()
+
+    def step(q: Tensor) -> Tensor:
+        return cp.attention(q, q, q, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for length in (8, 12, 16):
+        q = torch.randn(1, length, 2, 8)
+        torch.testing.assert_close(compiled(q), step(q), rtol=0, atol=0)
+
+
+def test_other_lengths_are_other_graphs(pool: LocalRanks) -> None:
+    pool.run(_other_lengths_are_other_graphs)

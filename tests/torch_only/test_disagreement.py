@@ -54,6 +54,7 @@ DIFFERENCES = {
     "window": Difference({"window": (3, 0)}, {"window": (4, 0)}, "mask"),
     "chunks": Difference({"chunk_size": 4}, {"chunk_size": 5}, "mask"),
     "documents": Difference({"cu_seqlens": (0, 5, 24)}, {"cu_seqlens": (0, 6, 24)}, "cu_seqlens"),
+    "tokens before padding": Difference({"seq_len": 22}, {"seq_len": 23}, "seq_len"),
     "predicate": Difference({"odd": 2}, {"odd": 3}, "plan"),
     "scale": Difference({}, {"softmax_scale": 0.3}, "softmax_scale"),
     "cap": Difference({}, {"softcap": 3.0}, "softcap"),

@@ -92,7 +92,8 @@ TENSORS: dict[str, Values] = {
     },
 }  # fmt: skip
 OPTION_TENSORS: dict[str, Values] = {
-    "causal": {"tensor": torch.tensor(True)}, "window": {"tensor": torch.tensor([1, 0])},
+    "seq_len": {"tensor": torch.tensor(8)}, "causal": {"tensor": torch.tensor(True)},
+    "window": {"tensor": torch.tensor([1, 0])},
     "cu_seqlens": {
         "on a device": ids(3, device="meta"), "floats": torch.tensor([0.0, 8.0]),
         "two rows": ids(2, 2),
@@ -138,12 +139,13 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_torch.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
     "ring_torch.ContextParallel.layout_of": Subject(
-        even.layout_of, {"seq_len": 8}, {"seq_len": {**SIZE, "none": None, "indivisible": 7}}
+        even.layout_of, {"seq_len": 8},
+        {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},
     ),
     "ring_torch.ContextParallel.positions": Subject(
         even.positions, {"seq_len": 8},
         {
-            "seq_len": {**SIZE, "none": None, "indivisible": 7},
+            "seq_len": {**SIZE, "none": None},
             "device": {"word": "gpu7", "number": 1.5, "flag": True, "list": ["cpu"]},
         },
     ),
@@ -151,7 +153,10 @@ SUBJECTS: dict[str, Subject] = {
         f"ring_torch.ContextParallel.{call.__name__}": Subject(
             call, {"x": zeros(Q)}, {"x": SHARD, "dim": DIM, **more}
         )
-        for call, more in ((cp.shard, {}), (cp.unshard, {"grad": GRAD}))
+        for call, more in (
+            (cp.shard, {"pad": FLAG, "fill": {**FILL, "without pad": 1.0}}),
+            (cp.unshard, {"grad": GRAD, "seq_len": OPTIONS["seq_len"]}),
+        )
     },
     "ring_torch.hf.shard_batch": Subject(
         hf.shard_batch, {"cp": cp, "batch": batch, "model": nn.Linear(1, 1)},

@@ -15,6 +15,6 @@ def test_a_length_that_is_an_array_is_told_by_its_shape() -> None:
 
 def test_padding_is_told_for_cross_attention_too() -> None:
     with pytest.raises(
-        ValueError, match=r"in cross attention instead segment_ids=\(queries', keys'\)"
+        ValueError, match=r"pass seq_len=13, in cross attention seq_len=\(queries', keys'\)"
     ):
         Layout("contiguous", 13, 4)

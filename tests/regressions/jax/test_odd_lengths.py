@@ -28,14 +28,16 @@ def test_what_the_error_says_is_exact(name: str) -> None:
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(qkv[0])
     said = re.search(
-        r"pad to (\d+) with zeros at the end, and pass cu_seqlens=\(([\d, ]+)\)", str(error.value)
+        r"pad to (\d+) with zeros at the end, as shard\(x, pad=True\) does, and pass seq_len=(\d+)",
+        str(error.value),
     )
     assert said is not None
-    more, documents = int(said[1]) - T, tuple(int(n) for n in said[2].split(","))
+    more, seq_len = int(said[1]) - T, int(said[2])
+    assert seq_len == T
 
     def padded(*qkv: jax.Array) -> jax.Array:
         q, k, v = (cp.shard(jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))) for x in qkv)
-        out = cp.attention(q, k, v, cu_seqlens=documents, **OPTIONS[name])
+        out = cp.attention(q, k, v, seq_len=seq_len, **OPTIONS[name])
         return cp.unshard(out)[:, :T]
 
     def whole(*qkv: jax.Array) -> jax.Array:

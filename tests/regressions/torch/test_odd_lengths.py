@@ -32,22 +32,26 @@ def _qkv(length: int) -> list[Tensor]:
     return [torch.randn(1, length, 2, 8, dtype=torch.float64) for _ in range(3)]
 
 
-def _as_it_says(error: str) -> tuple[int, tuple[int, ...]]:
+def _as_it_says(error: str) -> tuple[int, int]:
     said = re.search(
-        r"pad to (\d+) with zeros at the end, and pass cu_seqlens=\(([\d, ]+)\)", error
+        r"pad to (\d+) with zeros at the end, as shard\(x, pad=True\) does, and pass seq_len=(\d+)",
+        error,
     )
     assert said is not None
-    return int(said[1]), tuple(int(n) for n in said[2].split(","))
+    return int(said[1]), int(said[2])
 
 
 def _padded(_: int, name: str, layout: Any, length: int) -> None:
     cp = ContextParallel(layout=layout)
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(_qkv(length)[0])
-    to, documents = _as_it_says(str(error.value))
+    to, seq_len = _as_it_says(str(error.value))
+    assert seq_len == length
     leaves, expected = ([x.requires_grad_() for x in _qkv(length)] for _ in range(2))
-    shards = [cp.shard(pad(x, (0, 0, 0, 0, 0, to - length))) for x in leaves]
-    mine = cp.attention(*shards, cu_seqlens=documents, **OPTIONS[name])
+    shards = [cp.shard(x, pad=True) for x in leaves]
+    for x, shard in zip(leaves, shards, strict=True):
+        assert torch.equal(shard, cp.shard(pad(x, (0, 0, 0, 0, 0, to - length))))
+    mine = cp.attention(*shards, seq_len=seq_len, **OPTIONS[name])
     out = cp.unshard(mine, grad="slice")[:, :length]
     out.square().sum().backward()
     alone = ContextParallel(_single(), layout="contiguous")

@@ -14,8 +14,11 @@ from typing import Any
 from ring_core.base.arguments import (
     check_choice as check_choice,
     check_flag as check_flag,
+    check_size,
+    describe_value,
     is_finite,
 )
+from ring_core.layouts.layout import Layout, LayoutSpec
 from ring_core.masks.mask import Mask, Window, mask_of
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -130,6 +133,89 @@ def check_mask(
             f"mask was given together with {', '.join(clashing)}; put them into the Mask instead"
         )
     return mask
+
+
+def check_seq_len(
+    seq_len: Any, q_len: int, k_len: int, layout: LayoutSpec, cp_size: int
+) -> tuple[int, int]:
+    """Return the numbers of queries and keys of the whole sequence, without padding.
+
+    Args:
+        seq_len: The option: ``T``, or a pair ``(T_q, T_kv)``; ``None`` is no padding.
+        q_len, k_len: Queries and keys of a rank, with padding.
+        layout: The layout.
+        cp_size: Number of ranks.
+
+    Raises:
+        ValueError: It is malformed, or the layout pads so many tokens to another length.
+    """
+    if seq_len is None:
+        return cp_size * q_len, cp_size * k_len
+    q_tokens, k_tokens = seq_len, seq_len
+    if isinstance(seq_len, tuple | list):
+        if len(seq_len) != 2:
+            raise ValueError(
+                f"seq_len must be the number of tokens of the whole sequence or a pair (queries', "
+                f"keys'), got {seq_len!r}"
+            )
+        q_tokens, k_tokens = seq_len
+    elif q_len != k_len:
+        raise ValueError(
+            f"seq_len must be a pair (queries', keys') where {q_len} queries meet {k_len} keys a rank, "
+            f"got {describe_value(seq_len)}"
+        )
+    q_layout = padded_layout(q_tokens, q_len, layout, cp_size, "q")
+    return q_layout.seq_len, padded_layout(k_tokens, k_len, layout, cp_size, "k").seq_len
+
+
+def padded_layout(
+    seq_len: Any, local_len: int, layout: LayoutSpec, cp_size: int, name: str = "x"
+) -> Layout:
+    """Return the layout of ``seq_len`` tokens with their padding, whose slices an argument has.
+
+    Args:
+        seq_len: Number of tokens of the whole sequence, without padding.
+        local_len: Tokens and padding of a rank.
+        layout: The layout's name, or its chunks.
+        cp_size: Number of ranks.
+        name: The argument that is a slice.
+
+    Raises:
+        ValueError: It is no positive integer, or the layout pads so many tokens to another length.
+    """
+    padded = Layout.padded(layout, check_size("seq_len", seq_len), cp_size)
+    if padded.local_len != local_len:
+        raise ValueError(
+            f"seq_len={seq_len} is the length of the whole sequence, without padding: the {layout} "
+            f"layout over {cp_size} ranks pads it to {padded.padded_len}, {padded.local_len} a rank, "
+            f"and {name} has {local_len} a rank"
+        )
+    return padded
+
+
+def check_padding(pad: object, fill: float) -> None:
+    """Check ``pad`` of ``shard``, and that it is true where a ``fill`` is given.
+
+    Raises:
+        ValueError: It is no bool, or false beside a ``fill``.
+    """
+    check_flag("pad", pad)
+    if not pad and fill != 0:
+        raise ValueError(
+            f"fill={fill} is the number in the padding, and pad=False adds none; pass pad=True"
+        )
+
+
+def keys_without_padding(seq_len: Any, keys: int) -> Any:
+    """Return the number of all keys without padding, by a ``seq_len`` that is not checked yet.
+
+    Args:
+        seq_len: The option, as given.
+        keys: Number of keys with padding, over all ranks.
+    """
+    if isinstance(seq_len, tuple | list):
+        return seq_len[-1] if seq_len else keys
+    return keys if seq_len is None else seq_len
 
 
 def check_causal(causal: bool, q_len: int, k_len: int) -> None:

@@ -48,6 +48,7 @@ class RingAttention:
         *,
         axis_name: Hashable | None,
         layout: LayoutSpec = "contiguous",
+        seq_len: int | tuple[int, int] | None = None,
         causal: bool = False,
         window: Window | None = None,
         chunk_size: int | None = None,
@@ -83,6 +84,11 @@ class RingAttention:
             layout: Which device holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in
                 which causal work is even; or what :func:`ring_core.balanced_layout` returns, in
                 which the work of a mask is even.
+            seq_len: ``T``, the number of tokens of the sequence, where it is padded at the end to a
+                length that the layout can divide, as :meth:`ContextParallel.shard` does with
+                ``pad=True``; or a pair ``(T_q, T_kv)``. Positions from ``T`` on are padding: they
+                see nothing and are not seen, ``out`` is 0 there and ``lse`` ``-inf``, and gradients
+                are 0.
             causal: The query at position ``i`` sees keys ``j <= i``. With more keys than queries,
                 positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
             window: ``(left, right)``: sees ``i - left <= j <= i + right``; ``None`` leaves a side
@@ -139,9 +145,9 @@ class RingAttention:
         call, inputs, _ = check_call(
             self.kernels, axis_name, layout, axis_size(axis_name), q, k, v,
             CallOptions(
-                causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap,
-                sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse,
-                kernel, strategy, transport,
+                seq_len, causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale,
+                softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic,
+                return_lse, kernel, strategy, transport,
             ),
         )  # fmt: skip
         inputs, run = prepared(call, inputs), partial(attend, call)

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from ring_core import UnsupportedError
 from ring_jax import tripwire
 from ring_jax.bias_shift import unshifted, with_bias_shift
+from ring_jax.rank_view import is_padding
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -84,7 +85,10 @@ def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         start_time, (q,) = tripwire.start_clock(checked_call, x, x.q)
         x = x._replace(q=q)
     result, last = strategy.forward(call, x)
-    result = result if inputs.sinks is None else _add_sinks(result, inputs.sinks)
+    if inputs.sinks is not None:
+        result = _add_sinks(result, inputs.sinks)
+        if call.plan.q_layout.pad_to is not None:  # padding sees nothing, not even a sink
+            result = result._replace(lse=jnp.where(is_padding(call), -jnp.inf, result.lse))
     out = checkpoint_name(result.out.swapaxes(1, 2).astype(inputs.q.dtype), RESIDUALS[0])
     lse = checkpoint_name(result.lse, RESIDUALS[1])
     if checked_call is not None:

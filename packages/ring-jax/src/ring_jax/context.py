@@ -109,30 +109,72 @@ class ContextParallel:
         """Number of devices that share a sequence."""
         return int(self.mesh.shape[self.axis_name])
 
-    def layout_of(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of ``seq_len`` tokens: which device holds which of them.
 
+        Args:
+            seq_len: Number of tokens of the sequence, ``T``.
+            pad: Lay out the padding, too, that :meth:`shard` adds with ``pad=True``.
+
         Raises:
-            ValueError: The layout cannot divide this length; the message names the length to pad
-                to.
+            ValueError: The layout cannot divide this length, and ``pad`` is false; the message
+                names the length to pad to.
         """
+        checks.check_flag("pad", pad)
+        if pad:
+            return Layout.padded(self.layout, seq_len, self.cp_size)
         return Layout(self.layout, seq_len, self.cp_size)
 
-    def shard(self, x: Array, *, dim: int = 1) -> Array:
+    def shard(self, x: Array, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Array:
         """Put an array in natural order into layout order, and split it along the axis.
 
+        Args:
+            x: The array, ``[..., T, ...]``.
+            dim: Dimension of the sequence.
+            pad: If the layout cannot divide ``T``, pad the end of the sequence to the least length
+                that it can divide. Nothing remembers that: pass ``seq_len=T`` to what takes the
+                result, as :meth:`attention` and :meth:`unshard`. Padding gets no gradient.
+            fill: Number in the padding, for example -100 for labels.
+
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
+                ``pad`` is false.
+
+        Example::
+
+            labels = cp.shard(labels, pad=True, fill=-100)  # of any length
         """
+        self._check_not_in_shard_map()
+        dim = movement.check_dim(x, dim)
+        movement.check_fill(x, fill)
+        checks.check_padding(pad, fill)
+        layout = self.layout_of(x.shape[dim], pad=pad)
+        if layout.pad_to is not None:
+            widths = [(0, 0)] * x.ndim
+            widths[dim] = 0, layout.padded_len - layout.seq_len
+            x = split(x, self.mesh, dim, self.axis_name, whole=True)
+            x = jnp.pad(x, widths, constant_values=fill)
         return self._moved(x, dim, whole=False)
 
-    def unshard(self, x: Array, *, dim: int = 1) -> Array:
+    def unshard(self, x: Array, *, dim: int = 1, seq_len: int | None = None) -> Array:
         """Put an array back into natural order, no longer split along the axis.
 
+        Args:
+            x: The array in layout order, ``[..., T, ...]``.
+            dim: Dimension of the sequence.
+            seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
+                is left out of the result and gets no gradient.
+
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide, or not
+                that of ``seq_len`` tokens.
         """
-        return self._moved(x, dim, whole=True)
+        dim = movement.check_dim(x, dim)
+        whole = self._moved(x, dim, whole=True)
+        if seq_len is None:
+            return whole
+        checks.padded_layout(seq_len, x.shape[dim] // self.cp_size, self.layout, self.cp_size)
+        return lax.slice_in_dim(whole, 0, seq_len, axis=dim)
 
     def shift(
         self, x: Array, n: int, *, dim: int = 1, fill: float = 0,
@@ -220,9 +262,13 @@ class ContextParallel:
         return cast("Array", self._over_shards(movement.relayout, x, dim, {"to": to}, spec, spec))
 
     def positions(self, seq_len: int) -> Array:
-        """Return the global position of each token in layout order, int32 ``[T]``, sharded."""
-        self.layout_of(seq_len)
-        return self.shard(jnp.arange(seq_len, dtype=jnp.int32), dim=0)
+        """Return the global position of each token in layout order, int32 ``[T]``, sharded.
+
+        If the layout cannot divide ``seq_len``, the positions from ``seq_len`` on are those of the
+        padding that :meth:`shard` adds with ``pad=True``.
+        """
+        padded_len = self.layout_of(seq_len, pad=True).padded_len
+        return self.shard(jnp.arange(padded_len, dtype=jnp.int32), dim=0)
 
     @overload
     def attention(

@@ -21,7 +21,7 @@ from ring_core.movement import (
     Movement,
     RowTable,
     check_consecutive,
-    check_fill,
+    check_fill as check_fill_of,
     check_sides,
     check_steps,
     halo as halo_movement,
@@ -189,6 +189,15 @@ def check_shift(x: Array, n: object, fill: object) -> None:
         ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
     """
     check_steps(n)
+    check_fill(x, fill)
+
+
+def check_fill(x: Array, fill: object) -> None:
+    """Check a number that rows like those of ``x`` are filled with.
+
+    Raises:
+        ValueError: It is no number, or not one of the dtype.
+    """
     low: float = 0
     high: float = 1
     if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -197,7 +206,7 @@ def check_shift(x: Array, n: object, fill: object) -> None:
     elif x.dtype != jnp.bool_:
         limits = np.iinfo(x.dtype)
         low, high = int(limits.min), int(limits.max)
-    check_fill(fill, str(x.dtype), low, high)
+    check_fill_of(fill, str(x.dtype), low, high)
 
 
 def check_dim(x: Array, dim: object, name: str = "x") -> int:

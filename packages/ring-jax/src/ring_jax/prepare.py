@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 
 from ring_core import (
+    Layout,
     LayoutSpec,
     Mask,
     Request,
@@ -72,14 +73,25 @@ def check_call(
     described = [described_as(name, x) for name, x in (("q", q), ("k", k), ("v", v))]
     sizes = checks.check_qkv(*described)
     factor = cp_size if shards.mesh is None else 1  # from the lengths of q and k to global ones
-    k_len = sizes.k_len * factor
+    padded = sizes.q_len * factor, sizes.k_len * factor
+    q_len, k_len = checks.check_seq_len(
+        options.seq_len, padded[0] // cp_size, padded[1] // cp_size, layout, cp_size
+    )
     mask, dense = _check_mask(options, described[0].shape, k_len, shards.mask)
-    checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
+    if options.seq_len is None:
+        checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
+    else:
+        checks.check_causal(options.causal, q_len, k_len)
     requested = strategy_config(options.strategy)
     checks.check_choice("transport", options.transport, TRANSPORTS)
     program = ring_program(
         make_plan(
-            mask, seq_len=sizes.q_len * factor, cp_size=cp_size, layout=layout, kv_seq_len=k_len
+            mask,
+            seq_len=q_len,
+            cp_size=cp_size,
+            layout=layout,
+            kv_seq_len=k_len,
+            pad_to=None if options.seq_len is None else padded,
         ),
         requested.ring_strategy,
     )
@@ -197,6 +209,7 @@ def prepared(
         slopes=None if inputs.slopes is None else jnp.atleast_2d(inputs.slopes),
         seed=seed, offsets=offsets,
     )  # fmt: skip
+    inputs = inputs._replace(bias=_with_padding(inputs.bias, call.plan.k_layout))
     rank = None if call.axis_name is None else lax.axis_index(call.axis_name)
     return match_varying(inputs, varying_axes((inputs, rank)))
 
@@ -214,6 +227,14 @@ def with_mask(bias: Array | None, mask: Array | None, dtype: jnp.dtype) -> Array
     if mask is None:
         return bias
     return jnp.where(mask, jnp.zeros((), dtype) if bias is None else bias, -jnp.inf)
+
+
+def _with_padding(bias: Array | None, layout: Layout) -> Array | None:
+    """Return a bias with columns of ``-inf`` for the padding of the keys."""
+    padding = layout.padded_len - layout.seq_len
+    if bias is None or padding == 0:
+        return bias
+    return jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, padding)), constant_values=-jnp.inf)
 
 
 def _check_option_arrays(sizes: checks.Sizes, k_len: int, options: CallOptions) -> tuple[Any, Any]:
@@ -301,7 +322,7 @@ def _on_host(seed: Any) -> Any:
 
 #: Options that a program is compiled for.
 _STATIC = (
-    "causal", "window", "chunk_size", "cu_seqlens", "softmax_scale", "softcap", "dropout_p",
+    "seq_len", "causal", "window", "chunk_size", "cu_seqlens", "softmax_scale", "softcap", "dropout_p",
     "deterministic", "return_lse",
 )  # fmt: skip
 

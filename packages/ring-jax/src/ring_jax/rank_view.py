@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ring_core import Layout, RingProgram
 from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
+from ring_jax.collectives import Ranks
 from ring_jax.records import (
     Array,
     CallSpec,
@@ -231,6 +232,13 @@ def local_positions(layout: Layout, rank: Array) -> Array:
             index >= run_start, starts[n] + layout.stride * (index - run_start), positions
         )
     return positions
+
+
+def is_padding(call: CallSpec) -> Array:
+    """Return which of this device's queries are padding, bool ``[T_local]``."""
+    layout = call.plan.q_layout
+    rank = Ranks(call.axis_name, layout.cp_size).rank()
+    return local_positions(layout, rank) >= layout.seq_len
 
 
 def all_positions(layout: Layout) -> Array:

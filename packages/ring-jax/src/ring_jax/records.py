@@ -33,6 +33,7 @@ Direction = Literal["forward", "backward"]
 class AttentionOptions(TypedDict, total=False):
     """Keyword options of :func:`ring_jax.ring_attention`, to type functions that forward them."""
 
+    seq_len: int | tuple[int, int] | None
     causal: bool
     window: Window | None
     chunk_size: int | None
@@ -55,6 +56,7 @@ class AttentionOptions(TypedDict, total=False):
 class CallOptions(NamedTuple):
     """The values of a call's options as the user passed them, all but ``q``, ``k`` and ``v``."""
 
+    seq_len: int | tuple[int, int] | None = None
     causal: bool = False
     window: Window | None = None
     chunk_size: int | None = None

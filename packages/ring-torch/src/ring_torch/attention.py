@@ -42,6 +42,7 @@ def ring_attention(
     *,
     group: Group = None,
     layout: LayoutSpec = "contiguous",
+    seq_len: int | tuple[int, int] | None = None,
     causal: bool = False,
     window: Window | None = None,
     chunk_size: int | None = None,
@@ -78,6 +79,10 @@ def ring_attention(
         layout: Which rank holds which tokens: ``contiguous``; ``zigzag`` or ``striped``, in which
             causal work is even; or what :func:`ring_core.balanced_layout` returns, in which the
             work of a mask is even.
+        seq_len: ``T``, the number of tokens of the sequence, where it is padded at the end to a
+            length that the layout can divide, as :meth:`ContextParallel.shard` does with
+            ``pad=True``; or a pair ``(T_q, T_kv)``. Positions from ``T`` on are padding: they see
+            nothing and are not seen, ``out`` is 0 there and ``lse`` ``-inf``, and gradients are 0.
         causal: If true, the query at position ``i`` sees keys ``j <= i``. With more keys than
             queries, positions are ``i + T_kv - T_q``; fewer keys need ``mask=Mask(causal=True)``.
         window: ``(left, right)``: a query sees keys ``i - left <= j <= i + right``; ``None`` leaves
@@ -138,9 +143,9 @@ def ring_attention(
     """
     q, k, v, deterministic = in_modes_of_torch(q, k, v, deterministic)
     options = CallOptions(
-        causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap, sinks,
-        bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel, strategy,
-        transport,
+        seq_len, causal, window, chunk_size, cu_seqlens, segment_ids, mask, softmax_scale, softcap,
+        sinks, bias, alibi_slopes, dropout_p, dropout_seed, deterministic, return_lse, kernel,
+        strategy, transport,
     )  # fmt: skip
     if isinstance(mask, Tensor):
         options = with_dense_mask(q, k, v, options, _size_of(group))
@@ -203,9 +208,10 @@ def with_dense_mask(
     if not all(isinstance(x, Tensor) for x in (q, k, v, mask if bias is None else bias)):
         return options._replace(mask=None)  # the call is refused for its arguments later
     sizes, device = checks.check_qkv(*map(_described, (q, k, v))), str(q.device)
-    checks.check_dense_mask(_described(mask), tuple(q.shape), sizes.k_len * ranks, device)
+    keys = checks.keys_without_padding(options.seq_len, sizes.k_len * ranks)
+    checks.check_dense_mask(_described(mask), tuple(q.shape), keys, device)
     if bias is not None:  # it is broadcast below, where any shape would do
-        checks.check_bias(_described(bias), sizes, sizes.k_len * ranks, device)
+        checks.check_bias(_described(bias), sizes, keys, device)
     visible = mask if mask.ndim == 4 else mask[None, None]
     zero = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
     hidden = torch.full((), -torch.inf, dtype=zero.dtype, device=q.device)

@@ -84,6 +84,10 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
+            if inputs.sinks is not None and call.plan.q_layout.pad_to is not None:
+                # Rows of padding see nothing, not even a sink.
+                tokens = int(call.plan.q_layout.num_tokens(call.ranks.rank))
+                lse[:, :, tokens:].fill_(-torch.inf)
         # Libraries may return results with the inputs' strides; callers get contiguous ones.
         out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
         error_message = None

@@ -96,39 +96,57 @@ class ContextParallel:
         """Rank of this process in the group."""
         return self._sharding.ring.rank
 
-    def layout_of(self, seq_len: int) -> Layout:
+    def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
 
+        Args:
+            seq_len: Number of tokens of the whole sequence, ``T``.
+            pad: Lay out the padding, too, that :meth:`shard` adds with ``pad=True``.
+
         Raises:
-            ValueError: The layout cannot divide this length; the message names the length to pad
-                to.
+            ValueError: The layout cannot divide this length, and ``pad`` is false; the message
+                names the length to pad to.
 
         Example::
 
             tokens_of_rank_0 = cp.layout_of(1024).positions(0)  # int64 [T_local]
         """
-        return self._sharding.layout_of(seq_len)
+        return self._sharding.layout_of(seq_len, pad=pad)
 
-    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds, as a contiguous tensor.
 
         Args:
             x: The whole tensor, ``[..., T, ...]``.
             dim: Dimension of the sequence.
+            pad: If the layout cannot divide ``T``, pad the end of the sequence to the least length
+                that it can divide. Nothing remembers that: pass ``seq_len=T`` to what takes the
+                slices, as :meth:`attention` and :meth:`unshard`. Padding gets no gradient.
+            fill: Number in the padding, for example -100 for labels.
 
         Returns:
-            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout.
+            The slice, ``[..., T_local, ...]``, its tokens in the order of the layout. Padding is
+            behind a rank's tokens.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or one that the layout cannot divide.
+            ValueError: ``x`` has no such dimension, or one that the layout cannot divide, and
+                ``pad`` is false.
 
         Example::
 
             tokens = cp.shard(tokens, dim=1)  # [B, T] to [B, T_local]
+            labels = cp.shard(labels, pad=True, fill=-100)  # of any length
         """
-        return self._sharding.shard(x, dim=dim)
+        return self._sharding.shard(x, dim=dim, pad=pad, fill=fill)
 
-    def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
+    def unshard(
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks.
 
         All ranks must call it. If ``grad`` is ``"sum"``, all of them must run its backward too.
@@ -143,13 +161,16 @@ class ContextParallel:
                 own gradient, and sends nothing. It is right only for a loss that every rank
                 computes whole, with no parameter between ``unshard`` and the loss. If there is a
                 parameter, use ``"sum"`` and divide the loss by ``cp_size``.
+            seq_len: ``T``, if the slices have padding behind it (:meth:`shard` with ``pad=True``),
+                which is left out of the result and gets no gradient.
 
         Returns:
             The whole tensor, ``[..., T, ...]``.
 
         Raises:
-            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout;
-                ``grad`` is unknown, or missing where it is required.
+            ValueError: ``x`` has no such dimension, or its size is no rank's part in this layout,
+                or not one of ``seq_len`` tokens; ``grad`` is unknown, or missing where it is
+                required.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -159,8 +180,8 @@ class ContextParallel:
         """
         if torch.compiler.is_compiling():
             self._sharding.check_group()
-            return unshard_in_graph(self.group, self.layout, x, dim, grad)
-        return self._sharding.unshard(x, dim=dim, grad=grad)
+            return unshard_in_graph(self.group, self.layout, x, dim, grad, seq_len)
+        return self._sharding.unshard(x, dim=dim, grad=grad, seq_len=seq_len)
 
     def shift(
         self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
@@ -302,11 +323,13 @@ class ContextParallel:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
 
         Args:
-            seq_len: Length of the whole sequence, ``T``.
+            seq_len: Length of the whole sequence, ``T``. If the layout cannot divide it, the
+                positions from ``T`` on are those of the padding that :meth:`shard` adds with
+                ``pad=True``.
             device: Device of the result; ``None`` for torch's default device.
 
         Raises:
-            ValueError: The layout cannot divide this length, or the device cannot be used.
+            ValueError: It is no positive integer, or the device cannot be used.
 
         Example::
 

@@ -15,6 +15,7 @@ Window = tuple[int | None, int | None]
 class AttentionOptions(TypedDict, total=False):
     """Keyword options of :func:`ring_torch.ring_attention`, for functions that pass them on."""
 
+    seq_len: int | tuple[int, int] | None
     causal: bool
     window: Window | None
     chunk_size: int | None
@@ -37,6 +38,7 @@ class AttentionOptions(TypedDict, total=False):
 class CallOptions(NamedTuple):
     """Options of one call as the caller gave them, in the order of the public function."""
 
+    seq_len: int | tuple[int, int] | None = None
     causal: bool = False
     window: Window | None = None
     chunk_size: int | None = None

@@ -166,7 +166,7 @@ def _types_in(options: CallOptions) -> tuple[type, ...]:
     They belong to the key of a call, as ``True == 1``, but only one of the two is a valid number.
     """
     types = [*map(type, options)]
-    for numbers in (options.window, options.cu_seqlens):
+    for numbers in (options.window, options.cu_seqlens, options.seq_len):
         if isinstance(numbers, tuple):
             types += {*map(type, numbers)} if numbers is options.cu_seqlens else map(type, numbers)
     return tuple(types)
@@ -237,6 +237,7 @@ def _prepare(
     probe: bool,
     *,
     lse_grad: bool = False,
+    lengths: tuple[int, int] | None = None,
 ) -> Call:
     """Check, plan and choose all that is static about a call: once for equal calls.
 
@@ -250,16 +251,25 @@ def _prepare(
         check_every: The tripwire's setting, on which ranks have to agree.
         probe: True if ranks may communicate to find out which transports they can use.
         lse_grad: True for the backward of a call whose ``lse`` has a gradient.
+        lengths: Queries and keys without padding, for the inner call of a strategy that splits
+            heads; ``None`` asks the option ``seq_len``.
     """
     sizes, tensors = _check_tensors(facts)
+    if lengths is None:
+        lengths = checks.check_seq_len(options.seq_len, sizes.q_len, sizes.k_len, layout, ring.size)
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
-    checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
+    if options.seq_len is None:
+        checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
+    else:
+        checks.check_causal(options.causal, *lengths)
     strategy_setting = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
-        options.mask, seq_len=sizes.q_len * ring.size, cp_size=ring.size, layout=layout,
-        kv_seq_len=sizes.k_len * ring.size,
+        options.mask, seq_len=lengths[0], cp_size=ring.size, layout=layout, kv_seq_len=lengths[1],
+        pad_to=None
+        if options.seq_len is None
+        else (sizes.q_len * ring.size, sizes.k_len * ring.size),
     )  # fmt: skip
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
@@ -279,7 +289,7 @@ def _prepare(
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, ring.size),
             options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
-            lse_grad=lse_grad,
+            lse_grad=lse_grad, lengths=lengths,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
@@ -400,7 +410,9 @@ def _fields(
     grads: tuple[bool, bool],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
+    padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
     return {
+        "seq_len": [plan.seq_len, plan.kv_seq_len] if padded else None,
         "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
         "cu_seqlens": _shortened(plan.mask.cu_seqlens),
         "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec, checks, divisor_of
+from ring_core import Layout, LayoutSpec, checks, divisor_of, movement
+from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
@@ -81,29 +82,43 @@ class Sharding:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.ring  # noqa: B018 - the property checks
 
-    def layout_of(self, seq_len: int) -> Layout:
-        """Return the layout of a sequence of ``seq_len`` tokens."""
+    def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
+        """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
+        checks.check_flag("pad", pad)
+        if pad:
+            return Layout.padded(self.layout, seq_len, self.ring.size)
         return Layout(self.layout, seq_len, self.ring.size)
 
-    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        return _slice_of(x, dim, self.layout_of(x.shape[dim]), self.ring.rank)
+        check_fill(x, fill)
+        checks.check_padding(pad, fill)
+        layout = self.layout_of(x.shape[dim], pad=pad)
+        return _slice_of(x, dim, layout, self.ring.rank, fill)
 
-    def unshard(self, x: Tensor, *, dim: int = 1, grad: UnshardGrad | None = None) -> Tensor:
+    def unshard(
+        self,
+        x: Tensor,
+        *,
+        dim: int = 1,
+        grad: UnshardGrad | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
         ring = self.ring
         number = ring.next_call()
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
+        length = None if seq_len is None else check_size("seq_len", seq_len)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number)
+            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number, length)
         )
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
-        """Return the global positions of this rank's tokens, int64 ``[T_local]``."""
-        positions = self.layout_of(seq_len).positions(self.ring.rank)
+        """Return the global positions of this rank's tokens and padding, int64 ``[T_local]``."""
+        positions = self.layout_of(seq_len, pad=True).positions(self.ring.rank)
         try:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
@@ -121,6 +136,8 @@ class Unsharding:
         grad: How the gradient of the whole tensor becomes a slice's, ``"sum"`` or ``"slice"``.
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
+        seq_len: Number of tokens of the whole tensor; the slices have padding behind them. ``None``
+            is no padding.
     """
 
     ring: Ranks
@@ -129,18 +146,20 @@ class Unsharding:
     grad: UnshardGrad | None
     needs_grad: bool
     number: int
+    seq_len: int | None = None
 
     def join(self, x: Tensor) -> Tensor:
         """Return the whole tensor, all-gathered from this rank's slice ``x`` and the others'.
 
         Raises:
-            ValueError: The size of ``x`` is no rank's part in this layout.
+            ValueError: The size of ``x`` is no rank's part in this layout, or not one of
+                ``seq_len`` tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
         signature = self._signature("unshard", x)
         self._agree(signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
-        layout = Layout(self.layout, x.shape[self.dim] * self.ring.size, self.ring.size)
+        layout = self._layout_of_slices(x.shape[self.dim])
         slices = [x.contiguous()]
         if self.ring.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
@@ -161,13 +180,20 @@ class Unsharding:
             runs = layout.runs(rank)
             run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
             for run, row_block in zip(runs, run_rows, strict=True):
-                rows[_slice(run)].copy_(row_block)
+                dst = rows[_slice(run)]  # without padding, which is behind the last row
+                dst.copy_(row_block[: len(dst)])
         return whole
+
+    def _layout_of_slices(self, local_len: int) -> Layout:
+        """Return the layout whose slices hold ``local_len`` tokens and padding each."""
+        if self.seq_len is None:
+            return Layout(self.layout, local_len * self.ring.size, self.ring.size)
+        return checks.padded_layout(self.seq_len, local_len, self.layout, self.ring.size)
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""
         size = self.ring.size
-        layout = Layout(self.layout, grad.shape[self.dim], size)
+        layout = Layout.padded(self.layout, grad.shape[self.dim], size)
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ring.rank)
         signature = self._signature("unshard backward", grad)
@@ -187,7 +213,7 @@ class Unsharding:
             {
                 "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."),
                 "dim": self.dim, "layout": str(self.layout),
-                "sums_gradients": self.needs_grad and self.grad == "sum",
+                "sums_gradients": self.needs_grad and self.grad == "sum", "seq_len": self.seq_len,
             }, name,
         )  # fmt: skip
 
@@ -240,6 +266,21 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         )
 
 
+def check_fill(x: Tensor, fill: object) -> None:
+    """Check a number that rows like those of ``x`` are filled with.
+
+    Raises:
+        ValueError: It is no number, or not one of the dtype.
+    """
+    low: float = 0
+    high: float = 1
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        low, high = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
+    elif x.dtype != torch.bool:
+        low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
+    movement.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+
+
 def check_grad(x: Tensor, grad: object) -> bool:
     """Check ``grad`` of ``unshard``, and return True if there will be a backward.
 
@@ -262,10 +303,15 @@ def check_grad(x: Tensor, grad: object) -> bool:
     return needs_grad
 
 
-def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
-    """Return a rank's slice of a whole tensor, contiguous."""
+def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int, fill: float = 0) -> Tensor:
+    """Return a rank's slice of a whole tensor, contiguous, with the padding of the layout."""
     rows = x.transpose(0, dim)
     pieces = [rows[_slice(run)].transpose(0, dim) for run in layout.runs(rank)]
+    padding = layout.local_len - sum(piece.shape[dim] for piece in pieces)
+    if padding > 0:
+        shape = [*x.shape]
+        shape[dim] = padding
+        pieces.append(x.new_full(shape, fill))
     return torch.cat(pieces, dim=dim).contiguous()
 
 

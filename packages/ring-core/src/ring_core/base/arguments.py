@@ -189,11 +189,11 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
     """Make a decorator that shows a function's options in the signature of a method.
 
     The method takes them as ``**options``, which ``help()`` and editors would show instead.
-    Keywords before the first option, ``causal``, such as the process group, are left out: the
+    Keywords before the first option, ``seq_len``, such as the process group, are left out: the
     method fills them in itself.
     """
     params = [x for x in signature(function).parameters.values() if x.kind is x.KEYWORD_ONLY]
-    options = params[[x.name for x in params].index("causal") :]
+    options = params[[x.name for x in params].index("seq_len") :]
 
     def with_options(method: F) -> F:
         """Set the signature of ``method``: its own positional parameters, then the options."""

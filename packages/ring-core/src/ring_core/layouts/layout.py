@@ -98,7 +98,9 @@ class ChunkLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """An assignment of ``seq_len`` tokens to ``cp_size`` ranks, equally many to each.
+    """An assignment of ``seq_len`` tokens, and padding behind them, to ``cp_size`` ranks.
+
+    Each rank holds equally many. Without ``pad_to`` there is no padding.
 
     ``contiguous``: rank ``r`` holds the ``r``-th of ``cp_size`` equal pieces. ``zigzag``: of
     ``2 * cp_size`` chunks it holds chunks ``r`` and ``2 * cp_size - 1 - r`` (head-tail, dual chunk
@@ -111,14 +113,28 @@ class Layout:
     >>> Layout("striped", seq_len=8, cp_size=2).positions(1)
     array([1, 3, 5, 7])
 
+    Padding stands at the end of the sequence, so on each rank behind its tokens, for all layouts
+    hold tokens in ascending order.
+
+    >>> layout = Layout.padded("zigzag", seq_len=6, cp_size=2)
+    >>> layout.padded_len, layout.positions(0), int(layout.num_tokens(0))
+    (8, array([0, 1, 6, 7]), 2)
+
+    Attributes:
+        name: Name of the layout, or a :class:`ChunkLayout`.
+        seq_len: Number of tokens.
+        cp_size: Number of ranks.
+        pad_to: Number of tokens and padding, where there is padding.
+
     Raises:
-        ValueError: Unknown name, chunks for another number of ranks, or a length that is no
-            positive multiple of :attr:`divisor`.
+        ValueError: Unknown name, chunks for another number of ranks, or a length, with its padding,
+            that is no positive multiple of :attr:`divisor`.
     """
 
     name: LayoutName | ChunkLayout
     seq_len: int
     cp_size: int
+    pad_to: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, ChunkLayout) and (
@@ -138,28 +154,57 @@ class Layout:
                 f"sequence length must be an integer < 2**40, got {describe_value(self.seq_len)}; "
                 f"it is the number of tokens of the whole sequence, as x.shape[1] before sharding"
             )
-        if self.seq_len < 1 or self.seq_len % self.divisor:
+        needs = f"a positive multiple of {self.divisor}, as the {self.name} layout over {self.cp_size} ranks needs"
+        if self.pad_to is not None and self.seq_len > 0:
+            if not is_integer(self.pad_to) or not self.seq_len <= self.pad_to < SIZE_LIMIT:
+                raise ValueError(
+                    f"pad_to must be an integer >= seq_len={self.seq_len} and < 2**40, got "
+                    f"{describe_value(self.pad_to)}"
+                )
+            if self.pad_to % self.divisor:
+                raise ValueError(f"padded length {self.pad_to} is not {needs}")
+            if self.pad_to == self.seq_len:
+                object.__setattr__(self, "pad_to", None)  # the dataclass is frozen
+        elif self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
             how = (
-                f" with zeros at the end, and pass cu_seqlens=(0, {self.seq_len}, {padded}), by which "
-                f"no token sees them; in cross attention instead segment_ids=(queries', keys'), "
-                f"negative for padding"
+                f" with zeros at the end, as shard(x, pad=True) does, and pass seq_len={self.seq_len}, "
+                f"in cross attention seq_len=(queries', keys'), by which no token sees them"
             )
             raise ValueError(
-                f"sequence length {self.seq_len} is not a positive multiple of {self.divisor}, as "
-                f"the {self.name} layout over {self.cp_size} ranks needs; pad to {padded}"
+                f"sequence length {self.seq_len} is not {needs}; pad to {padded}"
                 f"{how if self.seq_len > 0 else ''}"
             )
 
+    @classmethod
+    def padded(cls, name: LayoutSpec, seq_len: int, cp_size: int) -> Layout:
+        """Return the layout of ``seq_len`` tokens with the least padding that it needs.
+
+        >>> Layout.padded("contiguous", seq_len=5, cp_size=4).padded_len
+        8
+
+        Raises:
+            ValueError: Unknown name, chunks for another number of ranks, or no token.
+        """
+        divisor = divisor_of(name, cp_size)
+        if not is_integer(seq_len) or seq_len < 1:
+            return cls(name, seq_len, cp_size)  # which refuses it
+        return cls(name, seq_len, cp_size, -(-seq_len // divisor) * divisor)
+
     @property
     def divisor(self) -> int:
-        """Number that the sequence length must be a multiple of."""
+        """Number that the sequence length, with its padding, must be a multiple of."""
         return self.cp_size * self.num_runs
 
     @property
+    def padded_len(self) -> int:
+        """Number of tokens and padding, over all ranks."""
+        return self.seq_len if self.pad_to is None else self.pad_to
+
+    @property
     def local_len(self) -> int:
-        """Number of tokens per rank."""
-        return self.seq_len // self.cp_size
+        """Number of tokens and padding per rank."""
+        return self.padded_len // self.cp_size
 
     @property
     def stride(self) -> int:
@@ -197,16 +242,35 @@ class Layout:
             return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
         return r[..., None] * (1 if self.name == "striped" else self.local_len)
 
+    def tokens_from(self, position: Ints) -> Ints:
+        """Return how many tokens, without padding, a run has that starts at each position."""
+        return np.clip(-((position - self.seq_len) // self.stride), 0, self.run_length)
+
+    def num_tokens(self, rank: npt.ArrayLike) -> Ints:
+        """Return how many tokens each rank holds, before its padding."""
+        tokens: Ints = self.tokens_from(self.run_positions(rank)).sum(axis=-1)
+        return tokens
+
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of one rank, in local order."""
+        """Return the runs of one rank with their padding, in local order."""
         check_index("rank", rank, self.cp_size)
+        # Without numpy, whose numbers a compiler that traces this would not know.
+        chunks: tuple[int, ...] = (rank,)
+        if isinstance(self.name, ChunkLayout):
+            chunks = self.name.chunks[rank]
+        elif self._is_zigzag:
+            chunks = rank, 2 * self.cp_size - 1 - rank
+        length = self.run_length
+        unit = 1 if self.stride > 1 else length
         return tuple(
-            Run(local, self.run_length, start, self.stride)
-            for local, start in zip(self.run_starts, self.run_positions(rank).tolist(), strict=True)
+            Run(n * length, length, chunk * unit, self.stride) for n, chunk in enumerate(chunks)
         )
 
     def positions(self, rank: int) -> Ints:
-        """Return the global position of each token that a rank holds, int64 ``[local_len]``."""
+        """Return the global position of each token that a rank holds, int64 ``[local_len]``.
+
+        Padding has the positions from ``seq_len`` on.
+        """
         check_index("rank", rank, self.cp_size)
         steps = np.arange(self.run_length, dtype=np.int64) * self.stride
         return (self.run_positions(rank)[:, None] + steps).reshape(-1)

@@ -113,9 +113,11 @@ class BandGeometry:
         return rows if half is None else self._half(q_rank, kv_rank, rows, half)
 
     def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
-        """Return the whole rectangle of each pair of runs with the mask's band in local indices."""
+        """Return the rectangle of the tokens of each pair of runs, and the mask's band in it."""
         lo, hi = band.local_band(q_pos, k_pos, self.q_layout.stride, self.mask.band)
-        q_stop, k_stop = q_local + self.q_layout.run_length, k_local + self.k_layout.run_length
+        # Padding is at the end of each run, and belongs to no rectangle.
+        q_stop = q_local + self.q_layout.tokens_from(q_pos - self.q_offset)
+        k_stop = k_local + self.k_layout.tokens_from(k_pos)
         return Rectangles(*np.broadcast_arrays(q_local, q_stop, k_local, k_stop, lo, hi))
 
     def _in_cells(self, rect: Rectangles, q_zero: Ints, k_zero: Ints) -> RectangleTable:

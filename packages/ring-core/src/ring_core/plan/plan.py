@@ -227,7 +227,7 @@ class Plan:
 
     Attributes:
         mask: The rule over global positions.
-        seq_len, kv_seq_len: Queries and keys, over all ranks.
+        seq_len, kv_seq_len: Queries and keys, over all ranks, without padding.
         cp_size: Number of ranks.
         q_layout, k_layout: Assignment of queries and of keys to ranks; both have one name.
         geometry: The rectangles of every pair of ranks.
@@ -307,7 +307,8 @@ class Plan:
     @cached_property
     def digest(self) -> bytes:
         """Hash of 8 bytes by which ranks check that they made the same plan."""
-        sizes = self.seq_len, self.kv_seq_len, self.cp_size
+        padded = self.q_layout.padded_len, self.k_layout.padded_len
+        sizes = self.seq_len, self.kv_seq_len, *padded, self.cp_size
         parts = [str((*sizes, self.q_layout.name, self.mask.band)).encode()]
         if isinstance(self.q_layout.name, ChunkLayout):
             parts.append(self.q_layout.name.table.tobytes())
@@ -351,6 +352,7 @@ def make_plan(
     cp_size: int,
     layout: LayoutSpec = "contiguous",
     kv_seq_len: int | None = None,
+    pad_to: int | tuple[int, int] | None = None,
 ) -> Plan:
     """Plan a call: decide for every pair of ranks what the one's queries see of the other's keys.
 
@@ -366,6 +368,9 @@ def make_plan(
         layout: ``contiguous``, ``zigzag``, ``striped`` or a :class:`ChunkLayout`.
         kv_seq_len: Number of keys, over all ranks, if it is another; every rule then
             uses ``q_pos = i + kv_seq_len - seq_len`` and ``k_pos = j``.
+        pad_to: Number of tokens over all ranks with the padding behind them, or a pair (queries',
+            keys'), for lengths that the layout cannot divide. Padding is in no work item: it sees
+            nothing and is not seen.
 
     Returns:
         The plan; equal arguments return the same object, from a bounded cache.
@@ -380,7 +385,11 @@ def make_plan(
     check_layout(layout)
     seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
     keys = None if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
-    return _make_plan(mask, seq_len, cp_size, layout, keys)
+    padded = pad_to if isinstance(pad_to, tuple) else (pad_to, pad_to)
+    if len(padded) != 2:
+        raise ValueError(f"pad_to must be an integer or a pair (queries', keys'), got {pad_to!r}")
+    q_padded, k_padded = (None if x is None else check_size("pad_to", x) for x in padded)
+    return _make_plan(mask, seq_len, cp_size, layout, keys, q_padded, k_padded)
 
 
 @lru_cache(maxsize=128)
@@ -390,10 +399,13 @@ def _make_plan(
     cp_size: int,
     layout: LayoutSpec,
     kv_seq_len: int | None,
+    q_padded: int | None,
+    k_padded: int | None,
 ) -> Plan:
     """Make a plan; :func:`make_plan` has checked the types, so that arguments can be hashed."""
     keys = seq_len if kv_seq_len is None else kv_seq_len
-    q_layout, k_layout = Layout(layout, seq_len, cp_size), Layout(layout, keys, cp_size)
+    q_layout = Layout(layout, seq_len, cp_size, q_padded)
+    k_layout = Layout(layout, keys, cp_size, k_padded)
     check_documents(mask, seq_len, keys)
     kind = BandGeometry if mask.predicate is None else BlockGeometry
     geometry = kind(mask, q_layout, k_layout, keys - seq_len)

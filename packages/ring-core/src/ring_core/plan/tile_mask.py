@@ -49,7 +49,7 @@ class BlockGeometry:
     pairs: npt.NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
-        total = self.q_layout.seq_len * self.k_layout.seq_len
+        total = self.q_layout.padded_len * self.k_layout.padded_len
         if total > MAX_PAIRS:
             raise ValueError(
                 f"a predicate mask over {self.q_layout.seq_len} x {self.k_layout.seq_len} tokens has "
@@ -73,8 +73,8 @@ class BlockGeometry:
         """
         pairs = self._tiles(q_rank, kv_rank, half)
         live = pairs.any(axis=(-2, -1))[..., None]
-        q_sides = _sides(pairs.any(axis=-1), self.q_layout.local_len)
-        k_sides = _sides(pairs.any(axis=-2), self.k_layout.local_len)
+        q_sides = _sides(pairs.any(axis=-1), self.q_layout.num_tokens(q_rank))
+        k_sides = _sides(pairs.any(axis=-2), self.k_layout.num_tokens(kv_rank))
         zero = np.zeros_like(live, dtype=np.int64)
         box = (*q_sides, *k_sides, zero - UNBOUNDED, zero + UNBOUNDED)
         return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
@@ -99,7 +99,7 @@ class BlockGeometry:
         index = np.full(self.kinds.shape, -1, dtype=np.int32)
         for q_rank, kv_rank, a, b in np.argwhere(self.kinds == PARTIAL).tolist():
             q = self._q_positions(q_rank)[a * TILE : (a + 1) * TILE]
-            k = self.k_layout.positions(kv_rank)[b * TILE : (b + 1) * TILE]
+            k = self._k_positions(kv_rank)[b * TILE : (b + 1) * TILE]
             tile = np.zeros((TILE, TILE), dtype=bool)
             tile[: q.size, : k.size] = self.mask.dense(q, k)
             bits = np.packbits(tile, axis=1, bitorder="little").tobytes()
@@ -126,8 +126,13 @@ class BlockGeometry:
         return np.where(first_half if half == 0 else ~first_half, pairs, 0)
 
     def _q_positions(self, rank: int) -> Ints:
-        """Return the positions of a rank's queries among the keys, int64 ``[T_local]``."""
-        return self.q_layout.positions(rank) + self.q_offset
+        """Return the positions of a rank's queries, without padding, among the keys."""
+        tokens = int(self.q_layout.num_tokens(rank))
+        return self.q_layout.positions(rank)[:tokens] + self.q_offset
+
+    def _k_positions(self, rank: int) -> Ints:
+        """Return the positions of a rank's keys, without padding."""
+        return self.k_layout.positions(rank)[: int(self.k_layout.num_tokens(rank))]
 
     def _check_predicate(self) -> None:
         """Try the predicate at a few positions, before all are evaluated.
@@ -156,30 +161,45 @@ class BlockGeometry:
         q_len, k_len = self.q_layout.local_len, self.k_layout.local_len
         size = self.q_layout.cp_size
         pairs = np.zeros((size, size, -(-q_len // TILE), -(-k_len // TILE)), dtype=np.int32)
-        k_edges = np.arange(0, k_len, TILE)
         # The whole mask may take gigabytes: evaluate some rows of it against the keys of one rank,
         # and keep only the sums of each tile.
         for q_rank in range(size):
-            for start in range(0, q_len, _ROWS_AT_ONCE):
-                q = self._q_positions(q_rank)[start : start + _ROWS_AT_ONCE]
+            q_positions = self._q_positions(q_rank)
+            for start in range(0, q_positions.size, _ROWS_AT_ONCE):
+                q = q_positions[start : start + _ROWS_AT_ONCE]
                 q_edges = np.arange(0, q.size, TILE)
                 for kv_rank in range(size):
-                    visible = self.mask.dense(q, self.k_layout.positions(kv_rank))
+                    k = self._k_positions(kv_rank)
+                    if k.size == 0:
+                        continue
+                    k_edges = np.arange(0, k.size, TILE)
+                    visible = self.mask.dense(q, k)
                     sums_of_rows = np.add.reduceat(visible, k_edges, axis=1, dtype=np.int32)
                     a = start // TILE
-                    pairs[q_rank, kv_rank, a : a + q_edges.size] = np.add.reduceat(
+                    pairs[q_rank, kv_rank, a : a + q_edges.size, : k_edges.size] = np.add.reduceat(
                         sums_of_rows, q_edges, axis=0
                     )
         # The last tile of a rank may be smaller: it is full if all pairs that it has are visible.
-        q_sizes = np.diff(np.append(np.arange(0, q_len, TILE), q_len))
-        full = pairs == q_sizes[:, None] * np.diff(np.append(k_edges, k_len))
-        return np.where(full, FULL, np.where(pairs > 0, PARTIAL, EMPTY)).astype(np.uint8), pairs
+        q_sizes, k_sizes = (_tile_sizes(layout) for layout in (self.q_layout, self.k_layout))
+        full = pairs == q_sizes[:, None, :, None] * k_sizes[None, :, None, :]
+        kinds = np.where(pairs == 0, EMPTY, np.where(full, FULL, PARTIAL))
+        return kinds.astype(np.uint8), pairs
 
 
-def _sides(tiles: Bools, length: int) -> tuple[Ints, Ints]:
-    """Return where the first True tile starts and the last one stops, in tokens, ``[..., 1]``."""
+def _tile_sizes(layout: Layout) -> Ints:
+    """Return how many tokens, without padding, each tile of each rank has, ``[rank, tile]``."""
+    tokens = layout.num_tokens(np.arange(layout.cp_size))
+    sizes: Ints = np.clip(tokens[:, None] - np.arange(0, layout.local_len, TILE), 0, TILE)
+    return sizes
+
+
+def _sides(tiles: Bools, length: Ints) -> tuple[Ints, Ints]:
+    """Return where the first True tile starts and the last one stops, in tokens, ``[..., 1]``.
+
+    ``length`` is the number of tokens of each rank, ``[...]``.
+    """
     stop = tiles.shape[-1] - tiles[..., ::-1].argmax(axis=-1)[..., None]
-    return tiles.argmax(axis=-1)[..., None] * TILE, np.minimum(stop * TILE, length)
+    return tiles.argmax(axis=-1)[..., None] * TILE, np.minimum(stop * TILE, length[..., None])
 
 
 Geometry = BandGeometry | BlockGeometry

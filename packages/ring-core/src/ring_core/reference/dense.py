@@ -7,7 +7,7 @@ D]``, ``v [B, T_kv, K, Dv]`` with ``H % K == 0``; options mean what they mean ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from ring_core.base.arguments import (
     Ints,
     as_floats,
     as_ints,
+    check_size,
     refuse_foreign_options,
 )
 from ring_core.masks.mask import Mask, Window
@@ -31,7 +32,7 @@ _DEVICE = "cpu"
 
 
 class Inputs(NamedTuple):
-    """The arrays of a call as float64 and int64, and their sizes."""
+    """The arrays of a call without padding, as float64 and int64, and their sizes."""
 
     sizes: checks.Sizes
     q: Floats  # [B, T_q, H, D]
@@ -42,27 +43,30 @@ class Inputs(NamedTuple):
     sinks: Floats | None  # [H] or [H, n]
     bias: Floats | None  # [B or 1, H or 1, T_q, T_kv]
     slopes: Floats | None  # [1 or B, H]
+    padding: tuple[int, int] = (0, 0)  # how much of it there was behind queries and behind keys
 
     def upstream(self, dout: Any, dlse: Any) -> tuple[Floats, Floats | None]:
         """Check the gradients that reach ``out`` and ``lse``, and return them as float64.
 
         Args:
-            dout: ``[B, T_q, H, Dv]``.
-            dlse: ``[B, H, T_q]``, or ``None``.
+            dout: ``[B, T_q, H, Dv]``, with padding, which is cut off.
+            dlse: ``[B, H, T_q]``, likewise, or ``None``.
 
         Raises:
             ValueError: They have other shapes.
         """
-        n = self.sizes
-        dout = as_floats("dout", dout, (n.batch, n.q_len, n.q_heads, n.v_head_dim))
-        rows = (n.batch, n.q_heads, n.q_len)
-        return dout, None if dlse is None else as_floats("dlse", dlse, rows)
+        n, length = self.sizes, self.sizes.q_len + self.padding[0]
+        dout = as_floats("dout", dout, (n.batch, length, n.q_heads, n.v_head_dim))[:, : n.q_len]
+        if dlse is not None:
+            dlse = as_floats("dlse", dlse, (n.batch, n.q_heads, length))[:, :, : n.q_len]
+        return dout, dlse
 
 
 def check_inputs(
-    q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any, bias: Any, alibi_slopes: Any
-) -> Inputs:
-    """Check the arrays of a call, and return them as float64 and int64.
+    q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any, bias: Any, alibi_slopes: Any,
+    seq_len: Any = None,
+) -> Inputs:  # fmt: skip
+    """Check the arrays of a call, and return them as float64 and int64, without padding.
 
     Raises:
         ValueError: One is no array of numbers, or they do not fit together.
@@ -74,7 +78,8 @@ def check_inputs(
         for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
     )
     checks.check_sinks(_optional(sinks), sizes, _DEVICE)
-    checks.check_bias(_optional(bias), sizes, sizes.k_len, _DEVICE)
+    q_len, k_len = _lengths(seq_len, sizes)
+    checks.check_bias(_optional(bias), sizes, k_len, _DEVICE)
     checks.check_alibi_slopes(_optional(slopes), sizes, _DEVICE)
     q_ids = k_ids = None
     if segment_ids is not None:
@@ -84,9 +89,31 @@ def check_inputs(
                 checks.check_pair(segment_ids, sizes), ("queries", "keys"), strict=True
             )
         )
+        q_ids, k_ids = q_ids[:, :q_len], k_ids[:, :k_len]
     return Inputs(
-        sizes, q, k, v, q_ids, k_ids, sinks, bias, None if slopes is None else np.atleast_2d(slopes)
+        replace(sizes, q_len=q_len, k_len=k_len), q[:, :q_len], k[:, :k_len], v[:, :k_len], q_ids,
+        k_ids, sinks, None if bias is None else bias[:, :, :q_len],
+        None if slopes is None else np.atleast_2d(slopes),
+        (sizes.q_len - q_len, sizes.k_len - k_len),
+    )  # fmt: skip
+
+
+def _lengths(seq_len: Any, sizes: checks.Sizes) -> tuple[int, int]:
+    """Return the numbers of queries and keys without padding.
+
+    Raises:
+        ValueError: ``seq_len`` is no such number, nor a pair of them.
+    """
+    if seq_len is None:
+        return sizes.q_len, sizes.k_len
+    lengths = tuple(seq_len) if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+    if len(lengths) != 2:
+        raise ValueError(f"seq_len must be an integer or a pair (queries', keys'), got {seq_len!r}")
+    q_len, k_len = (
+        check_size("seq_len", length, high=stop + 1)
+        for length, stop in zip(lengths, (sizes.q_len, sizes.k_len), strict=True)
     )
+    return q_len, k_len
 
 
 def visible_pairs(inputs: Inputs, mask: Mask) -> Bools:
@@ -145,6 +172,7 @@ def attention(
     k: npt.ArrayLike,
     v: npt.ArrayLike,
     *,
+    seq_len: int | tuple[int, int] | None = None,
     causal: bool = False,
     window: Window | None = None,
     chunk_size: int | None = None,
@@ -172,6 +200,8 @@ def attention(
     Args:
         q: ``[B, T_q, H, D]``.
         k, v: ``[B, T_kv, K, D]`` and ``[B, T_kv, K, Dv]``, with ``H % K == 0``.
+        seq_len: ``T``, or a pair ``(T_q, T_kv)``: tokens behind are padding, which sees nothing and
+            is not seen. A bias has no columns for it.
         causal, window, chunk_size, cu_seqlens: As in :class:`ring_core.Mask`.
         segment_ids: int32 ``[B, T]``, or a pair for queries and keys: equal ids see each other,
             negative ones are padding.
@@ -195,10 +225,11 @@ def attention(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
-        dropout_seed,
+        q, k, v, seq_len, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes,
+        dropout_p, dropout_seed,
     )  # fmt: skip
-    return dense.out, dense.lse
+    rows = dense.inputs.padding[0]
+    return _with_padding(dense.out, 1, rows), _with_padding(dense.lse, 2, rows, fill=-np.inf)
 
 
 @refuse_foreign_options
@@ -209,6 +240,7 @@ def attention_grads(
     v: npt.ArrayLike,
     *,
     dlse: npt.ArrayLike | None = None,
+    seq_len: int | tuple[int, int] | None = None,
     causal: bool = False,
     window: Window | None = None,
     chunk_size: int | None = None,
@@ -248,10 +280,25 @@ def attention_grads(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
     dense = _dense(
-        q, k, v, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p,
-        dropout_seed,
+        q, k, v, seq_len, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes,
+        dropout_p, dropout_seed,
     )  # fmt: skip
-    return _grads(dense, *dense.inputs.upstream(dout, dlse))
+    grads = _grads(dense, *dense.inputs.upstream(dout, dlse))
+    rows, columns = dense.inputs.padding
+    return Grads(
+        _with_padding(grads.dq, 1, rows),
+        _with_padding(grads.dk, 1, columns),
+        _with_padding(grads.dv, 1, columns),
+        grads.dsinks,
+        None if grads.dbias is None else _with_padding(grads.dbias, 2, rows),
+    )
+
+
+def _with_padding(x: Floats, axis: int, padding: int, fill: float = 0.0) -> Floats:
+    """Return a result with what it has in the padding behind its tokens."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, padding
+    return np.pad(x, widths, constant_values=fill) if padding else x
 
 
 @dataclass(frozen=True)
@@ -272,14 +319,15 @@ class _Dense:
 
 
 def _dense(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, causal: bool, mask: Mask,
+    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike,
+    seq_len: int | tuple[int, int] | None, causal: bool, mask: Mask,
     segment_ids: SegmentIds | None,
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
     bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
 ) -> _Dense:  # fmt: skip
     """Check a call's arguments, and run the forward pass."""
-    inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes)
+    inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes, seq_len)
     sizes = inputs.sizes
     checks.check_causal(causal, sizes.q_len, sizes.k_len)
     if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != sizes.k_len:

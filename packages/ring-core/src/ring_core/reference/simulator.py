@@ -6,16 +6,17 @@ that a plan and its program are right before any device runs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ring_core import checks
-from ring_core.base.arguments import Floats, Ints, check_choice, check_kind, not_none
+from ring_core.base.arguments import Floats, check_choice, check_kind, not_none
 from ring_core.base.merge import finalize, merge
+from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
@@ -197,25 +198,25 @@ def _results(
     for rank in ranks:
         rank.out, rank.lse = finalize(rank.out, rank.lse, folded)
     out = item_kernel.round_to(
-        _gather(plan.positions, [rank.out for rank in ranks], axis=1), precision
+        _gather(plan.q_layout, [rank.out for rank in ranks], axis=1), precision
     )
-    lse = _gather(plan.positions, [_whole_lse(rank) for rank in ranks], axis=2)
+    lse = _gather(plan.q_layout, [_whole_lse(rank) for rank in ranks], axis=2)
     if upstream is None:
         return Simulation(out, lse)
 
     _start_backward(plan, ranks, *upstream, precision)
     own_grads = _backward(program, ranks, params, last)
     dq, dk, dv = (
-        item_kernel.round_to(_gather(positions, parts, axis=1), precision)
-        for positions, parts in (
-            (plan.positions, [not_none(rank.dq) for rank in ranks]),
-            (plan.k_positions, [grad.dk for grad in own_grads]),
-            (plan.k_positions, [grad.dv for grad in own_grads]),
+        item_kernel.round_to(_gather(layout, parts, axis=1), precision)
+        for layout, parts in (
+            (plan.q_layout, [not_none(rank.dq) for rank in ranks]),
+            (plan.k_layout, [grad.dk for grad in own_grads]),
+            (plan.k_layout, [grad.dv for grad in own_grads]),
         )
     )
     dbias = None
     if inputs.bias is not None:
-        dbias = _gather(plan.positions, [not_none(rank.dbias) for rank in ranks], axis=2)
+        dbias = _gather(plan.q_layout, [not_none(rank.dbias) for rank in ranks], axis=2)
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
 
@@ -306,14 +307,25 @@ def _hop[T](held: list[T], hop: int | None) -> list[T]:
 
 def _ranks_of(plan: Plan, inputs: Inputs, precision: Precision) -> list[Rank]:
     """Give every rank its shards, rounded, and results that hold nothing yet."""
-    q, k, v = (item_kernel.round_to(x, precision) for x in (inputs.q, inputs.k, inputs.v))
+    # Padding holds NaN, which would show in the results if anything saw it.
+    q_layout, k_layout = plan.q_layout, plan.k_layout
+    q, k, v = (
+        _padded(item_kernel.round_to(x, precision), layout, axis=1, fill=np.nan)
+        for x, layout in ((inputs.q, q_layout), (inputs.k, k_layout), (inputs.v, k_layout))
+    )
     bias_rows, slopes = (
         None if x is None else item_kernel.round_to(x, precision)
         for x in (inputs.bias, inputs.slopes)
     )
-    q_ids, k_ids = inputs.q_ids, inputs.k_ids
+    q_ids, k_ids = (
+        None if x is None else _padded(x, layout, axis=1, fill=0)
+        for x, layout in ((inputs.q_ids, q_layout), (inputs.k_ids, k_layout))
+    )
     rounded = inputs._replace(bias=bias_rows)
     shift = bias_shift(rounded, visible_pairs(rounded, plan.mask))
+    bias_rows, shift = (
+        None if x is None else _padded(x, q_layout, axis=2, fill=0) for x in (bias_rows, shift)
+    )
     ranks = []
     for r in range(plan.cp_size):
         queries, keys = plan.positions(r), plan.k_positions(r)
@@ -338,6 +350,8 @@ def _start_backward(
     precision: Precision,
 ) -> None:
     """Compute ``delta = rowsum(dout * out) - dlse`` once, from the final output; zero dQ."""
+    dout = _padded(dout, plan.q_layout, axis=1, fill=0)
+    dlse = None if dlse is None else _padded(dlse, plan.q_layout, axis=2, fill=0)
     for r, rank in enumerate(ranks):
         queries = plan.positions(r)
         rank.dout = item_kernel.round_to(dout[:, queries], precision)
@@ -363,7 +377,15 @@ def _zero_grad(message: Message) -> Grad:
     return Grad(message.owner, np.zeros_like(message.k), np.zeros_like(message.v))
 
 
-def _gather(positions: Callable[[int], Ints], parts: Sequence[Floats], axis: int) -> Floats:
-    """Put the ranks' local arrays back into one global array, along ``axis``."""
-    order = np.concatenate([positions(r) for r in range(len(parts))])
-    return np.take(np.concatenate(parts, axis=axis), np.argsort(order), axis=axis)
+def _padded(x: npt.NDArray[Any], layout: Layout, *, axis: int, fill: float) -> npt.NDArray[Any]:
+    """Return a global array with the padding of a layout behind its tokens."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, layout.padded_len - layout.seq_len
+    return np.pad(x, widths, constant_values=fill)
+
+
+def _gather(layout: Layout, parts: Sequence[Floats], axis: int) -> Floats:
+    """Put the ranks' local arrays back into one global array, along ``axis``, without padding."""
+    order = np.concatenate([layout.positions(r) for r in range(len(parts))])
+    tokens = np.argsort(order)[: layout.seq_len]
+    return np.take(np.concatenate(parts, axis=axis), tokens, axis=axis)

@@ -148,8 +148,8 @@ def _draw_mask(program: RingProgram, axes: Axes, colors: Any) -> None:
         return
     if not striped:
         for layout, draw in ((plan.k_layout, axes.axvline), (plan.q_layout, axes.axhline)):
-            for n in range(1, count_pieces(layout)):
-                draw(n * layout.run_length, color="white", linewidth=0.5)
+            for border in range(layout.run_length, layout.seq_len, layout.run_length):
+                draw(border, color="white", linewidth=0.5)
     axes.legend(
         handles=[Patch(color=colors(rank), label=str(rank)) for rank in range(plan.cp_size)], title="rank", loc="upper center", bbox_to_anchor=(0.5, -0.11),
         ncols=min(plan.cp_size, 8), frameon=False, handlelength=1, handleheight=1,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ring_core.base.arguments import check_kind, is_integer
 from ring_core.base.config import RING_STRATEGIES
+from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.ring import RingProgram
 from ring_core.viz.cells import (
@@ -55,10 +56,12 @@ def describe(
     if not is_integer(width) or not 8 <= width <= WIDEST:
         raise ValueError(f"width must be at least 8 characters and at most {WIDEST}, got {width!r}")
     plan = program.plan
-    keys = f" kv_seq_len={plan.kv_seq_len}" if plan.kv_seq_len != plan.seq_len else ""
+    lengths = f"seq_len={_length(plan.q_layout)}"
+    if plan.kv_seq_len != plan.seq_len:
+        lengths += f" kv_seq_len={_length(plan.k_layout)}"
     strategy = "" if program.strategy == RING_STRATEGIES[0] else f" strategy={program.strategy}"
     title = (
-        f"seq_len={plan.seq_len}{keys} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
+        f"{lengths} cp_size={plan.cp_size} layout={plan.q_layout.name}{strategy} "
         f"mask: {plan.mask.describe()}"
     )
     if not pictures:
@@ -73,6 +76,12 @@ def describe(
             _figure_lines(program),
         )
     )
+
+
+def _length(layout: Layout) -> str:
+    """Return the number of tokens, and with padding if there is any."""
+    padded = "" if layout.pad_to is None else f" (padded to {layout.pad_to})"
+    return f"{layout.seq_len}{padded}"
 
 
 def _symbol(plan: Plan, rank: int) -> str:

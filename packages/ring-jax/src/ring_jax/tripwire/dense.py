@@ -74,6 +74,8 @@ class Rule(NamedTuple):
     seed: Array | None  # uint32 [2]
     batch: Array  # global index of the batch row
     head: Array  # global index of the first head
+    seq_len: int  # queries, over all ranks; those behind are padding
+    kv_seq_len: int  # keys, likewise
 
 
 class SampledQueries(NamedTuple):
@@ -196,7 +198,7 @@ def _scores(
 ) -> _DenseScores:
     """Compute the scores of all pairs of queries and keys."""
     wide, heads, kv_heads = precision.wide, queries.q.shape[1], keys.k.shape[1]
-    visible = _visible_pairs(rule.mask, queries, keys)[None, None]
+    visible = _visible_pairs(rule, queries, keys)[None, None]
     bias = None
     if queries.bias is not None:
         bias = jnp.moveaxis(queries.bias, 1, 0).astype(wide)
@@ -228,12 +230,13 @@ def _scores(
     return _DenseScores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
 
 
-def _visible_pairs(mask: Mask, queries: SampledQueries, keys: SampledKeys) -> Array:
+def _visible_pairs(rule: Rule, queries: SampledQueries, keys: SampledKeys) -> Array:
     """Return which keys queries see by the mask's rule, documents and segments, bool ``[n, m]``."""
-    q_pos, k_pos = queries.position[:, None], keys.position[None]
+    q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.mask
     visible = jnp.broadcast_to(
         jnp.asarray(mask.rule(q_pos, k_pos), bool), (len(queries.position), len(keys.position))
     )
+    visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
     if mask.document_offsets is not None:
         offsets = jnp.asarray(mask.document_offsets.astype(np.int32))
         q_doc, k_doc = (

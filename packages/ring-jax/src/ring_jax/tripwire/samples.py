@@ -21,7 +21,7 @@ from ring_core import WrongResultError
 from ring_core.base.arguments import not_none
 from ring_core.tripwire import SAMPLES, Kind, SampledRows, result_shapes
 from ring_jax.collectives import Ranks
-from ring_jax.rank_view import all_positions, local_positions
+from ring_jax.rank_view import all_positions, is_padding, local_positions
 from ring_jax.records import Array, CallSpec, Inputs
 from ring_jax.tripwire.dense import (
     EXACT,
@@ -129,7 +129,7 @@ class _Sample(NamedTuple):
         offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
         rule = Rule(
             call.plan.mask, call.scale, call.softcap, call.dropout_p, slopes, x.seed,
-            batch + offsets[0], offsets[1],
+            batch + offsets[0], offsets[1], call.plan.seq_len, call.plan.kv_seq_len,
         )  # fmt: skip
         return cls(call, x, number, batch, rule)
 
@@ -181,7 +181,11 @@ class _Sample(NamedTuple):
         def means(precision: Precision) -> Partial:
             parts = query_means(self.rule, queries, keys, precision)
             total = merged(Partial(*(self._return_to_owner(y) for y in parts)))
-            return total if x.sinks is None else total.with_sinks(x.sinks)
+            if x.sinks is None:
+                return total
+            total = total.with_sinks(x.sinks)
+            padding = is_padding(self.call)[rows]  # it sees no sink either
+            return total._replace(lse=jnp.where(padding[:, None], -jnp.inf, total.lse))
 
         return means(EXACT), means(plain_precision(self.call.dtype))
 

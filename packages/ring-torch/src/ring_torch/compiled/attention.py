@@ -39,7 +39,7 @@ from ring_torch.strategies import ask_ranks, strategy_names
 _LOW = (1 << 32) - 1
 
 #: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
-_VARYING = ("window", "chunk_size", "cu_seqlens", "dropout_seed")
+_VARYING = ("seq_len", "window", "chunk_size", "cu_seqlens", "dropout_seed")
 
 
 def attend_in_graph(
@@ -52,7 +52,7 @@ def attend_in_graph(
     """
     if _requires_grad(options.alibi_slopes):
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach()")
-    if q.ndim == k.ndim == 4:  # any other is refused later
+    if q.ndim == k.ndim == 4 and options.seq_len is None:  # any other is refused later
         checks.check_causal(options.causal, q.shape[1], k.shape[1])
     bias_grad = torch.is_grad_enabled() and _requires_grad(options.bias)
     grad = bias_grad or (
@@ -178,7 +178,8 @@ class _StaticCall(NamedTuple):
     def plan_known(self) -> bool:
         """True if the plan depends on no number that changes from call to call."""
         fields = CallOptions(*self.fields)
-        return fields.window is None and fields.chunk_size is None and fields.cu_seqlens is None
+        varying = fields.seq_len, fields.window, fields.chunk_size, fields.cu_seqlens
+        return all(x is None for x in varying)
 
     def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the tensors that get gradients: q, k, v, sinks, a trained bias."""
@@ -248,24 +249,38 @@ def _call(
             given_mask, causal=options.causal, window=options.window,
             chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
         )  # fmt: skip
-        options = _widest(options)._replace(causal=False, mask=mask)
+        if options.seq_len is not None:  # otherwise it is checked in the trace
+            lengths = checks.check_seq_len(
+                options.seq_len, int(q.shape[1]), int(k.shape[1]), static.layout, static.ranks.size
+            )
+            checks.check_causal(options.causal, *lengths)
+        options = options._replace(
+            causal=False, window=None, chunk_size=None, cu_seqlens=None, mask=mask
+        )
         return check_call(
             static.ranks, number, static.layout, q, k, v, options, grad=static.grad,
             bias_grad=static.bias_grad, check=check,
         )  # fmt: skip
 
     if numbers is None:
-        return checked(_widest(options))
+        return checked(_widest(options, q, k, static.ranks.size))
     names = (strategy_config(options.strategy, strategy_names()).name, options.transport)
     if not static.plan_known and "auto" in names:
-        widest = checked(_widest(options))[0]
+        widest = checked(_widest(options, q, k, static.ranks.size))[0]
         options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
     return checked(options)
 
 
-def _widest(options: CallOptions) -> CallOptions:
-    """Return the options without numbers that a plan depends on, so that queries see most keys."""
-    return options._replace(window=None, chunk_size=None, cu_seqlens=None)
+def _widest(options: CallOptions, q: Tensor, k: Tensor, cp_size: int) -> CallOptions:
+    """Return the options without numbers that a plan depends on, so that queries see most keys.
+
+    Of the length without padding a bias still says how many keys there are.
+    """
+    seq_len = None
+    if options.seq_len is not None and options.bias is not None and options.bias.ndim == 4:
+        keys, q_len, k_len = int(options.bias.shape[-1]), int(q.shape[1]), int(k.shape[1])
+        seq_len = (keys if q_len == k_len else cp_size * q_len, keys)
+    return options._replace(seq_len=seq_len, window=None, chunk_size=None, cu_seqlens=None)
 
 
 @torch.library.custom_op("ring_torch::attention", mutates_args=())
@@ -296,6 +311,9 @@ def _attention_like(
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
     del numbers
+    # A call is planned for the lengths that it has: where the compiler has symbols for them, the
+    # graph is of the lengths at hand, and others are traced anew.
+    tensors = [x.new_empty([int(size) for size in x.shape]) for x in tensors]
     call, inputs = _call(text, tensors, None, number=1)
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_core import LayoutSpec
+from ring_core import LayoutSpec, divisor_of
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
 from ring_torch.derivatives import refuse_batch
@@ -16,16 +16,20 @@ from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
 
 
 def unshard_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None
-) -> Tensor:
+    group: Any, layout: LayoutSpec, x: Tensor, dim: int, grad: UnshardGrad | None,
+    seq_len: int | None,
+) -> Tensor:  # fmt: skip
     """Add the operation that joins all ranks' slices to the graph that is being traced.
 
     Raises:
-        ValueError: ``x`` has no such dimension, or ``grad`` is malformed or missing.
+        ValueError: ``x`` has no such dimension, ``grad`` is malformed or missing, or ``seq_len`` is
+            no integer.
     """
     check_dim(x, dim)
+    if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
+        raise ValueError("seq_len must be an integer, the number of tokens of the whole sequence")
     text = _unshard_text(group, to_json(layout), dim % x.ndim, grad, check_grad(x, grad))
-    whole: Tensor = unshard(x, text)
+    whole: Tensor = unshard(x, seq_len, text)
     return whole
 
 
@@ -44,7 +48,7 @@ def _unshard_text(
     })  # fmt: skip
 
 
-def _unsharding(text: str) -> Unsharding:
+def _unsharding(text: str, seq_len: int | None) -> Unsharding:
     """Return the ``unshard`` that a text describes, as a new call of its group."""
     facts: dict[str, Any] = json.loads(text)
     ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
@@ -55,48 +59,51 @@ def _unsharding(text: str) -> Unsharding:
         facts["grad"],
         facts["needs_grad"],
         ranks.next_call(),
+        seq_len,
     )
 
 
 @torch.library.custom_op("ring_torch::unshard", mutates_args=())
-def unshard(x: Tensor, text: str) -> Tensor:
+def unshard(x: Tensor, seq_len: int | None, text: str) -> Tensor:
     """Return the whole tensor, joined from the slices of all ranks."""
-    return _unsharding(text).join(x)
+    return _unsharding(text, seq_len).join(x)
 
 
 @unshard.register_fake
-def _unshard_like(x: Tensor, text: str) -> Tensor:
+def _unshard_like(x: Tensor, seq_len: int | None, text: str) -> Tensor:
     """Return a tensor of the whole tensor's shape, while a graph is traced."""
     facts = json.loads(text)
     shape = list(x.shape)
-    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1]
+    shape[facts["dim"]] = shape[facts["dim"]] * facts["ranks"][1] if seq_len is None else seq_len
     return x.new_empty(shape)
 
 
 @torch.library.custom_op("ring_torch::unshard_backward", mutates_args=())
-def unshard_backward(grad: Tensor, text: str) -> Tensor:
+def unshard_backward(grad: Tensor, seq_len: int | None, text: str) -> Tensor:
     """Return the gradient of this rank's slice from the gradient of the whole tensor."""
-    return _unsharding(text).grad_of_slice(grad)
+    return _unsharding(text, seq_len).grad_of_slice(grad)
 
 
 @unshard_backward.register_fake
-def _unshard_backward_like(grad: Tensor, text: str) -> Tensor:
+def _unshard_backward_like(grad: Tensor, seq_len: int | None, text: str) -> Tensor:
     """Return a tensor of the slice's shape, while a graph is traced."""
+    del seq_len
     facts = json.loads(text)
-    shape = list(grad.shape)
-    shape[facts["dim"]] = shape[facts["dim"]] // facts["ranks"][1]
+    size, shape = facts["ranks"][1], list(grad.shape)
+    divisor = divisor_of(from_json(facts["layout"]), size)
+    shape[facts["dim"]] = -(-shape[facts["dim"]] // divisor) * (divisor // size)
     return grad.new_empty(shape)
 
 
 def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save the constant part for the backward."""
     del output
-    ctx.text = inputs[1]
+    _, ctx.seq_len, ctx.text = inputs
 
 
-def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     """Run the backward operation."""
-    return unshard_backward(grad, ctx.text), None
+    return unshard_backward(grad, ctx.seq_len, ctx.text), None, None
 
 
 unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import Layout, LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
 from ring_core.masks.mask import mask_of
-from ring_core.movement import check_consecutive, check_fill, check_sides, check_steps, halo_ids
+from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.movement.rows import (
@@ -27,7 +27,7 @@ from ring_torch.movement.rows import (
     ShiftMove,
     move,
 )
-from ring_torch.sharding import Sharding, check_dim
+from ring_torch.sharding import Sharding, check_dim, check_fill
 
 
 class Halo(NamedTuple):
@@ -112,13 +112,7 @@ def check_shift(x: Tensor, n: object, fill: object) -> None:
         ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
     """
     check_steps(n)
-    low: float = 0
-    high: float = 1
-    if x.dtype.is_floating_point or x.dtype.is_complex:
-        low, high = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
-    elif x.dtype != torch.bool:
-        low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
-    check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+    check_fill(x, fill)
 
 
 def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:

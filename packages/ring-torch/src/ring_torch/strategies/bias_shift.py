@@ -81,7 +81,8 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     # Each rank's ids go to the columns of its keys, so that all are in natural order.
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
     for rank, rank_ids in enumerate(ids_of_ranks):
-        ids[:, not_none(call.positions(rank)[2])] = rank_ids
+        tokens = int(call.plan.k_layout.num_tokens(rank))  # behind them is padding
+        ids[:, not_none(call.positions(rank)[2])[:tokens]] = rank_ids[:, :tokens]
     return ids
 
 

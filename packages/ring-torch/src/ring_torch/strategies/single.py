@@ -97,7 +97,7 @@ def only_item(
     # Kernels add sinks only where every row is in the launch, and the mask is a band alone.
     (item,) = plan.items(0, 0)
     banded = not segment_ids and item.cu_q is None and item.tiles is None
-    covers_all = item.q_stop - item.q_start == plan.seq_len
+    covers_all = item.q_stop - item.q_start == plan.q_layout.local_len
     return None if sinks and not (kernel.adds_sinks and banded and covers_all) else item
 
 

@@ -75,11 +75,15 @@ class ScoreRule(NamedTuple):
         params: Parameters of the call: scale, mask, soft cap, dropout.
         batch: Index of the batch row, on which dropout depends.
         slopes: ALiBi slopes ``[H]``, if any.
+        seq_len: Number of queries, over all ranks; those behind are padding.
+        kv_seq_len: Number of keys, likewise.
     """
 
     params: KernelParams
     batch: int
     slopes: Tensor | None
+    seq_len: int
+    kv_seq_len: int
 
 
 class SampledQueries(NamedTuple):
@@ -184,7 +188,7 @@ def query_means(
     for j in _blocks(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
         block_queries, block_keys = queries._replace(bias=bias), _sliced(keys, j)
-        visible = _visible(rule.params, block_queries, block_keys)
+        visible = _visible(rule, block_queries, block_keys)
         by_block.append(
             [_means_of_block(rule, block_queries, block_keys, visible, each) for each in precisions]
         )
@@ -222,7 +226,7 @@ def key_sums(
     # One block of queries at a time, each added to the sums of all keys.
     for i in _blocks(len(queries.indices), queries.q, queries.dout):
         block_queries, block_results = _sliced(queries, i), _sliced(results, i)
-        visible = _visible(rule.params, block_queries, keys)
+        visible = _visible(rule, block_queries, keys)
         for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, block_queries, keys, block_results, visible, precision))
     return sums
@@ -278,13 +282,14 @@ def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
     return x.unsqueeze(0) if len(x) == 1 else x.unflatten(0, by_group)
 
 
-def _visible(params: KernelParams, queries: SampledQueries, keys: SampledKeys) -> Tensor:
+def _visible(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) -> Tensor:
     """Return True where a query sees a key by the mask's rule and the bias, ``[1 or H, n, m]``."""
-    q_pos, k_pos = queries.position[:, None], keys.position[None]
+    q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.params.mask
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
-    visible = torch.as_tensor(params.mask.rule(q_pos, k_pos), device=device).expand(shape)
-    if params.mask.document_offsets is not None:
-        offsets = torch.as_tensor(params.mask.document_offsets, device=device)
+    visible = torch.as_tensor(mask.rule(q_pos, k_pos), device=device).expand(shape)
+    visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
+    if mask.document_offsets is not None:
+        offsets = torch.as_tensor(mask.document_offsets, device=device)
         q_doc, k_doc = (
             torch.searchsorted(offsets, x, right=True) for x in (queries.position, keys.position)
         )

@@ -66,7 +66,8 @@ class Sample(NamedTuple):
         batch = call.checked % inputs.q.shape[0]
         slopes = None if inputs.slopes is None else torch.atleast_2d(inputs.slopes)
         row_slopes = None if slopes is None else slopes[batch % len(slopes)]
-        return cls(call, inputs, batch, ScoreRule(call.params, batch, row_slopes))
+        lengths = call.plan.seq_len, call.plan.kv_seq_len
+        return cls(call, inputs, batch, ScoreRule(call.params, batch, row_slopes, *lengths))
 
     def local_rows(self, kind: Kind) -> Tensor:
         """Return the local indices of this rank's sampled queries or keys."""
@@ -134,6 +135,7 @@ class Sample(NamedTuple):
     def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
         """Return the bias less its rows' shift, ``[n, H or 1, m]``, as kernels add it to scores."""
         bias, shift, b = not_none(self.inputs.bias), self.inputs.bias_shift, self.batch
+        columns = columns.clamp(max=bias.shape[-1] - 1)  # padding, which is not seen, has none
         added = bias[b % len(bias)][:, rows].index_select(-1, columns)
         if shift is not None:
             added = added.double() - shift[b % len(shift)][:, rows, None].double()
@@ -180,6 +182,11 @@ class Sample(NamedTuple):
         )
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
+            tokens = int(call.plan.q_layout.num_tokens(ring.rank))  # padding sees no sink either
+            exact, plain = (
+                x._replace(lse=x.lse.masked_fill((rows >= tokens)[:, None], -torch.inf))
+                for x in (exact, plain)
+            )
         return exact, plain
 
     def _sampled(self, kind: Kind, rank: int) -> Ints:

@@ -1,0 +1,210 @@
+"""Sequences that no number of ranks divides: from `shard(pad=True)` to `unshard(seq_len=)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_torch
+from ring_core import Mask, reference
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+LAYOUTS = ("zigzag", "contiguous", "striped")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(3) as ranks:
+        yield ranks
+
+
+def _random(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _there_and_back(rank: int, layout: Any) -> None:
+    cp = ContextParallel(layout=layout)
+    for length in range(1, 3 * cp.cp_size + 1):
+        x = _random(2, length, 5).requires_grad_()
+        tokens = int(cp.layout_of(length, pad=True).num_tokens(rank))
+        for dim, y in ((1, x), (-2, x), (0, x.transpose(0, 1))):
+            slice_of_rank = cp.shard(y, dim=dim, pad=True, fill=-3.5)
+            rows = slice_of_rank.movedim(dim, 0)
+            assert rows[tokens:].eq(-3.5).all() and rows.is_leaf is False
+            assert torch.equal(cp.unshard(slice_of_rank.detach(), dim=dim, seq_len=length), y)
+        positions = cp.positions(length)
+        assert torch.equal(
+            cp.shard(torch.arange(length), dim=0, pad=True, fill=-1)[:tokens], positions[:tokens]
+        )
+        assert (positions[tokens:] >= length).all()
+        # Padding's gradient is dropped, whichever way the gradients of a whole tensor return.
+        weights = _random(2, length, 5)
+        for grad, factor in (("slice", 1), ("sum", cp.cp_size)):
+            whole = cp.unshard(cp.shard(x, pad=True), grad=grad, seq_len=length)  # type: ignore[arg-type]
+            (grad_of_x,) = torch.autograd.grad((whole * weights).sum(), x)
+            dist.all_reduce(grad_of_x)
+            torch.testing.assert_close(grad_of_x, factor * weights)
+        (grad_of_x,) = torch.autograd.grad(cp.shard(x, pad=True).sum(), x)
+        dist.all_reduce(grad_of_x)
+        assert grad_of_x.eq(1).all()
+    labels = cp.shard(torch.ones(1, 7, dtype=torch.int64), pad=True, fill=-100)
+    assert labels.dtype == torch.int64 and labels.eq(1).logical_or(labels.eq(-100)).all()
+    flags = cp.shard(torch.ones(1, 7, dtype=torch.bool), pad=True)
+    assert flags.dtype == torch.bool
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_there_and_back(layout: str, pool: LocalRanks) -> None:
+    pool.run(_there_and_back, layout)
+
+
+#: Options that are made of whole tensors, which ranks shard with padding of zeros.
+WHOLE: dict[str, Callable[[int], dict[str, Any]]] = {
+    "segment_ids": lambda n: {"segment_ids": (torch.arange(n) // 3).int()[None]},
+    "mask": lambda n: {"mask": torch.rand(n, n, generator=torch.manual_seed(0)) < 0.7},
+    "mask of heads": lambda n: {
+        "mask": torch.rand(1, 6, n, n, generator=torch.manual_seed(0)) < 0.7
+    },
+    "bias": lambda n: {"bias": _random(1, 6, n, n), "sinks": _random(6)},
+}
+
+
+def _sharded(cp: ContextParallel, options: dict[str, Any]) -> dict[str, Any]:
+    dims = {"segment_ids": 1, "mask": -2, "bias": -2}
+    return {
+        name: cp.shard(x, dim=dims[name], pad=True) if name in dims else x
+        for name, x in options.items()
+    }
+
+
+def _attends(_: int, layout: Any, name: str, length: int, check: bool) -> None:
+    cp, options = ContextParallel(layout=layout), WHOLE[name](length)
+    x = [_random(1, length, heads, 8) for heads in (6, 3, 3)]
+    leaves, expected = ([y.clone().requires_grad_() for y in x] for _ in range(2))
+    shards = [cp.shard(y, pad=True) for y in leaves]
+    with ring_torch.check(every=1) if check else nullcontext():
+        out = cp.attention(*shards, seq_len=length, **_sharded(cp, options))
+        whole = cp.unshard(out, grad="slice", seq_len=length)
+        whole.square().sum().backward()
+    alone = ring_torch.ring_attention(*expected, group=_alone(), **options)
+    alone.square().sum().backward()
+    torch.testing.assert_close(whole, alone)
+    for leaf, other in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        dist.all_reduce(leaf.grad)
+        torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def _alone() -> Any:
+    groups = [dist.new_group([n]) for n in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("layout", "length"), [("zigzag", 2), ("contiguous", 8), ("striped", 7)])
+def test_what_is_sharded_with_padding_is_exact(
+    layout: str, length: int, name: str, pool: LocalRanks
+) -> None:
+    pool.run(_attends, layout, name, length, False)
+
+
+@pytest.mark.parametrize("name", ["segment_ids", "bias"])
+@pytest.mark.parametrize(("layout", "length"), [("zigzag", 1), ("contiguous", 10)])
+def test_a_checked_call_passes(layout: str, length: int, name: str, pool: LocalRanks) -> None:
+    pool.run(_attends, layout, name, length, True)
+
+
+def _explains(_: int) -> None:
+    cp = ContextParallel()
+    q = cp.shard(_random(1, 10, 2, 8), pad=True)
+    text = cp.explain(q, q, q, causal=True, seq_len=10)
+    assert "seq_len=10 (padded to 12)" in text
+
+
+def test_explain_tells_the_padding(pool: LocalRanks) -> None:
+    pool.run(_explains)
+
+
+def _in_one_graph(_: int, name: str) -> None:
+    cp = ContextParallel()
+
+    def step(x: Tensor, length: int) -> Tensor:
+        q = cp.shard(x, pad=True)
+        options: dict[str, Any] = {"causal": name == "causal"}
+        if name == "bias":
+            scores = torch.einsum("bihd,bjhd->bhij", x, x)
+            options["bias"] = cp.shard(scores, dim=-2, pad=True)
+        if name == "mask":
+            seen = torch.arange(length)[:, None] != torch.arange(length) + 2
+            options["mask"] = cp.shard(seen, dim=-2, pad=True)
+        out = cp.attention(q, q, q, seq_len=length, **options)
+        return cp.unshard(out, grad="slice", seq_len=length)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    grads, outs = [], []
+    for function in (step, compiled):
+        x = _random(1, 7, 2, 8).requires_grad_()
+        outs.append(function(x, 7))
+        outs[-1].square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=0)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.nightly(unless=["bias"])
+@pytest.mark.parametrize("name", ["causal", "bias", "mask"])
+def test_in_one_graph(name: str, pool: LocalRanks) -> None:
+    pool.run(_in_one_graph, name)
+
+
+def _varying_lengths_are_one_graph(_: int) -> None:
+    """Of one padded length: the number of tokens is an argument of the graph."""
+    cp = ContextParallel()
+
+    def step(q: Tensor, length: int) -> Tensor:
+        return cp.attention(q, q, q, seq_len=length)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for length in (7, 8, 9, 10, 11):
+        q = cp.shard(_random(1, length, 2, 8), pad=True)
+        torch.testing.assert_close(compiled(q, length), step(q, length), rtol=0, atol=0)
+    assert (
+        counter.frame_count == 2
+    )  # of 12 tokens, which 7 to 11 are padded to; and with any number
+
+
+def test_varying_lengths_are_one_graph(pool: LocalRanks) -> None:
+    pool.run(_varying_lengths_are_one_graph)
+
+
+def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
+    """A rank without a token of the sequence takes part."""
+    cp = ContextParallel(layout=layout)
+    x = _random(1, 1, 3, 8).requires_grad_()
+    mine = cp.shard(x, pad=True)
+    out, lse = cp.attention(
+        mine, mine, mine, seq_len=1, strategy=strategy, return_lse=True, mask=Mask(window=(1, 1))
+    )
+    expected, _ = reference.attention(x.detach(), x.detach(), x.detach())
+    whole = cp.unshard(out, grad="slice", seq_len=1)
+    torch.testing.assert_close(whole.detach(), torch.from_numpy(expected))
+    assert rank == 0 or (out.eq(0).all() and lse.eq(-torch.inf).all())
+    whole.sum().backward()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_fewer_tokens_than_ranks(layout: str, strategy: str, pool: LocalRanks) -> None:
+    pool.run(_fewer_tokens_than_ranks, layout, strategy)
