@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import Sent
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_core import ChunkLayout, LayoutSpec, RankMismatchError
@@ -186,22 +186,6 @@ def _dtypes(_: int) -> None:
 def test_rows_of_every_dtype_move() -> None:
     with LocalRanks(3) as ranks:
         ranks.run(_dtypes)
-
-
-class Sent(TorchDispatchMode):
-    """Bytes of the messages that a block sends, but for the header of its one pass."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sent = -2048
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name == "c10d::send":
-            self.sent += sum(x.nbytes for x in args[0])
-        else:
-            assert not name.startswith("c10d::") or name == "c10d::recv_", name
-        return func(*args, **(kwargs or {}))
 
 
 def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:

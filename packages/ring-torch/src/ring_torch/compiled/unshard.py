@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import index
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def unshard_in_graph(
         ValueError: ``x`` has no such dimension, or ``grad`` is malformed or missing.
     """
     check_dim(x, dim)
-    text = _unshard_text(group, to_json(layout), dim % x.ndim, grad, check_grad(x, grad))
+    text = _unshard_text(group, to_json(layout), index(dim % x.ndim), grad, check_grad(x, grad))
     whole: Tensor = unshard(x, text)
     return whole
 
