@@ -113,9 +113,8 @@ def _bytes(rank: int, name: str) -> tuple[int, ...]:
     if rank not in {*source_ranks, *target_ranks}:
         return 0, 0, 0, 0
     owner = [torch.empty(T, dtype=torch.int64), torch.empty(T, dtype=torch.int64)]
-    for of, ranks, layout in zip(
-        owner, (source_ranks, target_ranks), ("zigzag", "striped"), strict=True
-    ):
+    layouts: tuple[LayoutSpec, LayoutSpec] = ("zigzag", "striped")
+    for of, ranks, layout in zip(owner, RANKS[name], layouts, strict=True):
         for number, holder in enumerate(ranks):
             of[torch.as_tensor(Layout(layout, T, len(ranks)).positions(number))] = holder
     crossing = owner[0] != owner[1]

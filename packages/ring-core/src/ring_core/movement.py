@@ -471,11 +471,12 @@ def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
     Raises:
         ValueError: It is no number, or not one of this dtype.
     """
-    whole, is_real = isinstance(low, int), isinstance(fill, float | np.floating)
+    number = fill.item() if isinstance(fill, np.generic) else fill
+    whole = isinstance(low, int)
     fits = (
-        isinstance(fill, int | float | np.integer | np.floating | np.bool_)
-        and (low <= fill <= high or (is_real and not is_finite(float(fill))))
-        and not (whole and is_real)
+        isinstance(number, int | float)
+        and (low <= number <= high or (isinstance(number, float) and not is_finite(number)))
+        and not (whole and isinstance(number, float))
     )
     if not fits:
         raise ValueError(
