@@ -45,11 +45,11 @@ LAYOUTS: dict[str, tuple[LayoutSpec, LayoutSpec]] = {
 
 
 def contexts(name: str, layouts: str, kind: AxisType) -> tuple[ContextParallel, ContextParallel]:
-    (*one, axis), (*other, other_axis) = MESHES[name]
+    one, other = MESHES[name]
     layout, to = LAYOUTS[layouts]
     return (
-        ContextParallel(mesh(*one, kind=kind), axis, layout=layout),
-        ContextParallel(mesh(*other, kind=kind), other_axis, layout=to),
+        ContextParallel(mesh(*one[:3], kind), one[3], layout=layout),
+        ContextParallel(mesh(*other[:3], kind), other[3], layout=to),
     )
 
 

@@ -20,7 +20,8 @@ REAL = (np.float32(1), np.float16(1), np.float64(1), 1.0)
 @pytest.mark.parametrize("dtype", SMALL, ids=lambda dtype: dtype.__name__)
 def test_a_fill_may_be_any_number_of_the_dtype(dtype: Any) -> None:
     x = jnp.zeros((1, 4), dtype)
-    for fill in SCALARS + (REAL if jnp.issubdtype(dtype, jnp.floating) else ()):
+    fills: tuple[Any, ...] = SCALARS + (REAL if jnp.issubdtype(dtype, jnp.floating) else ())
+    for fill in fills:
         out = ring_jax.shift(x, 1, fill=fill, axis_name=None)
         assert out.dtype == dtype
         assert out.astype(jnp.float32).tolist() == [[1, 0, 0, 0]], repr(fill)
