@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from ring_torch import triton_launch
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.launches.direct import DirectKernel
 
 
 class Kernel(JITFunction):  # type: ignore[misc]

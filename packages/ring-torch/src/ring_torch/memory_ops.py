@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch, has_launch_hooks
 
 _ROWS = 16
 _MARK_ROWS = 1024
-_MORE_ROWS = 64  # rows of a head that a program sums up to one number
+_SINK_ROWS = 4096  # rows of a head that a program loads at a time
 _NUMBERS = 2048  # numbers that a program adds
 _SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # block of a bias that a program loads at a time
 _AT_ONCE = 4  # most parts that one launch adds
@@ -27,13 +28,45 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
     It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
     """
     _assert_unit_strides(acc, acc_lse, out, lse)
-    batch, rows, heads, dim = acc.shape
     if acc.numel() > 0:
-        _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-            acc, acc_lse, out, lse, rows,
-            *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
-        )  # fmt: skip
+        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
+        _merge[grid](*arguments, **constants, FIRST=False, ALL_SEE=False)
+
+
+class MergeOnGpu:
+    """A merge of results of a launch in which every row sees something, for tensors alike.
+
+    An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
+    is the ``first`` merge of its rows, the accumulators need no value yet.
+    """
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
+        self._launch: PreparedLaunch | None = None
+
+    def __call__(self, acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge as :func:`merge_on_gpu`; there is at least one number."""
+        if self._launch is not None and not has_launch_hooks():
+            addresses = [x.data_ptr() for x in (acc, acc_lse, out, lse)]
+            self._launch(dict(enumerate(addresses)))
+            return
+        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
+        constants |= {"FIRST": self._first, "ALL_SEE": True}
+        _merge[grid](*arguments, **constants)
+        self._launch = _merge.prepared(grid, *arguments, **constants)
+
+
+def _merge_arguments(
+    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid of a merge, its arguments, and its constants."""
+    batch, rows, heads, dim = acc.shape
+    arguments = (
+        acc, acc_lse, out, lse, rows,
+        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+    )  # fmt: skip
+    constants = {"DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS}
+    return (triton.cdiv(rows, _ROWS), heads, batch), arguments, constants
 
 
 def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
@@ -57,29 +90,27 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
         _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
-            x, y, dots, None, None, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
-            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMS=False,
+            x, y, dots, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
         )  # fmt: skip
     return dots
 
 
-def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return ``sum(exp(sink - lse) * rowsum(dout * out))`` over the rows of each head, ``[H]``.
+def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return ``-sum(exp(sink - lse) * delta)`` over the rows of each head, in the sinks' dtype.
 
-    The sums are float32. ``dout`` and ``out`` are ``[B, n, H, D]``; ``lse [B, H, n]``, which
-    includes the sinks, and ``sinks [H]`` are float32.
+    ``sinks`` are ``[H]``; ``lse``, which includes the sinks, and ``delta`` are float32 ``[B, H,
+    n]``. One program sums up a head, in float32 and in a fixed order: results repeat bit for bit.
     """
-    _assert_unit_strides(dout, out, lse, sinks)
-    batch, rows, heads, dim = out.shape
-    num_blocks = triton.cdiv(rows, _MORE_ROWS)
-    sums = torch.zeros(batch, heads, num_blocks, dtype=torch.float32, device=out.device)
-    if sums.numel() > 0:
-        _row_dots[(num_blocks, heads, batch)](
-            dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
-            *sums.stride()[:2], *lse.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMS=True,
+    _assert_unit_strides(sinks, lse, delta)
+    batch, heads, rows = lse.shape
+    grads = torch.empty_like(sinks)
+    if heads > 0:
+        _sum_sinks[(heads,)](
+            sinks, lse, delta, grads, batch, rows, *lse.stride()[:2], *delta.stride()[:2],
+            ROWS=_SINK_ROWS, num_warps=8,
         )  # fmt: skip
-    return sums.sum(dim=(0, 2))
+    return grads
 
 
 def bias_shift_on_gpu(
@@ -250,11 +281,10 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_dots(
-    x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
-    dots_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``rowsum(x * y)`` for rows of one head or, with ``SUMS``, their weighted sum."""
+    """Compute ``rowsum(x * y)`` for a few rows of one head."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -265,15 +295,30 @@ def _row_dots(
     b = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     row_sums = tl.sum(a * b, axis=1)
     dst = dots + batch * dots_batch + head * dots_head
-    if SUMS:
-        lse_at = lse + batch * lse_batch + head * lse_head + row
-        row_lse = tl.load(lse_at, mask=row < rows, other=float("inf"))
-        # A row that sees nothing, with lse = -inf, gives nothing to the sum.
-        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-        sink_weight = tl.exp(tl.load(sinks + head) - row_lse)
-        tl.store(dst + tl.program_id(0), tl.sum(sink_weight * row_sums, axis=0))
-    else:
-        tl.store(dst + row, row_sums, mask=row < rows)
+    tl.store(dst + row, row_sums, mask=row < rows)
+
+
+@DirectKernel
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_sinks(
+    sinks, lse, delta, grads, batch, rows, lse_batch, lse_head, delta_batch, delta_head,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum up the gradient of one head's sink over all rows."""
+    head = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks + head).to(tl.float32)
+    sums = tl.zeros([ROWS], tl.float32)
+    lse_at, delta_at = lse + head * lse_head, delta + head * delta_head
+    for _ in range(batch):
+        for start in range(0, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            x = tl.load(lse_at + row, mask=row < rows, other=float("inf"))
+            # A row that sees nothing, with lse = -inf, gives nothing to the sum.
+            x = tl.where(x == float("-inf"), float("inf"), x)
+            sums += tl.exp(sink - x) * tl.load(delta_at + row, mask=row < rows, other=0.0)
+        lse_at += lse_batch
+        delta_at += delta_batch
+    tl.store(grads + head, -tl.sum(sums, axis=0))
 
 
 @DirectKernel
@@ -282,9 +327,14 @@ def _merge(
     acc, acc_lse, out, lse, rows,
     acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    ALL_SEE: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators.
+
+    With ``FIRST`` these hold nothing yet and are not read. With ``ALL_SEE`` every row sees
+    something, so an infinity in ``lse`` comes from scores that are not finite.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -293,8 +343,12 @@ def _merge(
     row = row.to(tl.int64)
     old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
     new_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.load(old_at, mask=inside, other=float("-inf"))
+    old = tl.full((ROWS,), float("-inf"), tl.float32)
+    if not FIRST:
+        old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
+    if ALL_SEE:
+        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
     # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -304,7 +358,9 @@ def _merge(
     acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
     out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
     # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
+    x = tl.zeros((ROWS, PADDED), tl.float32)
+    if not FIRST:
+        x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     merged = x * (old_weight / divisor)[:, None] + y * (new_weight / divisor)[:, None]
     tl.store(acc_at, merged, mask=mask)

@@ -69,9 +69,10 @@ class BackwardLaunch(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor, /,
-    ) -> None:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """Write ``dq``, and add to the flat sums of dK and dV.
 
+        It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
         :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
@@ -85,13 +86,15 @@ class SplitBackward(Protocol):
     several ranks, are added number by number. The second part rounds them into gradients.
     """
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
+    #: Keys of a tile. Sums of a part of a tile cannot be told from others of it.
+    tile: int
+
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer. ``splits`` is that option of their gather programs:
-        True if rows that see own keys only may read them in place, outside the gathered buffer.
+        It is asked for bands alone, without segment ids, predicates or slopes, and all ranks must
+        get the same answer. ``splits`` and ``tile`` are those options of their programs
+        (:func:`ring_core.gather_program`).
         """
 
     def accumulate(
@@ -276,6 +279,31 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     for start in range(0, out.shape[1], _MERGED_ROWS):
         rows = slice(start, start + _MERGED_ROWS)
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+
+
+def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
+    """Return a merge ``(into, results)`` for launches in which every row sees something.
+
+    An infinity in ``lse`` then comes from scores that are not finite, and NaN is merged, as
+    :meth:`Kernel.mark_nonfinite` would write. With ``first`` the accumulated state is not read: it
+    has no values yet. The merge serves tensors on the device of ``like``, of the shapes, strides
+    and alignments that it is called with first.
+    """
+    if like.is_cuda and has_triton():
+        from ring_torch.memory_ops import MergeOnGpu
+
+        merge = MergeOnGpu(first=first)
+        return lambda into, results: merge(*into, *results)
+
+    def merge_in_torch(into: AttentionState, results: AttentionState) -> None:
+        lse = results.lse.masked_fill(results.lse.isinf(), torch.nan)
+        if first:
+            into.out.copy_(results.out)
+            into.lse.copy_(lse)
+        else:
+            merge_into(into, results.out, lse)
+
+    return merge_in_torch
 
 
 def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
