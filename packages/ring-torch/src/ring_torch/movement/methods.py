@@ -53,7 +53,8 @@ def shift(
     ranks = sharding.ring
     number = ranks.next_call()
     check_dim(x, dim)
-    kind = ShiftMove(sharding.layout, int(n), check_shift(x, n, fill), offsets_of(cu_seqlens))
+    fill = check_shift(x, n, fill)
+    kind = ShiftMove(sharding.layout, int(n), fill, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
 
 
