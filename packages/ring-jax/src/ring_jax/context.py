@@ -36,6 +36,7 @@ from ring_jax.collectives import (
     size_of,
     split,
     spread,
+    transfer,
 )
 from ring_jax.kernels import Selection, xla
 from ring_jax.movement import Halo
@@ -245,21 +246,60 @@ class ContextParallel:
 
         Args:
             x: A global array in layout order, ``[..., T, ...]``.
-            to: The layout, or a ``ContextParallel`` that has it. Over the same axis of the same
-                mesh only rows that change device are sent; over another the array is gathered.
+            to: The layout, or a ``ContextParallel`` that has it, over the same axis, another axis
+                or another mesh, of as many devices or not.
             dim: Dimension of the sequence.
+
+        On the same axis only rows that change device are sent. To another axis or mesh pieces move:
+        those of the new layout, or of consecutive tokens where the numbers of devices differ; the
+        array is not gathered.
 
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
+            UnsupportedError: ``to`` is over other devices, or over the same in another order,
+                inside ``jax.jit``, whose programs run on one list of devices, or ``jax.vmap``.
+
+        Example::
+
+            half = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
+            x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
         dim = self._check_move(x, dim)
-        if isinstance(to, ContextParallel):
-            if (to.mesh, to.axis_name) != (self.mesh, self.axis_name):
-                return to.shard(self.unshard(x, dim=dim), dim=dim)
-            to = to.layout
-        Layout(check_layout(to), x.shape[dim], self.cp_size)
-        spec = self._spec(x, dim)
-        return cast("Array", self._over_shards(movement.relayout, x, dim, {"to": to}, spec, spec))
+        if isinstance(to, ContextParallel) and (to.mesh, to.axis_name) != (
+            self.mesh, self.axis_name,
+        ):  # fmt: skip
+            return self._relayout_over(x, to, dim)
+        layout = to.layout if isinstance(to, ContextParallel) else check_layout(to)
+        Layout(layout, x.shape[dim], self.cp_size)
+        spec, options = self._spec(x, dim), {"to": layout}
+        return cast("Array", self._over_shards(movement.relayout, x, dim, options, spec, spec))
+
+    def _relayout_over(self, x: Array, to: ContextParallel, dim: int) -> Array:
+        """Return an array in the layout of another axis or mesh.
+
+        Devices exchange rows until each piece is one of a device there, and the pieces move. Where
+        the numbers of devices differ, pieces of consecutive tokens do, and devices there exchange
+        rows.
+        """
+        to.layout_of(x.shape[dim])
+        is_elsewhere = _devices_of(to.mesh) != _devices_of(self.mesh)
+        if is_elsewhere and isinstance(x, jax.core.Tracer) and x.to_concrete_value() is None:
+            raise UnsupportedError(
+                f"relayout from the devices {_devices_of(self.mesh)} to {_devices_of(to.mesh)} inside "
+                f"jax.jit or jax.vmap: one program runs on one list of devices. Instead: call it "
+                f"between two jitted functions; or make both meshes of the same devices in the same "
+                f"order"
+            )
+        layout: LayoutSpec = to.layout if to.cp_size == self.cp_size else "contiguous"
+        pieces = self.relayout(x, to=layout, dim=dim)
+        if to.mesh == self.mesh:
+            moved = split(pieces, to.mesh, dim, to.axis_name)
+        else:
+            moved = transfer(pieces, to.mesh, dim, to.axis_name)
+        if layout == to.layout:
+            return moved
+        there = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
+        return there.relayout(moved, to=to.layout, dim=dim)
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.
@@ -475,6 +515,11 @@ class ContextParallel:
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
             x = permute(x, layout, dim, inverse=whole)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
+
+
+def _devices_of(mesh: AnyMesh) -> list[int] | None:
+    """Return the numbers of a mesh's devices in their order; ``None`` of an abstract mesh."""
+    return None if isinstance(mesh, AbstractMesh) else mesh.device_ids.flatten().tolist()
 
 
 class _NumberedMesh(NamedTuple):

@@ -21,11 +21,11 @@ from ring_core.movement import (
     Movement,
     RowTable,
     check_consecutive,
+    check_documents,
     check_fill as check_fill_of,
     check_sides,
     check_steps,
     halo as halo_movement,
-    halo_ids,
     hops,
     relayout as relayout_movement,
     shift as shift_movement,
@@ -114,16 +114,33 @@ def halo(
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
     dim, place = _place(x, dim, axis_name, layout)
-    documents = offsets_of(cu_seqlens)
     movement = halo_movement(place, left, right)
-    ids = np.stack([halo_ids(place, left, right, r, documents) for r in range(place.cp_size)])
     moved = _moved(x, dim, movement, axis_name, place, 0).reshape(
         (*x.shape[:dim], place.num_runs, -1, *x.shape[dim + 1 :])
     )
+    ids = _halo_ids(place, left, right, Ranks(axis_name, place.cp_size).rank(), cu_seqlens)
     batch = 1 if dim == 0 else x.shape[0]
-    own = jnp.asarray(ids, jnp.int32)[Ranks(axis_name, place.cp_size).rank()]  # [2, R, W]
-    positions, numbers = jnp.tile(own, (1, batch, 1))
+    positions, numbers = (jnp.tile(own, (batch, 1)) for own in ids)
     return Halo(moved if dim == 0 else _merged(moved, dim), positions, numbers)
+
+
+def _halo_ids(
+    layout: Layout, left: int, right: int, rank: Array, cu_seqlens: Sequence[int] | None
+) -> tuple[Array, Array]:
+    """Return the position and the document of each row of a device's halo, ``[R, W]`` each.
+
+    The device computes them, as :func:`ring_core.movement.halo_ids` does. As constants of the
+    program they would be megabytes.
+    """
+    offsets = check_documents(layout, offsets_of(cu_seqlens))
+    starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)), jnp.int32)[rank]
+    steps = jnp.arange(layout.run_length + left + right, dtype=jnp.int32) - left
+    positions = starts[:, None] + steps[None]
+    inside = (positions >= 0) & (positions < layout.seq_len)
+    documents = jnp.zeros_like(positions)
+    if offsets is not None:
+        documents = searchsorted(jnp.asarray(offsets, jnp.int32), positions, "right") - 1
+    return jnp.where(inside, positions, -1), jnp.where(inside, documents, -1)
 
 
 def join(
@@ -204,7 +221,7 @@ def check_fill(x: Array, fill: object) -> None:
         high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
         low = -high
     elif x.dtype != jnp.bool_:
-        limits = np.iinfo(x.dtype)
+        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call] # and knows int4
         low, high = int(limits.min), int(limits.max)
     check_fill_of(fill, str(x.dtype), low, high)
 

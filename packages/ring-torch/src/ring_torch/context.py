@@ -287,23 +287,34 @@ class ContextParallel:
             return methods.join(y, dim, self.layout, size_of(self.group))
         return methods.join(y, dim, self.layout, self.cp_size)
 
-    def relayout(self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Tensor:
+    def relayout(
+        self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1,
+        seq_len: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
         gradients back. Only rows that change rank are sent.
 
+        To other ranks, one of the two groups must have all ranks of the other, and every rank of
+        that one calls. A rank outside of the smaller group makes its ``ContextParallel`` over a
+        ``DeviceMesh`` of the group's ranks, and gives or gets a tensor of 0 tokens.
+
         Args:
-            x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
-            to: The layout, or a ``ContextParallel`` of the same ranks that has it.
+            x: This rank's slice, ``[..., T_local, ...]``, of any dtype; on a rank that holds none
+                of the sequence ``[..., 0, ...]``.
+            to: The layout, or a ``ContextParallel`` that has it.
             dim: Dimension of the sequence.
+            seq_len: Length of the whole sequence, ``T``. If ranks call that hold none of it, all
+                ranks must give it.
 
         Returns:
             A tensor like ``x``, its tokens those of this rank in the layout ``to``.
 
         Raises:
-            ValueError: An argument is malformed, ``to`` is over other ranks, or the size of ``x``
-                is no rank's part in one of the layouts.
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in one of
+                the layouts.
+            UnsupportedError: Neither of the two groups has all ranks of the other.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -311,13 +322,20 @@ class ContextParallel:
             plain = ContextParallel(group, layout="contiguous")
             x = cp.relayout(x, to=plain)  # a rank's tokens are consecutive now
             x = plain.relayout(scan(x), to=cp)
+
+            half = ContextParallel(DeviceMesh("cuda", [0, 1]))  # on all four ranks of cp
+            x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
+            x = half.relayout(x, to=cp, seq_len=4096)
         """
-        group = to.group if isinstance(to, ContextParallel) else self.group
-        layout = to.layout if isinstance(to, ContextParallel) else to
         if torch.compiler.is_compiling():
+            other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
-            return relayout_in_graph(self.group, self.layout, x, layout, group_of_to=group, dim=dim)
-        return methods.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
+            other._sharding.check_group()  # noqa: SLF001 - of the same class
+            layout = to.layout if isinstance(to, ContextParallel) else to
+            groups = (self.group, other.group)
+            return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)
+        target = to._sharding if isinstance(to, ContextParallel) else Sharding(self.group, to)  # noqa: SLF001
+        return methods.relayout(self._sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.
