@@ -22,7 +22,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     assert path.read_text() == Path(table._OWN_TABLE).read_text(), "the package's own is written so"
 
 
-@pytest.mark.parametrize("kernel", table.PASSES)
+@pytest.mark.parametrize("kernel", table.KERNEL_PASSES)
 @pytest.mark.parametrize("per_score_inputs", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("dim", [1, 64, 65, 128, 129, 256, 300])

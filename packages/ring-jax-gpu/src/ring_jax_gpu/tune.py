@@ -26,7 +26,7 @@ import numpy as np
 from ring_core import KernelConfig, __version__  # all packages carry one version
 from ring_core.tools.bench import progress
 from ring_core.tools.commands import add_command
-from ring_core.triton.tile_configs import PASSES, Row, Table, default, read, written
+from ring_core.triton.tile_configs import KERNEL_PASSES, Row, Table, default, read, written
 from ring_jax.attention import RingAttention
 from ring_jax.records import Array
 from ring_jax_gpu.kernel import TritonKernel
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     ).add_argument  # fmt: skip
     add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
     add(
-        "--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS,
+        "--kernels", nargs="+", choices=KERNEL_PASSES, default=_DEFAULT_KERNELS,
         help=f"kernels to tune; default: {' '.join(_DEFAULT_KERNELS)}",
     )  # fmt: skip
     add(

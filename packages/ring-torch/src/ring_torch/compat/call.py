@@ -42,7 +42,7 @@ def attend_batch(
 
 
 def checked(
-    ring: Ranks,
+    ranks: Ranks,
     layout: LayoutName,
     q: Tensor,
     k: Tensor,
@@ -64,7 +64,7 @@ def checked(
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return check_call(
-        ring, ring.next_call(), layout, q, k, v,
+        ranks, ranks.next_call(), layout, q, k, v,
         CallOptions(
             mask=mask, softmax_scale=options.softmax_scale, alibi_slopes=options.alibi_slopes,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
+from ring_core.base.arguments import Ints
 from ring_torch.call import Call
 from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.comm.relayout import Ints, Relayout, relayout_between
+from ring_torch.comm.relayout import Relayout, relayout_between
 from ring_torch.comm.store import CallSignature
 from ring_torch.compat.call import (
     FlashAttnOptions,
@@ -174,7 +175,7 @@ def attend_documents(
     to where the layout puts the tokens of the packed documents as one sequence, and the result is
     moved back.
     """
-    ring = ranks_of(group)
+    ranks = ranks_of(group)
     check_shards(q, k, v)
     offsets = offsets_of("cu_seqlens", cu_seqlens, q.shape[0])
     lengths = np.diff(offsets)
@@ -185,17 +186,17 @@ def attend_documents(
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
             f"even, for each rank holds two chunks of a document: pad documents to multiples of "
-            f"{2 * ring.size} tokens"
+            f"{2 * ranks.size} tokens"
         )
     # Check all calls before any of them sends.
     shared_calls = [
-        _shared_call(ring, layout, q, k, v, options, spans)
-        for spans in _spans_by_call(ring, offsets)
+        _shared_call(ranks, layout, q, k, v, options, spans)
+        for spans in _spans_by_call(ranks, offsets)
     ]
     results: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     # Run the calls one after the other, and cut each result into the pieces of its documents ...
     for shared_call in shared_calls:
-        out, lse = _attend(ring, layout, shared_call, options)
+        out, lse = _attend(ranks, layout, shared_call, options)
         sizes = [stop - start for start, stop in shared_call.spans]
         outputs = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         results |= dict(zip(shared_call.spans, outputs, strict=True))
@@ -204,17 +205,17 @@ def attend_documents(
     return as_requested(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
-def _spans_by_call(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+def _spans_by_call(ranks: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
     """Return the documents of each call: long ones alone, all short ones together."""
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
-    if ring.size == 1 or len(spans) < 2:
+    if ranks.size == 1 or len(spans) < 2:
         return [tuple(spans) or ((0, 0),)]
     short = tuple(span for span in spans if span[1] - span[0] < LONG)
     return [(span,) for span in spans if span not in short] + ([short] if short else [])
 
 
 def _shared_call(
-    ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
+    ranks: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
     spans: tuple[tuple[int, int], ...],
 ) -> _SharedCall:  # fmt: skip
     """Check the call of some documents, and return it with their pieces joined.
@@ -227,30 +228,30 @@ def _shared_call(
         q, k, v = (x[slice(*spans[0])] for x in (q, k, v))
     else:
         q, k, v = (torch.cat([x[slice(*span)] for span in spans]) for x in (q, k, v))
-        documents = tuple(ring.size * offset for offset in offsets)
-    call, inputs = checked(ring, layout, q[None], k[None], v[None], options, documents)
+        documents = tuple(ranks.size * offset for offset in offsets)
+    call, inputs = checked(ranks, layout, q[None], k[None], v[None], options, documents)
     return _SharedCall(spans, offsets, call, inputs)
 
 
 def _attend(
-    ring: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
+    ranks: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
 ) -> tuple[Tensor, Tensor]:
     """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
     call, inputs = shared_call.call, shared_call.inputs
     if (
-        ring.size == 1 or len(shared_call.spans) == 1
+        ranks.size == 1 or len(shared_call.spans) == 1
     ):  # no exchange: the rows are in layout order already
         out, lse = run_call(call, inputs)
         return out[0], lse[0]
-    moves = _moves(ring, layout, shared_call.offsets, call.device)
+    moves = _moves(ranks, layout, shared_call.offsets, call.device)
     fields = call.forward_signature.fields | {
         "pass": "exchange", "documents split": layout, "lse": options.return_attn_probs,
     }  # fmt: skip
     signature = CallSignature.of(fields, "exchange")
-    guard = partial(with_peer_errors, ring, call.number, signature)
+    guard = partial(with_peer_errors, ranks, call.number, signature)
     # Before rows are exchanged, check that all ranks make this call with the same documents.
     with guard():
-        agree(ring, call.number, call.seed, signature, call.device)
+        agree(ranks, call.number, call.seed, signature, call.device)
     # Move the rows of Q, K and V, side by side in one tensor, to the ranks where the layout of the
     # packed documents has them.
     qkv = (inputs.q, inputs.k, inputs.v)
@@ -338,16 +339,16 @@ def check_slopes(slopes: Tensor | None, documents: int) -> None:
 
 @lru_cache(maxsize=16)
 def _moves(
-    ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
+    ranks: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
 ) -> Relayout:
     """Return the exchange that moves rows from split documents to the layout of their pack.
 
     It is made once for each pack, and cached.
     """
-    pack = Layout(layout, ring.size * offsets[-1], ring.size)
-    target = np.stack([pack.positions(rank) for rank in range(ring.size)])
+    pack = Layout(layout, ranks.size * offsets[-1], ranks.size)
+    target = np.stack([pack.positions(rank) for rank in range(ranks.size)])
     return relayout_between(
-        ring, positions_in_documents(layout, offsets, ring.size), target, device
+        ranks, positions_in_documents(layout, offsets, ranks.size), target, device
     )
 
 

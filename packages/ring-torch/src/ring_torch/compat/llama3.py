@@ -236,9 +236,9 @@ def _attend(
     local_k_slice: slice, options: FlashAttnOptions, group: Group,
 ) -> Any:  # fmt: skip
     """Compute attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
-    ring = ranks_of(group)
+    ranks = ranks_of(group)
     check_shards(q, k, v)
-    slice_start = _checked_start(local_k_slice, ring, causal=options.causal)
+    slice_start = _checked_start(local_k_slice, ranks, causal=options.causal)
     for name, tensor, longest, offsets, (returned, version) in (
         (
             "q",
@@ -263,7 +263,7 @@ def _attend(
     check_stride(heads_k_stride, k.shape[1])
     documents = slice_start.prepared.documents
     check_slopes(options.alibi_slopes, len(documents) - 1)
-    call, inputs = checked(ring, "contiguous", q[None], k[None], v[None], options, documents)
+    call, inputs = checked(ranks, "contiguous", q[None], k[None], v[None], options, documents)
     out, lse = run_call(call, inputs)
     return as_requested(out[0], lse[0], options)
 
@@ -281,7 +281,7 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
         )
 
 
-def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> DocumentSlice:
+def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> DocumentSlice:
     """Return the start of a slice, after checking that it was prepared for this call.
 
     Raises:
@@ -296,8 +296,8 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
         )
     prepared = slice_start.prepared
     facts = {
-        "causal": (prepared.causal, causal), "rank": (prepared.rank, ring.rank),
-        "world_size": (prepared.world_size, ring.size), "stop": (local_k_slice.stop, prepared.stop),
+        "causal": (prepared.causal, causal), "rank": (prepared.rank, ranks.rank),
+        "world_size": (prepared.world_size, ranks.size), "stop": (local_k_slice.stop, prepared.stop),
     }  # fmt: skip
     wrong = [f"{name}={a} there and {b} here" for name, (a, b) in facts.items() if a != b]
     if wrong or local_k_slice.step not in (None, 1):

@@ -36,7 +36,7 @@ from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
 from ring_torch.strategies import ask_ranks, strategy_names
 
-_LOW = (1 << 32) - 1
+_LOW_WORD = (1 << 32) - 1
 
 #: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
 _VARYING = ("window", "chunk_size", "cu_seqlens", "dropout_seed")
@@ -107,7 +107,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
     if documents is not None:
         options = options._replace(cu_seqlens=as_documents(documents))
     if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
-        halves: Any = (seed & _LOW, seed >> 32)
+        halves: Any = (seed & _LOW_WORD, seed >> 32)
         options = options._replace(dropout_seed=halves)
     elif isinstance(seed, (np.ndarray, np.generic, Tensor)):  # JSON cannot hold these
         raise ValueError(

@@ -36,7 +36,7 @@ from ring_torch.movement.methods import (
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.sharding import check_dim
 
-_KINDS: dict[str, type[MoveKind]] = {
+_KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
 }
 
@@ -144,7 +144,7 @@ def _call(text: str, tensors: Sequence[Tensor], numbers: Sequence[int], *, new: 
     fields = [from_json(x, tensors, numbers) for x in facts["fields"]]
     if facts["kind"] != "relayout":
         fields[-1] = offsets_of(fields[-1])
-    kind: MoveKind = _KINDS[facts["kind"]](*fields)
+    kind: MoveKind = _KIND_OF[facts["kind"]](*fields)
     return MoveCall(ranks, kind, facts["dim"], facts["needs_grad"], number)
 
 

@@ -70,7 +70,7 @@ class ScoreBias(AnyDevice):
             raise PlaceholderError(self._refusal)
         return ScoreBias(
             max(self.shape, other.shape, key=len),
-            **{name: one if two is None else two for name, (one, two) in pairs.items()},
+            **{name: left if right is None else right for name, (left, right) in pairs.items()},
         )
 
     __radd__ = __add__

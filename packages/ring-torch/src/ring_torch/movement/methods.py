@@ -51,7 +51,7 @@ def shift(
     sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
 ) -> Tensor:  # fmt: skip
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
-    ranks = sharding.ring
+    ranks = sharding.ranks
     number = ranks.next_call()
     check_dim(x, dim)
     check_shift(x, n, fill)
@@ -66,7 +66,7 @@ def halo(
     cu_seqlens: Sequence[int] | None,
 ) -> Halo:  # fmt: skip
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
-    ranks, layout = sharding.ring, sharding.layout
+    ranks, layout = sharding.ranks, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
     check_halo(left, right, layout, ranks.size)
@@ -80,7 +80,7 @@ def relayout(
     sharding: Sharding, x: Tensor, to: LayoutSpec, *, group_of_to: Group, dim: int
 ) -> Tensor:
     """Return this rank's rows in the layout ``to``; see :meth:`ContextParallel.relayout`."""
-    ranks = sharding.ring
+    ranks = sharding.ranks
     number = ranks.next_call()
     check_dim(x, dim)
     check_target(ranks, to, ranks_of(group_of_to))

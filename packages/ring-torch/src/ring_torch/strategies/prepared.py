@@ -27,7 +27,7 @@ from ring_torch.records import (
     QueryBlock,
 )
 
-_MOST = 16  # kinds of tensors for which launches are kept
+_MOST_KINDS = 16  # kinds of tensors for which launches are kept
 
 
 class PreparedItem(NamedTuple):
@@ -100,7 +100,7 @@ def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -
     """Keep launches, if there are any; those of other tensors may be dropped for them."""
     if launches is None:
         return
-    if len(launches_by_key) >= _MOST:
+    if len(launches_by_key) >= _MOST_KINDS:
         launches_by_key.clear()
     launches_by_key[key] = launches
 

@@ -41,7 +41,7 @@ PATIENCE = 600.0  # seconds after which a round is given up
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, torch.float64)}
-LIBRARIES = ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "CUDA", "cuDNN")
+SHOWN_LIBRARIES = ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn", "CUDA", "cuDNN")
 
 _CAP, _DROPOUT, _DOCUMENT = 20.0, 0.1, 1500
 _SCALE = 3.0  # factor of queries with a soft cap, which only matters for large scores
@@ -50,7 +50,7 @@ _TURN, _MOST_CALLS = 0.02, 20  # seconds that a kernel's turn takes, and most ca
 
 _LIMIT = 2  # largest error, in multiples of the plain implementation's
 
-Arrays = list[Tensor]
+Tensors = list[Tensor]
 
 
 class Sizes(NamedTuple):
@@ -84,7 +84,7 @@ class TimedRuns(NamedTuple):
     """
 
     forward: Callable[[], Tensor]
-    forward_backward: Callable[[], Arrays]
+    forward_backward: Callable[[], Tensors]
 
 
 def defaults() -> BenchCase:
@@ -234,7 +234,7 @@ def _case(
     program = ring_program(make_plan(_mask(sizes.option, length), seq_len=length, cp_size=1))
     return Case(
         "torch", capability, torch.cuda.get_device_name() if capability else platform.machine(),
-        tuple((library, versions[library]) for library in LIBRARIES if library in versions), length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
+        tuple((library, versions[library]) for library in SHOWN_LIBRARIES if library in versions), length, int(program.work().sum()), sizes.heads, sizes.dims, sizes.option, tuple(times.items()),
     )  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def _names(device: str) -> Iterator[str]:
     )
 
 
-def _errors(actual: Arrays, exact: Arrays) -> list[float]:
+def _errors(actual: Tensors, exact: Tensors) -> list[float]:
     """Return root mean square errors relative to the standard deviation of the exact values."""
     return [
         float((a.to(b.dtype) - b).square().mean().sqrt() / b.std())
@@ -288,7 +288,7 @@ def _errors(actual: Arrays, exact: Arrays) -> list[float]:
     ]
 
 
-def _plain(sizes: Sizes, length: int, device: str) -> Arrays:
+def _plain(sizes: Sizes, length: int, device: str) -> Tensors:
     """Return output, dQ, dK and dV of the dense formula, rounded where a framework would round.
 
     They are in the accumulation dtype.
@@ -337,7 +337,7 @@ def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: st
         with torch.no_grad():
             return attend(q, k, v)
 
-    def forward_backward() -> Arrays:
+    def forward_backward() -> Tensors:
         out = attend(q, k, v)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ring_core import UnsupportedError
-
-Ints = npt.NDArray[np.int64]
+from ring_core.base.arguments import Ints
 
 #: Batch entries that state documents: for flash attention, and (``seq_idx``) for Mamba layers.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

@@ -112,7 +112,7 @@ class ModelHooks(ReductionChoice):
     @property
     def factor(self) -> int:
         """Factor of the gradients, so that a mean over the ranks of the ring becomes their sum."""
-        return self.sharding.ring.size if self.reduction == "mean" else 1
+        return self.sharding.ranks.size if self.reduction == "mean" else 1
 
     @property
     def is_pair(self) -> bool:
@@ -290,10 +290,10 @@ class ModelHooks(ReductionChoice):
 
     def total_of(self, local_loss: Tensor) -> Tensor:
         """Return the sum of a loss over the ranks, whose gradient is that of this rank's part."""
-        total, ring = local_loss.detach().clone(), self.sharding.ring
-        if ring.size > 1:
-            with collective(ring, "loss"):
-                dist.all_reduce(total, group=ring.group)
+        total, ranks = local_loss.detach().clone(), self.sharding.ranks
+        if ranks.size > 1:
+            with collective(ranks, "loss"):
+                dist.all_reduce(total, group=ranks.group)
         joined: Tensor = _ReplaceValue.apply(local_loss, total, self.factor)
         return joined
 
@@ -330,7 +330,7 @@ class ModelHooks(ReductionChoice):
         config = getattr(unwrapped(module), "config", None)
         if batch.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
-        is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
+        is_summed = self.reduction == "sum" and self.sharding.ranks.size > 1
         if is_summed and torch.is_grad_enabled() and (wrapper := averaging_wrapper(module)):
             raise ValueError(
                 f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
@@ -381,7 +381,7 @@ class ModelHooks(ReductionChoice):
 
     def check_reduction(self) -> None:
         """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
-        if self.reduction == "mean" and self.sharding.ring.size > 1:
+        if self.reduction == "mean" and self.sharding.ranks.size > 1:
             raise ValueError(
                 "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
                 "reduction='mean': give reduction='sum', or leave it to DDP or fully_shard"

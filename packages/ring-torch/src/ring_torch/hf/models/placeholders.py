@@ -138,18 +138,18 @@ class UnshiftedLabels(Placeholder):
         """Return this rank's part of the cross entropy; refuse all other functions of torch."""
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise PlaceholderError(cls._refusal)
-        given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
-        target, reduction = given.get("target"), given.get("reduction", "mean")
+        kwargs = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
+        target, reduction = kwargs.get("target"), kwargs.get("reduction", "mean")
         if (
             not isinstance(target, UnshiftedLabels)
-            or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
-            or given.get("ignore_index", IGNORED) != IGNORED
+            or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
+            or kwargs.get("ignore_index", IGNORED) != IGNORED
             or reduction not in ("mean", "sum")
         ):
             raise PlaceholderError(cls._refusal)
         total: Tensor = cross_entropy(
-            given["input"], target.values, ignore_index=IGNORED, reduction="sum",
-            label_smoothing=given.get("label_smoothing", 0.0),
+            kwargs["input"], target.values, ignore_index=IGNORED, reduction="sum",
+            label_smoothing=kwargs.get("label_smoothing", 0.0),
         )  # fmt: skip
         return total if reduction == "sum" else total / target.items
 
