@@ -152,7 +152,7 @@ def test_causal_balance_of_eight_ranks(layout: Any, steps: int, balance: float) 
     program = ring_of(layout, Mask(causal=True), seq_len=8 * 4096, cp_size=8)
     assert program.num_steps == steps
     assert program.imbalance <= balance + 0.005
-    assert program.lockstep_imbalance == pytest.approx(program.imbalance, abs=0.01)
+    assert program.imbalance_by_step == pytest.approx(program.imbalance, abs=0.01)
 
 
 @pytest.mark.parametrize(

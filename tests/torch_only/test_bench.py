@@ -26,9 +26,9 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *SMALL, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["setting"]["ranks"] == 2 and found["setting"]["window"] == [40, 0]
-    assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
+    assert [row["name"] for row in found["timings"]] == ["forward", "forward and backward"]
     for row in found["timings"]:
-        assert len(row["one"]) == len(row["ring"]) == len(row["checked"]) == 3
+        assert len(row["alone"]) == len(row["ring"]) == len(row["checked"]) == 3
         assert row["work_fraction"] == 0.5 and row["efficiency"] > 0
         assert row["check_cost"] > 0
 

@@ -220,7 +220,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             continue
         rows.append((
             f"{layout}/{strategy}", f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}",
+            f"{program.imbalance_by_step:.3f}", f"{program.num_steps} of {cp_size}",
             str(sum(step.offload != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip

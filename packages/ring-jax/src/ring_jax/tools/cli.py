@@ -20,7 +20,7 @@ import jax
 
 from ring_core import __version__, support_matrix  # all packages carry one version
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, check_not_launched
+from ring_core.tools.commands import add_command, is_refused
 from ring_jax.context import ContextParallel
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
-    parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ring_jax", description="Exact context-parallel attention for JAX."
+    )
     version = f"ring-jax {__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -65,15 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands, "matrix", "Show what each kernel supports.",
         example="python -m ring_jax matrix", version=version,
     )  # fmt: skip
-    timed = add_command(
+    bench_parser = add_command(
         commands, "bench", "Time a ring against one device that computes everything.",
         example="python -m ring_jax bench --seq-len 16k --window 4096,0", version=version,
     )  # fmt: skip
-    bench.add_options(timed)
+    bench.add_options(bench_parser)
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
         return 0
+    if is_refused("ring_jax", args.command):
+        return 2
     _ask_for_host_devices()
     if args.command == "bench":
         return _bench(args)
@@ -90,7 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(args: argparse.Namespace) -> int:
     """Run the command ``bench`` and print its table; return the exit code."""
     try:
-        check_not_launched("python -m ring_jax bench")
         setting = bench.setting_of(args, _bench_jax.defaults())
         checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -102,13 +105,7 @@ def _bench(args: argparse.Namespace) -> int:
     where = f"devices: {jax.devices()[0].device_kind}"
     if results[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
-    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
-    rows = [
-        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-        for timing in results
-    ]
-    text = bench.shown(setting, where, results)
-    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    print(bench.report(setting, where, results, versions(), as_json=args.json))
     return 0
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ring_core import Mask, UnsupportedError, make_plan, ring_program
 from ring_core.choose.rates import Case, Option, Rates, Times, default, read, written
-from ring_core.tools.bench import BenchCase, TimedRound, Timing, progress, timings
+from ring_core.tools.bench import BenchCase, TimedRound, Timing, default_case, progress, timings
 from ring_core.tools.doctor import RESULTS, Check
 from ring_torch import tripwire
 from ring_torch.attention import ring_attention
@@ -90,9 +90,7 @@ class TimedRuns(NamedTuple):
 def defaults() -> BenchCase:
     """Return the setting timed by default: a ring of all GPUs, or of two processes on the CPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
-        return BenchCase(gpus, 32768, 32, 8, 128, "bfloat16", None, "zigzag", "auto", "auto")
-    return BenchCase(2, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
+    return default_case(gpus or 2, on_cpu=not gpus)
 
 
 def bench(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ import torch
 from ring_core import __version__  # all packages carry one version
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, check_not_launched
+from ring_core.tools.commands import add_command, is_refused
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.tools import bench as _bench_torch
@@ -37,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; ``None`` for those of the process.
     """
-    parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ring_torch", description="Exact context-parallel attention for PyTorch."
+    )
     version = f"ring-torch {__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -55,20 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     bench.add_options(bench_parser)
     bench_parser.add_argument(
-        "--transport", choices=transport_names(), default="auto", help="default: auto"
+        "--transport",
+        choices=transport_names(),
+        default="auto",
+        help="how bytes get from rank to rank; default: auto",
     )
     bench_parser.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.command != "matrix":
-        try:
-            check_not_launched(f"python -m ring_torch {args.command}")
-        except ValueError as error:
-            if os.environ.get("RANK", "0") == "0":  # say it once
-                print(f"ring_torch: error: {error}", file=sys.stderr)
-            return 2
+    if args.command != "matrix" and is_refused("ring_torch", args.command):
+        return 2
     if args.command == "bench":
         if args.rates is None:
             return _bench(args)
@@ -113,12 +112,5 @@ def _bench(args: argparse.Namespace) -> int:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     hardware = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
-    facts = {
-        "versions": versions(), "setting": asdict(setting), "where": hardware,
-        "timings": [
-            asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-            for timing in results
-        ],
-    }  # fmt: skip
-    print(json.dumps(facts, indent=2) if args.json else bench.shown(setting, hardware, results))
+    print(bench.report(setting, hardware, results, versions(), as_json=args.json))
     return 0
