@@ -163,8 +163,8 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
         args.layout == "all" or (args.advise and not named)
     ):
         raise ValueError(
-            "--strategy chooses that of one plan, and a table of layouts has them all; leave it out, "
-            "or name one --layout"
+            "--strategy is that of one plan, and a table of layouts has a row for every strategy; leave "
+            "it out, or name one --layout"
         )
     if args.png and args.layout == "all" and not args.advise:
         raise ValueError(

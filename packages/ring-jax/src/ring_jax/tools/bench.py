@@ -47,7 +47,9 @@ def bench(
     """
     devices = jax.local_devices()
     if setting.ranks > len(devices):
-        raise ValueError(f"--ranks {setting.ranks}: there are {len(devices)} local devices")
+        raise ValueError(
+            f"--ranks {setting.ranks}: there are {len(devices)} devices here, and a rank needs one"
+        )
     ring, single = (_make_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
     short = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(ring.cp_size, setting.head_dim)

@@ -291,7 +291,9 @@ def offsets_of(
     if not all(isinstance(offset, int | np.integer) for offset in offsets):
         raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
     if len(offsets) < 2 or offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0 and end a document, got {_shortened(offsets)}")
+        raise ValueError(
+            f"{name} must be (0, ..., T), with the end of each document, got {_shortened(offsets)}"
+        )
     if tokens is not None and offsets[-1] != tokens:
         raise ValueError(
             f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "

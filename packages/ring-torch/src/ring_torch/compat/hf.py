@@ -168,10 +168,10 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
     attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     if not isinstance(attention, RingFlashAttention):
-        raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) before")
+        raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) first")
     ranks = ranks_of(process_group)
     if ranks != ranks_of(attention.group):
-        raise ValueError("process_group is not the one that substitute_hf_flash_attn was given")
+        raise ValueError("process_group must be the one that substitute_hf_flash_attn was given")
     documents = offsets_of("cu_seqlens", cu_seqlens)
     if documents[-1] % ranks.size:
         raise ValueError(

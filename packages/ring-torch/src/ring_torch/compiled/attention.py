@@ -90,7 +90,8 @@ def _as_operands(options: CallOptions) -> CallOptions:
             x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
         ):
             raise ValueError(
-                "mask was given together with options that it has, too; put them there"
+                "mask was given together with causal, window, chunk_size or cu_seqlens; put them into the "
+                "Mask instead"
             )
         options = options._replace(
             mask=None, causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,

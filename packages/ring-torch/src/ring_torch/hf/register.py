@@ -270,12 +270,12 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
     if sliding_window is not None and mask.causal and left != sliding_window - 1:
         raise UnsupportedError(
             f"the layer asks for sliding_window={sliding_window}, and its mask for "
-            f"{'no window' if left is None else left + 1}; kernels obey one or the other"
+            f"{'no window' if left is None else left + 1}; a model that contradicts itself is not supported"
         )
     if is_causal is not None and is_causal is not mask.causal:
         raise UnsupportedError(
             f"the layer asks for is_causal={is_causal}, and its mask for causal={mask.causal}; "
-            f"kernels obey one or the other"
+            f"a model that contradicts itself is not supported"
         )
 
 

@@ -138,7 +138,10 @@ class _WholeLayer(_MaskKeeper):
         """
         hidden_states = output[0] if isinstance(output, tuple) else output
         if hidden_states.shape[:2] != (self.mask.shape[0], self.mask.length):
-            raise UnsupportedError(f"{type(module).__name__} returns {tuple(hidden_states.shape)}")
+            raise UnsupportedError(
+                f"{type(module).__name__} must return [B, T, ...] = {(self.mask.shape[0], self.mask.length)} "
+                f"to be split after it, and returns {tuple(hidden_states.shape)}"
+            )
         local = self.mask.shard(hidden_states)
         return (local, *output[1:]) if isinstance(output, tuple) else local
 
@@ -167,7 +170,8 @@ class _Positions(_MaskKeeper):
         passed = bound.arguments.get("position_ids")
         if passed is not None and passed.shape != positions.shape:
             raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(passed.shape)}, other than from 0 on"
+                f"{type(module).__name__} is given positions of shape {tuple(passed.shape)}, and "
+                f"only those that count from 0, {tuple(positions.shape)}, can be split; leave them out"
             )
         # Padding of the layout lies past the last position: give it position 0.
         bound.arguments["position_ids"] = positions.where(positions < mask.length, 0)
@@ -235,7 +239,10 @@ class _PositionBias:
         del queries, keys, past_seen_tokens
         mask = self.mask
         if mask is None or (mask.keys is None) is not self.has_bias:
-            raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
+            raise UnsupportedError(
+                "relative positions need the mask of a split batch, and tokens of one sequence: call the whole "
+                "model, with a batch that hf.parallelize splits"
+            )
         if mask.keys is not None:
             return torch.zeros((), device=device)
         positions = mask.batch.sharding.positions(mask.batch.seq_len)
@@ -357,7 +364,10 @@ def _add_offsets(
     (cache,) = CACHES & parameters_of(type(module))
     masks = [x for x in arguments.values() if isinstance(x, LayerMask)]
     if len(masks) != 1 or arguments.get(cache) is not None:
-        raise UnsupportedError(f"{type(module).__name__} is given a cache, or no mask of the batch")
+        raise UnsupportedError(
+            f"{type(module).__name__} is given a cache, or no mask of the batch: a split sequence has no KV "
+            f"cache; call the whole model, with use_cache=False"
+        )
     batch = masks[0].batch
     positions = batch.sharding.positions(batch.seq_len, device=arguments["hidden_states"].device)
     return (), {

@@ -114,7 +114,7 @@ def bench(
     cuda = torch.cuda.is_available()
     if cuda and setting.ranks > torch.cuda.device_count():
         raise ValueError(
-            f"--ranks {setting.ranks}: there are {torch.cuda.device_count()} GPUs; a rank needs one"
+            f"--ranks {setting.ranks}: there are {torch.cuda.device_count()} GPUs here, and a rank needs one"
         )
     with LocalRanks(setting.ranks, cuda=cuda, patience=PATIENCE) as ranks:
         checks = list(ring_checks(ranks, setting, transport, cuda=cuda))
@@ -203,7 +203,9 @@ def renew(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = capability_number(device)
     if capability is None:
-        raise ValueError("--rates: a table knows NVIDIA GPUs and the host; this GPU is another")
+        raise ValueError(
+            "--rates times kernels on NVIDIA GPUs and on the CPU; this GPU is of another vendor"
+        )
     length = LENGTHS[device] if length is None else length
     if length < 1:
         raise ValueError(f"--seq-len must be at least 1, got {length}")

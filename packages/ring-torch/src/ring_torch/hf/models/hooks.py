@@ -182,7 +182,9 @@ class ModelHooks(ReductionChoice):
         for name in ("position_ids", "decoder_position_ids"):
             if name not in parameters and self.report.hooks:
                 if batch.get(name) is not None:
-                    raise UnsupportedError(f"{name}: {type(module).__name__} takes none")
+                    raise UnsupportedError(
+                        f"{name}: {type(module).__name__} takes none; leave it out of the batch"
+                    )
                 shard.pop(name, None)
         return (), {**switches, **shard}
 

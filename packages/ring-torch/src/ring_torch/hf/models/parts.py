@@ -184,7 +184,9 @@ def split_labels(
     """
     batch = {name: x for name, x in batch.items() if x is not None}
     if unknown := sorted(batch.keys() - parameters_of(type(module)) - {*_TEXT}):
-        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(unknown)}")
+        raise UnsupportedError(
+            f"{type(module).__name__} takes no {', '.join(unknown)}; leave it out"
+        )
     text = {name: batch[name] for name in _TEXT if name in batch}
     positions = text.get("position_ids")
     if isinstance(positions, Tensor) and positions.ndim == _ROPE_AXES:
@@ -193,7 +195,9 @@ def split_labels(
             text["position_ids"] = positions[0]
     mask = text.get("attention_mask")
     if isinstance(mask, Tensor) and int(mask.max()) > 1:
-        raise UnsupportedError("attention_mask that numbers documents, beside images")
+        raise UnsupportedError(
+            "an attention_mask that numbers documents is not supported beside images; give one of 0 and 1"
+        )
     other_entries = {name: x for name, x in batch.items() if name not in text}
     shard = split_batch(sharding, text, report, dropout_seed, weight, other_entries)
     unsplit = {name: x for name, x in batch.items() if name not in (*_LABELS, *STATED)}

@@ -23,15 +23,17 @@ from ring_torch.hf.verification.state import unchanged
 from ring_torch.hf.verification.trace import compare_traces
 
 _NO_DOCUMENTS = (
-    "verify: {}: a whole model with attention of transformers is not told of documents so; give "
-    "position_ids that start again, and no attention_mask"
+    "verify: {}: with transformers' own attention the whole model does not read documents from it; "
+    "give position_ids that start again with each document, and no attention_mask"
 )
 
 
 def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
     """Run a batch split and whole, and compare; see :meth:`ring_torch.hf.Handle.verify`."""
     if not target.undo:
-        raise ValueError("verify: remove() was called, the model is not parallelized any more")
+        raise ValueError(
+            "verify: remove() was called, so the model is not parallelized; call hf.parallelize again"
+        )
     _check_batch(batch)
     _check_wrappers(target.model)
     runner = Runner(target, batch)
