@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,12 +123,14 @@ class HeadBuffer:
         parts: Shapes of the tensors.
         blocks: Shape of each tensor's parts in all messages, ``[P, B, T_local, H / P, D]``.
         message: Layout of the message to one rank.
+        launches: Launches of the kernel that packs and unpacks, kept by their tensors' kind.
     """
 
     ranks: int
     parts: tuple[HeadPart, ...]
     blocks: tuple[tuple[int, ...], ...]
     message: BufferSpec
+    launches: dict[object, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:

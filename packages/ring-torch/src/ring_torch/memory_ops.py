@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.triton_launch import DirectKernel, PreparedLaunch, has_launch_hooks
 
 _ROWS = 16
 _MARK_ROWS = 1024
@@ -27,13 +28,45 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
     It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
     """
     _assert_unit_strides(acc, acc_lse, out, lse)
-    batch, rows, heads, dim = acc.shape
     if acc.numel() > 0:
-        _merge[(triton.cdiv(rows, _ROWS), heads, batch)](
-            acc, acc_lse, out, lse, rows,
-            *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
-        )  # fmt: skip
+        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
+        _merge[grid](*arguments, **constants, FIRST=False, ALL_SEE=False)
+
+
+class MergeOnGpu:
+    """A merge of results of a launch in which every row sees something, for tensors alike.
+
+    An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
+    is the ``first`` merge of its rows, the accumulators need no value yet.
+    """
+
+    def __init__(self, *, first: bool) -> None:
+        self._first = first
+        self._launch: PreparedLaunch | None = None
+
+    def __call__(self, acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge as :func:`merge_on_gpu`; there is at least one number."""
+        if self._launch is not None and not has_launch_hooks():
+            addresses = [x.data_ptr() for x in (acc, acc_lse, out, lse)]
+            self._launch(dict(enumerate(addresses)))
+            return
+        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
+        constants |= {"FIRST": self._first, "ALL_SEE": True}
+        _merge[grid](*arguments, **constants)
+        self._launch = _merge.prepared(grid, *arguments, **constants)
+
+
+def _merge_arguments(
+    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid of a merge, its arguments, and its constants."""
+    batch, rows, heads, dim = acc.shape
+    arguments = (
+        acc, acc_lse, out, lse, rows,
+        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+    )  # fmt: skip
+    constants = {"DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS}
+    return (triton.cdiv(rows, _ROWS), heads, batch), arguments, constants
 
 
 def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
@@ -282,9 +315,14 @@ def _merge(
     acc, acc_lse, out, lse, rows,
     acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    ALL_SEE: tl.constexpr,
 ):  # fmt: skip
-    """Merge ``(out, lse)`` of a few rows of one head into the accumulators."""
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators.
+
+    With ``FIRST`` these hold nothing yet and are not read. With ``ALL_SEE`` every row sees
+    something, so an infinity in ``lse`` comes from scores that are not finite.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -293,8 +331,12 @@ def _merge(
     row = row.to(tl.int64)
     old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
     new_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.load(old_at, mask=inside, other=float("-inf"))
+    old = tl.full((ROWS,), float("-inf"), tl.float32)
+    if not FIRST:
+        old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
+    if ALL_SEE:
+        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
     # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -304,7 +346,9 @@ def _merge(
     acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
     out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
     # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
+    x = tl.zeros((ROWS, PADDED), tl.float32)
+    if not FIRST:
+        x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     merged = x * (old_weight / divisor)[:, None] + y * (new_weight / divisor)[:, None]
     tl.store(acc_at, merged, mask=mask)

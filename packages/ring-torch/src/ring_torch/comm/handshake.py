@@ -265,7 +265,7 @@ def _check_on_stream(
     digest = signature.as_int64(number, seed)
     own_digest = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
     peer_digest = torch.empty_like(own_digest)
-    ring.start([(own_digest, ring.ahead(1))], [(peer_digest, ring.behind(1))]).wait()
+    ring.rotate(own_digest, peer_digest, 1, beside=False).wait()
     # Kernels and messages queued behind this run only if the previous rank makes the same call.
     torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001
 

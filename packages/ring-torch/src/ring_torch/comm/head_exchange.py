@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer
-from ring_torch.comm.ranks import Ranks, others, peer_errors
+from ring_torch.comm.ranks import Ranks
 from ring_torch.optional import has_triton
 
 Orders = Sequence[Tensor | None]
@@ -76,10 +75,9 @@ def _exchange(
         pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
     # `sent` and `received` belong to this exchange alone: tensors may be overwritten once packed.
     pack(layout, sent, *sources, by_heads=splits_heads)
-    with peer_errors(others(ranks)):
-        # Row n of `sent` goes to rank n, and row n of `received` comes from it; all ranks exchange
-        # at the same time. The stream waits for the exchange, so the buffers may be freed after it.
-        dist.all_to_all_single(received, sent, group=ranks.group)
+    # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at the
+    # same time. The stream waits for the exchange, so the buffers may be freed after it.
+    ranks.trade(sent, received).wait()
     unpack(layout, received, *results, by_heads=not splits_heads)
 
 

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.launch_cache import keep, tensors_key
+from ring_torch.triton_launch import DirectKernel, has_launch_hooks
 
+_BUFFER, _TENSORS, _ORDERS = 0, 1, 4  # indices among the arguments of a launch
 _NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and most of one token
 
 
@@ -37,6 +39,16 @@ def _move(
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
     """Launch the copy between up to three tensors and a buffer, into it if ``packs``."""
+    key = by_heads, packs, buffer.get_device(), tensors_key(*tensors, *orders)
+    launch = layout.launches.get(key)
+    if launch is not None and not has_launch_hooks():
+        changes = {_BUFFER: buffer.data_ptr()}
+        for n, (x, order) in enumerate(zip(tensors, orders, strict=True)):
+            changes[_TENSORS + n] = x.data_ptr()
+            if order is not None:
+                changes[_ORDERS + n] = order.data_ptr()
+        launch(changes)
+        return
     assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
     sizes: list[int] = []
     for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
@@ -49,14 +61,18 @@ def _move(
     if rows == 0:
         return
     num_absent = 3 - len(tensors)  # the kernel takes up to three
-    _move_tensors[(triton.cdiv(rows, at_once), len(tensors))](
+    grid = triton.cdiv(rows, at_once), len(tensors)
+    arguments = (
         buffer, *tensors, *[None] * num_absent, *orders, *[None] * num_absent, *sizes, *[0] * (3 * num_absent),
         *strides, *[0] * (3 * num_absent), layout.parts[0].batch, layout.ranks,
         layout.message.size,
-        DIM0=layout.parts[0].dim, DIM1=layout.parts[1 % len(tensors)].dim,
-        DIM2=layout.parts[2 % len(tensors)].dim,
-        ROWS=at_once, COLUMNS=columns, BY_HEADS=by_heads, PACKS=packs,
     )  # fmt: skip
+    dims = {f"DIM{n}": layout.parts[n % len(tensors)].dim for n in range(3)}
+    constants = dims | {
+        "ROWS": at_once, "COLUMNS": columns, "BY_HEADS": by_heads, "PACKS": packs,
+    }  # fmt: skip
+    _move_tensors[grid](*arguments, **constants)
+    keep(layout.launches, key, _move_tensors.prepared(grid, *arguments, **constants))
 
 
 @DirectKernel

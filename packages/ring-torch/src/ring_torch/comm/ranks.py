@@ -163,6 +163,67 @@ class Ranks:
             raise PeerError(peers, error) from error
         return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)
 
+    def rotate(
+        self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, beside: bool
+    ) -> Transfer:
+        """Start sending a tensor ``distance`` ranks ahead, and receiving one from as far behind.
+
+        All ranks do it at once, with flat tensors of equal size. It is :meth:`start` of one message
+        each way; on a GPU NCCL gets both as one operation, for half of the host's time. With
+        ``beside`` they move beside the kernels that follow; otherwise these wait for them.
+
+        Raises:
+            PeerError: A peer is gone.
+        """
+        ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        if sent.device.type == "cpu" or not self._runs_messages_together(sent.device):
+            return self.start([(sent, ahead)], [(received, behind)])
+        sent_sizes, received_sizes = [0] * self.size, [0] * self.size
+        sent_sizes[ahead] = received_sizes[behind] = sent.numel()
+        return self._all_to_all(sent, received, sent_sizes, received_sizes, beside=beside)
+
+    def trade(self, sent: torch.Tensor, received: torch.Tensor) -> Transfer:
+        """Send row n of ``sent`` to rank n, and receive row n of ``received`` from it.
+
+        All ranks do it at once, with contiguous tensors of equal shapes. On a GPU the kernels that
+        follow wait for it.
+
+        Raises:
+            PeerError: A peer is gone.
+        """
+        return self._all_to_all(sent, received, [], [], beside=False)
+
+    def _runs_messages_together(self, device: torch.device) -> bool:
+        """Return True if the backend runs all messages that start together as one operation."""
+        return bool(self._open_group()._get_backend(device).supports_coalescing)  # noqa: SLF001
+
+    def _open_group(self) -> dist.ProcessGroup:
+        """Return the group; see :attr:`group`."""
+        group = None if self.group_ref is None else self.group_ref()
+        return not_none(self.group) if group is None else group
+
+    def _all_to_all(
+        self, sent: torch.Tensor, received: torch.Tensor, sent_sizes: list[int],
+        received_sizes: list[int], *, beside: bool,
+    ) -> Transfer:  # fmt: skip
+        """Start an all-to-all by what is inside of ``torch.distributed.all_to_all_single``.
+
+        Its checks and its log take the host as long as NCCL does. Peers without numbers get no
+        message.
+        """
+        options = dist.AllToAllOptions()
+        options.asyncOp = (
+            beside  # otherwise NCCL runs on the current stream, and no event is needed
+        )
+        peers = tuple(others(self))
+        try:
+            work = self._open_group().alltoall_base(
+                received, sent, received_sizes, sent_sizes, options
+            )
+        except RuntimeError as error:
+            raise PeerError(peers, error) from error
+        return Transfer(() if work is None else (work,), (sent,), peers)
+
 
 ALONE = Ranks(None, 0, 1)
 

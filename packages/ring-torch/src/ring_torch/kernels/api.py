@@ -278,6 +278,31 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
         _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
 
 
+def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
+    """Return a merge ``(into, results)`` for launches in which every row sees something.
+
+    An infinity in ``lse`` then comes from scores that are not finite, and NaN is merged, as
+    :meth:`Kernel.mark_nonfinite` would write. With ``first`` the accumulated state is not read: it
+    has no values yet. The merge serves tensors on the device of ``like``, of the shapes, strides
+    and alignments that it is called with first.
+    """
+    if like.is_cuda and has_triton():
+        from ring_torch.memory_ops import MergeOnGpu
+
+        merge = MergeOnGpu(first=first)
+        return lambda into, results: merge(*into, *results)
+
+    def merge_in_torch(into: AttentionState, results: AttentionState) -> None:
+        lse = results.lse.masked_fill(results.lse.isinf(), torch.nan)
+        if first:
+            into.out.copy_(results.out)
+            into.lse.copy_(lse)
+        else:
+            merge_into(into, results.out, lse)
+
+    return merge_in_torch
+
+
 def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     """Merge in torch's operations: both parts are scaled by ``exp(lse - merged)`` and added."""
     lse = lse.to(into.lse.dtype)

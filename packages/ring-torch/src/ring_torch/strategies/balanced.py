@@ -149,8 +149,8 @@ class Balanced(Strategy):
             # in the step before. In flight beside it: the first piece of remote queries, and
             # results of the step before on their way home.
             transfer = DONE
-            if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
+            if step.keys_hop is not None:
+                transfer = call.ranks.rotate(held, spare, step.keys_hop, beside=True)
             columns = own
             if not step.is_own:
                 columns = call.columns(step.keys_of, packing.views(held))
@@ -161,7 +161,7 @@ class Balanced(Strategy):
             remote.compute_pieces(pieces, attend)
             # The next step reads the K/V that arrived; `held` has been sent and may be overwritten.
             transfer.wait()
-            if step.keys_to is not None:
+            if step.keys_hop is not None:
                 held, spare = spare, held
                 saved = (held,)
         # Results of the last step's helpers may still be on their way.
@@ -212,11 +212,11 @@ class Balanced(Strategy):
         held = next(iter(saved), None)
         for step, pieces in self.backward_steps:
             transfer, arriving = DONE, held
-            if held is not None and step.keys_to is not None and step.keys_from is not None:
+            if held is not None and step.keys_hop is not None:
                 # Send the held K/V on and receive the next into a new buffer: `held` may be the
                 # tensor that autograd saved, which must not be overwritten.
                 arriving = packing.buffer(call.device)
-                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.rotate(held, arriving, step.keys_hop, beside=True)
             columns = own
             if not step.is_own:
                 assert held is not None

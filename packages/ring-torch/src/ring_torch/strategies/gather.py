@@ -33,6 +33,7 @@ from ring_core import (
 from ring_core.checks import Sizes
 from ring_core.programs.gather import Fetch
 from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
+from ring_torch.launch_cache import keep, tensors_key
 from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
@@ -51,11 +52,9 @@ from ring_torch.records import (
 from ring_torch.strategies.prepared import (
     PreparedBackward,
     PreparedLaunches,
-    keep,
     prepare_backward,
     prepare_forward,
     put_columns,
-    tensors_key,
 )
 from ring_torch.strategies.two_stage import TwoStageGather
 from ring_torch.transports.api import (

@@ -27,8 +27,6 @@ from ring_torch.records import (
     QueryBlock,
 )
 
-_MOST_KINDS = 16  # kinds of tensors for which launches are kept
-
 
 class PreparedItem(NamedTuple):
     """The forward launch of a work item.
@@ -90,24 +88,10 @@ class PreparedBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """Launches of both passes, each by the key of :func:`tensors_key`."""
+    """Launches of both passes, each by :func:`ring_torch.launch_cache.tensors_key`."""
 
     forward: dict[object, PreparedForward] = field(default_factory=dict)
     backward: dict[object, PreparedBackward] = field(default_factory=dict)
-
-
-def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -> None:
-    """Keep launches, if there are any; those of other tensors may be dropped for them."""
-    if launches is None:
-        return
-    if len(launches_by_key) >= _MOST_KINDS:
-        launches_by_key.clear()
-    launches_by_key[key] = launches
-
-
-def tensors_key(*tensors: Tensor | None) -> object:
-    """Return a key of tensors: equal for tensors of equal strides and alignment to 16 bytes."""
-    return tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
 def prepare_forward(

@@ -7,7 +7,7 @@ after their K/V, collecting each rank's part, until they are home.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage
 from ring_torch.buffers import BufferSpec, packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
+from ring_torch.launch_cache import keep, tensors_key
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -29,6 +30,7 @@ from ring_torch.records import (
     QueryGrads,
     empty_state,
 )
+from ring_torch.strategies.prepared_ring import PreparedRing, prepare_ring
 from ring_torch.transports.api import Traffic
 
 
@@ -52,30 +54,23 @@ class RingStep(NamedTuple):
         launches: Launches of this rank's queries over the K/V that it holds in this step.
         keys_of: The rank to which these K/V belong.
         is_own: True if they are this rank's own, which are read from the call's inputs.
-        keys_to: The rank to which the held K/V are sent while the launches run; ``None`` if no
-            later step needs them.
-        keys_from: The rank from which the next step's K/V arrive meanwhile, or ``None``.
-        grads_to: In the backward, the rank to which the summed dK/dV of the held K/V are sent after
-            the launches; ``None`` if they are home.
-        grads_from: The rank from which dK/dV of the next step's K/V arrive then, or ``None``.
+        keys_hop: How many ranks ahead the held K/V are sent while the launches run; the next step's
+            arrive meanwhile from as many behind. ``None`` if no later step needs them.
+        grads_hop: In the backward, how many ranks ahead the summed dK/dV of the held K/V are sent
+            after the launches, while those of the next step's K/V arrive from as many behind.
+            ``None`` if they are home.
     """
 
     launches: tuple[Launch, ...]
     keys_of: int
     is_own: bool
-    keys_to: int | None
-    keys_from: int | None
-    grads_to: int | None
-    grads_from: int | None
+    keys_hop: int | None
+    grads_hop: int | None
 
 
 def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
-    """Return the steps of a pass for a rank: its launches, and the ranks it exchanges with."""
+    """Return the steps of a pass for a rank: its launches, and how far what it holds travels."""
     size = program.plan.cp_size
-
-    def neighbour(hop: int | None, direction: int) -> int | None:
-        return None if hop is None else (rank + direction * hop) % size
-
     return tuple(
         RingStep(
             tuple(
@@ -83,8 +78,7 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
             ),
             (rank - program.steps[stage.step].shift) % size,
             program.steps[stage.step].shift == 0,
-            neighbour(stage.kv_hop, 1), neighbour(stage.kv_hop, -1),
-            neighbour(stage.grad_hop, 1), neighbour(stage.grad_hop, -1),
+            stage.kv_hop, stage.grad_hop,
         )
         for stage in stages
     )  # fmt: skip
@@ -101,13 +95,17 @@ class Ring(Strategy):
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
     name: str = "ring"
+    is_plain: bool = False  # True if no option needs more than q, k and v in a launch
+    launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int) -> Self:
+    def of(cls, program: RingProgram, rank: int, *, is_plain: bool = False) -> Self:
         """Make the steps of both passes for a rank."""
-        return cls(
-            ring_steps(program, rank, program.forward), ring_steps(program, rank, program.backward)
-        )
+        forward = ring_steps(program, rank, program.forward)
+        backward = ring_steps(program, rank, program.backward)
+        items = [launch.item for step in forward for launch in step.launches]
+        banded = all(item.cu_q is None and item.tiles is None for item in items)
+        return cls(forward, backward, is_plain=is_plain and banded)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the accumulators' dtype, and the packed K/V that arrived last.
@@ -117,30 +115,44 @@ class Ring(Strategy):
         agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
-        into = empty_state(rows.q, inputs.v.shape[3])
+        key, work = tensors_key(*inputs[:3]), None
+        if (prepared := self.launches.get(key)) is not None:
+            work = prepared.work(rows.q, inputs.v.shape[3])
+        into = empty_state(rows.q, inputs.v.shape[3]) if work is None else work.into
         saved: Saved = ()
         if len(self.forward_steps) > 1:
             # Two buffers, whatever the number of ranks: `held` is read by kernels and by the send,
             # `spare` is where the next K/V arrive. The call's own K/V are copied into `held` once.
             packing = packing_of(keys)
             held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
-        for step in self.forward_steps:
+        for n, step in enumerate(self.forward_steps):
             transfer = DONE
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
             # may be overwritten. The peers do the same with their buffers.
-            if step.keys_to is not None and step.keys_from is not None:
-                transfer = call.ranks.start([(held, step.keys_to)], [(spare, step.keys_from)])
-            columns = own
-            if not step.is_own:
-                columns = call.columns(step.keys_of, packing.views(held))
+            if step.keys_hop is not None:
+                transfer = call.ranks.rotate(held, spare, step.keys_hop, beside=True)
             # Kernels read `held` while it is being sent: both only read.
-            attend_step(call, step.launches, rows, columns, into)
+            held_keys = keys if step.is_own else packing.views(held)
+            if work is not None:
+                work.run(n, held_keys[0], held_keys[1])
+            else:
+                columns = own if step.is_own else call.columns(step.keys_of, held_keys)
+                attend_step(call, step.launches, rows, columns, into)
             # The next step reads what arrived. That the send has completed frees `held`, too.
             transfer.wait()
-            if step.keys_to is not None:
+            if step.keys_hop is not None:
                 held, spare = spare, held
                 saved = (held,)
+        if self.is_plain and work is None:
+            steps = [
+                (
+                    own if step.is_own else call.columns(step.keys_of, packing.views(held)),
+                    [launch.item for launch in step.launches],
+                )
+                for step in self.forward_steps
+            ]
+            keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params))
         return into, saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
@@ -160,12 +172,12 @@ class Ring(Strategy):
         held = next(iter(saved), None)
         for step in self.backward_steps:
             transfer, arriving = DONE, held
-            if held is not None and step.keys_to is not None and step.keys_from is not None:
+            if held is not None and step.keys_hop is not None:
                 # Send the held K/V on and receive the next into a new buffer. `held` may be the
                 # tensor that autograd saved, which must not be overwritten: a backward may be run
                 # twice. Each buffer goes back to the allocator after its step.
                 arriving = packing.buffer(call.device)
-                transfer = call.ranks.start([(held, step.keys_to)], [(arriving, step.keys_from)])
+                transfer = call.ranks.rotate(held, arriving, step.keys_hop, beside=True)
             columns = own
             if not step.is_own:
                 assert held is not None
@@ -205,10 +217,8 @@ def ring_traffic(
     keys = inputs.key_tensors()
     kv = packing_of(keys).size
     grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
-    return Traffic(
-        sum(kv * (x.keys_to is not None) + grads * (x.grads_to is not None) for x in steps),
-        sum(kv * (x.keys_from is not None) + grads * (x.grads_from is not None) for x in steps),
-    )
+    size = sum(kv * (x.keys_hop is not None) + grads * (x.grads_hop is not None) for x in steps)
+    return Traffic(size, size)
 
 
 def attend_step(
@@ -279,20 +289,24 @@ class RotatingKeyGrads:
             total.view(acc_dtype).add_(arrived.view(acc_dtype))
         if is_own and total is not None:
             self._sums[is_own] = total
-        if step.grads_to is None or step.grads_from is None:
+        if step.grads_hop is None:
             return
         # `sent` belongs to the transfer until the next hop: nothing else holds it, so nothing
         # writes it. The next step's launches add to a new buffer, while the sum that its hop will
         # add arrives in `_arriving`. The peer expects a message in any case, so zeros if need be.
         sent = self._packing.buffer(self._call.device).zero_() if total is None else total
         self._arriving = self._packing.buffer(self._call.device)
-        self._transfer = self._call.ranks.start(
-            [(sent, step.grads_to)], [(self._arriving, step.grads_from)]
-        )
+        self._transfer = self._call.ranks.rotate(sent, self._arriving, step.grads_hop, beside=True)
+
+
+def _resolve(resolution: Resolution) -> Ring:
+    """Return the ring of a rank."""
+    has_more = resolution.needs_index or resolution.segment_ids or resolution.sizes.batch == 0
+    return Ring.of(resolution.program, resolution.rank, is_plain=not has_more)
 
 
 RING = StrategySpec(
     "ring",
-    lambda resolution: Ring.of(resolution.program, resolution.rank),
+    _resolve,
     is_automatic=lambda _: True,
 )

@@ -32,7 +32,7 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 
-_DIGEST_BYTES = 64  # at the start of a buffer: the digest of the call whose K/V it holds
+_HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
@@ -149,7 +149,7 @@ class SymmBuffer:
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
         self.stream, self.local_stream, self.peer_stream = streams
-        self.memory = SymmetricMemory(ranks, _DIGEST_BYTES)
+        self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
         self._patience = timeout_of(ranks.group, torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
         self._reusable_event: torch.cuda.Event | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_core.cost import BACKWARD_FLOPS, Model
@@ -53,9 +55,8 @@ class Watch(TorchDispatchMode):
         name = func._schema.name  # noqa: SLF001
         if name == "c10d::send":
             self.sent += sum(x.nbytes for x in args[0])
-        elif name == "c10d::alltoall_base_":  # equal parts, of which one stays on this rank
-            ranks = dist.ProcessGroup.unbox(args[2]).size()
-            self.sent += args[1].nbytes // ranks * (ranks - 1)
+        elif name == "c10d::alltoall_base_":
+            self.sent += _bytes_for_others(args[1], dist.ProcessGroup.unbox(args[2]), args[4])
         return func(*args, **(kwargs or {}))
 
     @property
@@ -78,6 +79,14 @@ class Watch(TorchDispatchMode):
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         self._marks.append(mark)
+
+
+def _bytes_for_others(sent: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> int:
+    """Return how many bytes of an all-to-all leave this rank; without ``sizes`` parts are equal."""
+    if not sizes:
+        return sent.nbytes // group.size() * (group.size() - 1)
+    row = sent.nbytes // max(len(sent), 1)
+    return row * (sum(sizes) - sizes[group.rank()])
 
 
 class CheckedPass(NamedTuple):

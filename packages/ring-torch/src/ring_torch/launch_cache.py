@@ -1,0 +1,21 @@
+"""Caches of prepared launches, kept by what a launch depends on of its tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_MOST = 16  # kinds of tensors for which a cache keeps launches
+
+
+def tensors_key(*tensors: Tensor | None) -> object:
+    """Return a key of tensors: equal for tensors of equal strides and alignment to 16 bytes."""
+    return tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in tensors])
+
+
+def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -> None:
+    """Keep launches, if there are any; those of other tensors may be dropped for them."""
+    if launches is None:
+        return
+    if len(launches_by_key) >= _MOST:
+        launches_by_key.clear()
+    launches_by_key[key] = launches
