@@ -12,6 +12,7 @@ from torch import Tensor
 from ring_core import LayoutName, checks
 from ring_torch.autograd import AttentionFunction
 from ring_torch.call import Call
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.options import CallOptions, Window
 from ring_torch.prepare import check_call
@@ -32,7 +33,7 @@ class FlashAttnOptions(NamedTuple):
     return_attn_probs: bool
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attend_batch(
     layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions, group: Group
 ) -> Any:

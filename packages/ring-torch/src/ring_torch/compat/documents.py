@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
 from ring_core.base.arguments import Ints
 from ring_torch.call import Call
+from ring_torch.capture import untraced
 from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.comm.relayout import Relayout, relayout_between
@@ -155,7 +156,7 @@ class _SharedCall:
     inputs: Inputs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attend_documents(
     layout: LayoutName,
     q: Tensor,

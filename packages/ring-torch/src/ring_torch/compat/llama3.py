@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError, checks
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compat.call import (
     FlashAttnOptions,
@@ -94,7 +95,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 # This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
 # function, as torch.compile ignores it on the function that it is given itself.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _prepare_on_host(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -229,7 +230,7 @@ def _longest(offsets: tuple[int, ...]) -> int:
     return max(stop - start for start, stop in pairwise(offsets))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.classes import EagerAttentionSpec
 from ring_torch.hf.models.placeholders import AnyDevice, Placeholder, PlaceholderError
@@ -334,7 +335,7 @@ class EagerAttentionHooks:
         """Return hooks for a copy of the module, with no forward under way."""
         return EagerAttentionHooks(self.spec, self.config)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -348,7 +349,7 @@ class EagerAttentionHooks:
             name: _as_score_bias(x) for name, x in kwargs.items()
         }
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """Stop watching after the forward, also when it raised, and check that it attended once.
 

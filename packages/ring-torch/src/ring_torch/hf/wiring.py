@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.check import text_modules
 from ring_torch.hf.models.classes import (
@@ -96,14 +97,14 @@ class _MaskKeeper:
             )
         return self._mask
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the mask that the forward is given."""
         mask = by_name(module, args, kwargs).get("attention_mask")
         mask = mask.batch if isinstance(mask, LayerMask) else mask
         self._mask = mask if isinstance(mask, ShardedMask) else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def end(self, *_: object) -> None:
         """Forget the mask after the forward, also when it raised."""
         self._mask = None
@@ -115,7 +116,7 @@ class _WholeLayer(_MaskKeeper):
     Such a layer mixes tokens one after another, which no rank can do with its part alone.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -129,7 +130,7 @@ class _WholeLayer(_MaskKeeper):
             arguments["position_ids"] = self.mask.unshard(arguments["position_ids"])
         return (), arguments
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Return this rank's part of the layer's output, after its forward.
 
@@ -153,7 +154,7 @@ class _Positions(_MaskKeeper):
         """Return the batch's position ids ``[B, T_local]`` instead of the module's own."""
         return self.mask.position_ids
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -218,7 +219,7 @@ class _PositionBias:
         self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the layer's mask, which says where its queries are, before the forward."""
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import collective
 from ring_torch.gradients import ReductionChoice, hooks_in
 from ring_torch.hf.models.batch import split_batch
@@ -144,7 +145,7 @@ class ModelHooks(ReductionChoice):
         finally:
             undo()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -207,7 +208,7 @@ class ModelHooks(ReductionChoice):
         shard = split_batch(self.sharding, batch, self.report, seed, weight)
         return shard, shard["attention_mask"], False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split_text(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -217,7 +218,7 @@ class ModelHooks(ReductionChoice):
         self.state = replace(self.state, is_whole=False)
         return split_text(self.state.mask, module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -243,7 +244,7 @@ class ModelHooks(ReductionChoice):
             raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split_mask(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -252,7 +253,7 @@ class ModelHooks(ReductionChoice):
             kwargs = {**kwargs, "attention_mask": replace(self.state.mask, joins_router=True)}
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join_router(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -276,7 +277,7 @@ class ModelHooks(ReductionChoice):
         )
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Join the per-token output of a classifier's ``score``, of which one row is picked."""
         return self.whole(output, self._take_state().mask.length)

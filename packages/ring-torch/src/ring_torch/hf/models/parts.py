@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.models.batch import split_batch, tokens_of
 from ring_torch.hf.models.check import ModelReport, takes_embeddings
 from ring_torch.hf.models.code import by_name, parameters_of
@@ -96,7 +97,7 @@ def split_pair(
     return {name: batch[name] for name in _MODEL_FLAGS if name in batch} | shards[0] | shards[1]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def tell_keys(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
