@@ -586,7 +586,7 @@ def store_result(
         merged = (row_max * (consts.SCALE * LOG2E) + gl.log2(total)) * LN2
         merged = gl.where(total == 0, -_INF, merged)
         gl.store(lse + flat.to(gl.int64) * q_len + rows, merged, mask=real)
-        if out.dtype.element_ty == gl.float32:  # four threads write 32 bytes
+        if out.dtype.element_ty == gl.float32:  # as the products lie: 32 bytes of a row at a time
             pointers = out + offsets_of(rows, flat, heads, q_len, layout, consts)
             gl.store(pointers, mean, mask=real[:, None])
         else:

@@ -2,7 +2,7 @@
 
 It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
 symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
-stream of their own, and then each copies what it needs. Copy engines do that: no multiprocessor is
+stream for that alone, and then each copies what it needs. Copy engines do that: no multiprocessor is
 taken from the kernels that run meanwhile. After its copies each rank comes to a second barrier,
 after which the next pass may overwrite the buffers.
 
@@ -186,7 +186,7 @@ class SymmBuffer:
         return arrived
 
     def barrier(self) -> torch.cuda.Event:
-        """Queue a barrier on the current stream and return an event after it.
+        """Queue a barrier on the current stream, which has to be ``stream``, and an event after it.
 
         It compares nothing: it is for ranks that have met in this pass already.
         """

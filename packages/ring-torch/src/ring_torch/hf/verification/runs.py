@@ -117,7 +117,8 @@ class Runner:
             perturbs: Change modules' outputs by a unit in the last place, at random.
 
         Raises:
-            UnsupportedError: A rank has too little memory; raised on all ranks of the ring alike.
+            UnsupportedError: A rank has too little memory. It is raised on all ranks of the ring,
+                but with FSDP on that rank alone.
         """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
@@ -182,7 +183,10 @@ class Runner:
         return total
 
     def _summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the gradients of a split run over the ranks. FSDP has reduced its own already."""
+        """Sum the gradients of a split run over the ranks, and divide by the factor in its loss.
+
+        FSDP has reduced its own already.
+        """
         summed = {}
         for name, weight in self.parameters.items():
             gradient = gradients.get(name)
