@@ -78,7 +78,7 @@ class ShiftedLabels(AnyDevice):
 
 @dataclass(frozen=True, eq=False)
 class UnshiftedLabels(Placeholder):
-    """Labels of this rank, whose mean cross entropy is divided by the label count of the whole batch.
+    """Labels of this rank; their mean cross entropy divides by the label count of the whole batch.
 
     Many models take the mean over the labels that they are given, whatever ``num_items_in_batch``
     says. Means of ranks do not add up to the mean of the batch; sums divided by its count do.
