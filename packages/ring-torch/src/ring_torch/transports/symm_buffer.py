@@ -2,7 +2,7 @@
 
 It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
 symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
-stream for that alone, and then each copies what it needs. Copy engines do that: no multiprocessor is
+stream of its own, then each copies what it needs. Copy engines do that: no multiprocessor is
 taken from the kernels that run meanwhile. After its copies each rank comes to a second barrier,
 after which the next pass may overwrite the buffers.
 

@@ -78,7 +78,7 @@ class ShiftedLabels(AnyDevice):
 
 @dataclass(frozen=True, eq=False)
 class UnshiftedLabels(Placeholder):
-    """Labels of this rank; their mean cross entropy divides by the label count of the whole batch.
+    """Labels of this rank, whose mean cross entropy is over all labels of the whole batch.
 
     Many models take the mean over the labels that they are given, whatever ``num_items_in_batch``
     says. Means of ranks do not add up to the mean of the batch; sums divided by its count do.
@@ -135,7 +135,7 @@ class UnshiftedLabels(Placeholder):
     def __torch_function__(
         cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
-        """Return this rank's part of the mean, or sum, of the cross entropy; refuse other functions."""
+        """Return this rank's part of the cross entropy, mean or sum; refuse other functions."""
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise PlaceholderError(cls._refusal)
         kwargs = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
