@@ -242,11 +242,10 @@ def _call(
 
     def checked(options: CallOptions) -> tuple[Call, Inputs]:
         """Return the checked call with these options."""
-        given_mask: Any = (
-            options.mask
-        )  # anything in it is refused: the trace has taken a Mask apart
+        # The trace has taken a Mask apart, so any other object here is refused.
+        mask_option: Any = options.mask
         mask = checks.check_mask(
-            given_mask, causal=options.causal, window=options.window,
+            mask_option, causal=options.causal, window=options.window,
             chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
         )  # fmt: skip
         options = _widest(options)._replace(causal=False, mask=mask)

@@ -46,7 +46,7 @@ class OffloadPiece(NamedTuple):
     """A piece of the work that ranks do for each other in a step, as one rank sees it.
 
     Attributes:
-        helper: The rank that computes for this rank.
+        helper: The rank that computes for this rank, if any rows are sent there.
         sent_rows: Slices of this rank's query rows that are sent there.
         launches: Launches of this rank for other ranks' query rows, over its own K/V.
     """
