@@ -24,9 +24,9 @@ from ring_core import (
     StrategyConfig,
     StrategyName,
 )
+from ring_core.masks.mask import Window as Window
 from ring_core.programs.ring import TABLE_UNBOUNDED
 
-Window = tuple[int | None, int | None]
 Direction = Literal["forward", "backward"]
 
 

@@ -7,12 +7,9 @@ installed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from ring_core import __version__, viz
 from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
@@ -41,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "doctor":
         diagnosis = doctor.diagnose()
-        facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-        print(json.dumps(facts, indent=2) if args.json else doctor.shown(diagnosis))
+        print(doctor.report(diagnosis, doctor.shown, as_json=args.json))
         return 0 if diagnosis.healthy else 1
     try:
         print(_plan(args))

@@ -7,6 +7,9 @@ import os
 import sys
 from typing import Any
 
+from ring_core import __version__  # all packages carry one version
+from ring_core.tools import bench
+
 #: Launchers of several processes, and the environment variables of their number and of the rank.
 LAUNCHERS = {
     "a launcher such as torchrun": ("WORLD_SIZE", "RANK"),
@@ -35,6 +38,40 @@ def add_command(
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=version)
     return parser
+
+
+def framework_commands(
+    package: str, framework: str
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Make the command line of a framework's package: ``doctor``, ``matrix`` and ``bench``.
+
+    Args:
+        package: The package, as ``ring_torch``.
+        framework: The name of the framework, as ``PyTorch``.
+
+    Returns:
+        The parser, and that of ``bench``, to which a package may add options of its own.
+    """
+    program, version = f"python -m {package}", f"{package.replace('_', '-')} {__version__}"
+    parser = argparse.ArgumentParser(
+        prog=program, description=f"Exact context-parallel attention for {framework}."
+    )
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_command(
+        commands, "doctor", "Show what can run here, and test it.", example=f"{program} doctor",
+        version=version,
+    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
+    add_command(
+        commands, "matrix", "Show what each kernel supports.", example=f"{program} matrix",
+        version=version,
+    )  # fmt: skip
+    bench_parser = add_command(
+        commands, "bench", "Time a ring against one device that computes everything.",
+        example=f"{program} bench --seq-len 16k --window 4096,0", version=version,
+    )  # fmt: skip
+    bench.add_options(bench_parser)
+    return parser, bench_parser
 
 
 def is_refused(package: str, command: str) -> bool:

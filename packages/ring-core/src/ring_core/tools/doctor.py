@@ -6,10 +6,12 @@ theirs, made of the same parts.
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -172,6 +174,14 @@ class Diagnosis:
     def healthy(self) -> bool:
         """True if all checks passed and no versions clash."""
         return is_healthy(self.clashes, self.checks)
+
+
+def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bool) -> str:
+    """Return what a ``doctor`` command prints: JSON, or the text that ``shown`` makes."""
+    if not as_json:
+        return shown(diagnosis)
+    facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+    return json.dumps(facts, indent=2)
 
 
 def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:

@@ -8,19 +8,17 @@ times a ring against one device that does all of it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import cast
 
 import jax
 
-from ring_core import __version__, support_matrix  # all packages carry one version
+from ring_core import support_matrix
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, is_refused
+from ring_core.tools.commands import framework_commands, is_refused
 from ring_jax.context import ContextParallel
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
@@ -53,25 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m ring_jax", description="Exact context-parallel attention for JAX."
-    )
-    version = f"ring-jax {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_command(
-        commands, "doctor", "Show what can run here, and test it.",
-        example="python -m ring_jax doctor", version=version,
-    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
-    add_command(
-        commands, "matrix", "Show what each kernel supports.",
-        example="python -m ring_jax matrix", version=version,
-    )  # fmt: skip
-    bench_parser = add_command(
-        commands, "bench", "Time a ring against one device that computes everything.",
-        example="python -m ring_jax bench --seq-len 16k --window 4096,0", version=version,
-    )  # fmt: skip
-    bench.add_options(bench_parser)
+    parser, _ = framework_commands("ring_jax", "JAX")
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
@@ -86,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 1
-    facts = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-    print(json.dumps(facts, indent=2) if args.json else shown(diagnosis))
+    print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
 
 

@@ -9,18 +9,15 @@ supports. ``bench`` times a ring against one device that computes the whole sequ
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from ring_core import __version__  # all packages carry one version
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, is_refused
+from ring_core.tools.commands import framework_commands, is_refused
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
 from ring_torch.tools import bench as _bench_torch
@@ -36,25 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; ``None`` for those of the process.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m ring_torch", description="Exact context-parallel attention for PyTorch."
-    )
-    version = f"ring-torch {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_command(
-        commands, "doctor", "Show what can run here, and test it.",
-        example="python -m ring_torch doctor", version=version,
-    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
-    add_command(
-        commands, "matrix", "Show what each kernel supports.",
-        example="python -m ring_torch matrix", version=version,
-    )  # fmt: skip
-    bench_parser = add_command(
-        commands, "bench", "Time a ring against one device that computes everything.",
-        example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
-    )  # fmt: skip
-    bench.add_options(bench_parser)
+    parser, bench_parser = framework_commands("ring_torch", "PyTorch")
     bench_parser.add_argument(
         "--transport",
         choices=transport_names(),
@@ -81,11 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(matrix())
         return 0
     diagnosis = diagnose()
-    print(
-        json.dumps(asdict(diagnosis) | {"healthy": diagnosis.healthy}, indent=2)
-        if args.json
-        else shown(diagnosis)
-    )
+    print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
 
 
