@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -65,23 +65,22 @@ def row_dots() -> dict[str, Any]:
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
     kernel: Any = memory_ops._row_dots.kernel
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
-    given = (x, x, dots, None, None, 1024, *strides, 0, 0, 80, 128, 16, False)
+    given = (x, x, dots, 1024, *strides, 80, 128, 16)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
 
 
-def sink_sums() -> dict[str, Any]:
+def sink_grads() -> dict[str, Any]:
     """The gradient of sinks."""
     from ring_torch import memory_ops
 
-    x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 16)
-    lse, kernel = torch.zeros(1, 4, 1024), cast("Any", memory_ops._row_dots.kernel)
-    strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2], *lse.stride()[:2])
-    given = (x, x, dots, lse, lse, 1024, *strides, 80, 128, 64, True)
+    sinks, lse = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
+    kernel: Any = memory_ops._sum_sinks.kernel
+    given = (sinks, lse, lse, sinks, 1, 1024, *lse.stride()[:2], *lse.stride()[:2], 4096)
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
 
 
 #: Kernels that have no call of their own.
-PASSES = {"block_lists": block_lists, "row_dots": row_dots, "sink_sums": sink_sums}
+PASSES = {"block_lists": block_lists, "row_dots": row_dots, "sink_grads": sink_grads}
 
 
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:

@@ -179,10 +179,10 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_core.gather_program": Subject(
         gather_program, {"plan": plan, "rank": 0},
-        {"plan": PLAN, "rank": RANK, "own": FLAG, "splits": FLAG},
+        {"plan": PLAN, "rank": RANK, "own": FLAG, "splits": FLAG, "tile": SIZE},
     ),
     "ring_core.longest_gather": Subject(
-        longest_gather, {"plan": plan}, {"plan": PLAN, "splits": FLAG}
+        longest_gather, {"plan": plan}, {"plan": PLAN, "splits": FLAG, "tile": SIZE}
     ),
     "ring_core.RingProgram.table": Subject(program.table, {"step": 0}, {"step": RANK}),
     "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),

@@ -25,6 +25,8 @@ from ring_core import (
 )
 from ring_core.programs.gather import Fetch, Interval, _subtract
 
+TILES = st.integers(1, 8)
+
 
 def seen(plan: Plan, gather: GatherProgram) -> npt.NDArray[np.int64]:
     """How often the items show each pair of a rank's queries and all keys."""
@@ -44,11 +46,11 @@ def test_every_visible_pair_once(plan: Plan, data: st.DataObject) -> None:
         return
     rank = data.draw(st.integers(0, plan.cp_size - 1))
     positions = plan.q_positions(rank)
-    dense = plan.mask.dense(positions, np.arange(plan.kv_seq_len))
-    np.testing.assert_array_equal(seen(plan, gather_program(plan, rank)), dense)
+    dense, tile = plan.mask.dense(positions, np.arange(plan.kv_seq_len)), data.draw(TILES)
+    np.testing.assert_array_equal(seen(plan, gather_program(plan, rank, tile=tile)), dense)
     dense = dense.copy()
     dense[:, plan.k_positions(rank)] = False
-    remote = gather_program(plan, rank, own=False)
+    remote = gather_program(plan, rank, own=False, tile=tile)
     np.testing.assert_array_equal(seen(plan, remote), dense)
     assert all(fetch.rank != rank for fetch in remote.fetches)
 
@@ -58,7 +60,7 @@ def test_fetches_fill_the_buffer_in_time(plan: Plan, data: st.DataObject) -> Non
     if gather_refusals(plan):
         return
     rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
-    gather = gather_program(plan, rank, own=own)
+    gather = gather_program(plan, rank, own=own, tile=data.draw(TILES))
     buffer = np.full(gather.length, -1)
     arrived = 0
     for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
@@ -79,7 +81,7 @@ def test_what_is_gathered_says_what_it_is(plan: Plan, data: st.DataObject) -> No
     if gather_refusals(plan):
         return
     rank, own = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(st.booleans())
-    gather = gather_program(plan, rank, own=own)
+    gather = gather_program(plan, rank, own=own, tile=data.draw(TILES))
     assert gather.own is own
     assert all(a.stop < b.start for a, b in pairwise(gather.spans))
     items = [*gather.items, *gather.in_place]
@@ -281,7 +283,8 @@ def test_a_causal_zigzag_is_one_launch_a_run(rank: int) -> None:
 def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObject) -> None:
     if gather_refusals(plan):
         return
-    gather = gather_program(plan, data.draw(st.integers(0, plan.cp_size - 1)))
+    rank, tile = data.draw(st.integers(0, plan.cp_size - 1)), data.draw(TILES)
+    gather = gather_program(plan, rank, tile=tile)
     written = np.zeros(gather.length, dtype=bool)
     for item, overwritten in reversed(list(zip(gather.items, gather.overwritten, strict=True))):
         new = np.zeros_like(written)

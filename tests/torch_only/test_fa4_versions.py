@@ -611,9 +611,8 @@ def test_other_versions_refuse_what_has_no_public_function(
 def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Library]) -> None:
     parts, plan = fa4.FA4.parts, make_plan(Mask(causal=True), seq_len=1024, cp_size=2)
     assert parts is not None
-    q, k = torch.empty(1, 512, 4, 64), torch.empty(1, 512, 2, 64)
-    params = SimpleNamespace(softcap=None, deterministic=False)
+    request = Request("cuda", "bfloat16", 64, 64, grad=True, q_heads=4, kv_heads=2)
     for version in (KNOWN, UNKNOWN):
         install(version)
-        applies = parts.applies(plan, q, k, k, params, splits=True)  # type: ignore[arg-type]
+        applies = parts.applies(plan, request, splits=True, tile=parts.tile)
         assert applies == (version == KNOWN)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_core import Mask, Plan, WorkItem, make_plan
+from ring_core import Mask, Plan, Request, WorkItem, make_plan
 from ring_core.programs import gather
 from ring_torch import ContextParallel, prepare
 from ring_torch.kernels import fa4
@@ -30,12 +30,11 @@ class Tiled(SplitBackward):
     """See :class:`ring_torch.kernels.api.SplitBackward`: a tile's numbers stand in reverse."""
 
     used: list[bool]
+    tile = KEYS
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
-        del q, k, v, params
-        self.used.append(fa4._in_whole_tiles(plan, splits))
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
+        del request
+        self.used.append(fa4.in_whole_tiles(plan, splits, tile))
         return self.used[-1]
 
     def accumulate(
@@ -56,7 +55,7 @@ class Tiled(SplitBackward):
         def launch(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
             sums: Tensor,
-        ) -> None:  # fmt: skip
+        ) -> Tensor:  # fmt: skip
             self.used.append(True)
             block = QueryBlock(q, None, None, None, None, None)
             batch, length, heads, dim = k.shape
@@ -67,6 +66,11 @@ class Tiled(SplitBackward):
                     BackwardInputs(dout, out, lse, None).take(item.q_slice), item, params,
                     dq[:, item.q_slice], (totals[0, :, :, item.k_slice], totals[1, :, :, item.k_slice]),
                 )  # fmt: skip
+            # As a library has it: a batch of the items' rows, padded behind.
+            delta = (dout * out).sum(dim=-1).transpose(1, 2)
+            if len({item.q_stop - item.q_start for item in items}) == batch == 1:
+                delta = delta[0].unflatten(1, (len(items), -1)).transpose(0, 1)
+            return torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3]
 
         return launch
 
@@ -118,18 +122,24 @@ def _reversed(x: Tensor) -> Tensor:
     return found
 
 
-def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[list[bool], float]:
-    """Which passes added up in tiles, and the largest error of a gradient."""
+def on_a_rank(
+    rank: int, layout: Any, mask: Mask, groups: HeadGroups
+) -> tuple[list[bool], float, list[Tensor]]:
+    """Which passes added up in tiles, the largest error of a gradient, and of sinks' parts."""
     del rank
     torch.manual_seed(0)
     whole = [torch.randn(1, LENGTH, heads, DIM).requires_grad_() for heads in HEADS]
+    sinks = torch.randn(HEADS[0]).requires_grad_()
     dout = torch.randn(1, LENGTH, HEADS[0], DIM)
     k, v = (x.repeat_interleave(HEADS[0] // HEADS[1], dim=2) for x in whole[1:])
     scores = torch.einsum("bqhd,bkhd->bhqk", whole[0], k) * DIM**-0.5
     position = torch.arange(LENGTH).numpy()
     hidden = ~torch.from_numpy(mask.dense(position, position))
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    expected = torch.autograd.grad(torch.einsum("bhqk,bkhd->bqhd", weights, v), whole, dout)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    logits = torch.cat([scores, sinks[:, None, None].expand(1, -1, LENGTH, 1)], dim=3)
+    weights = logits.softmax(-1)[..., :-1]
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    *expected, dsinks = torch.autograd.grad(out, (*whole, sinks), dout)
     cp = ContextParallel(layout=layout)
     mine = [cp.shard(x.detach()).requires_grad_() for x in whole]
     used: list[bool] = []
@@ -141,19 +151,19 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather, "TILE", KEYS),
     ):
-        out = cp.attention(*mine, mask=mask, strategy="gather")
-        grads = torch.autograd.grad(out, mine, cp.shard(dout))
+        out = cp.attention(*mine, mask=mask, strategy="gather", sinks=sinks)
+        *grads, part = torch.autograd.grad(out, (*mine, sinks), cp.shard(dout))
         # The second call runs the launches that the first has prepared, to the same bits, though
         # the tokens of a key head lie together now.
         q, *kv = mine
         mine = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
         mine = [x.requires_grad_() for x in mine]
-        out = cp.attention(*mine, mask=mask, strategy="gather")
-        again = torch.autograd.grad(out, mine, cp.shard(dout))
+        out = cp.attention(*mine, mask=mask, strategy="gather", sinks=sinks)
+        *again, part_again = torch.autograd.grad(out, (*mine, sinks), cp.shard(dout))
         assert all(map(torch.equal, grads, again))
     prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]
-    return used, float(torch.stack(errors).max())
+    return used, float(torch.stack(errors).max()), [part - dsinks / 2, part_again - dsinks / 2]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +174,8 @@ def on_a_rank(rank: int, layout: Any, mask: Mask, groups: HeadGroups) -> tuple[l
         (Mask(window=(12, 8)), True),
         (Mask(causal=True, window=(24, 0)), True),  # none is
         (Mask(window=(9, 7)), False),  # as many keys as fill tiles, cut elsewhere
-        (Mask(causal=True, window=(10, 0)), False),
+        (Mask(causal=True, window=(10, 0)), True),  # items begin inside tiles of the sequence
+        (Mask(causal=True, window=(26, 0)), True),
     ],
 )
 @pytest.mark.parametrize(
@@ -180,10 +191,13 @@ def test_tiles_of_all_launches_are_the_same(
     layout: Any, groups: HeadGroups, mask: Mask, tiled: bool, backend: Any
 ) -> None:
     plan = make_plan(mask, seq_len=LENGTH, cp_size=2, layout=layout)
-    for rank, (used, error) in enumerate(backend.pool(2).run(on_a_rank, layout, mask, groups)):
+    results = backend.pool(2).run(on_a_rank, layout, mask, groups)
+    for a, b in zip(results[0][2], results[1][2], strict=True):
+        assert (a + b).abs().max() < 1e-4
+    for rank, (used, error, _) in enumerate(results):
         with patch.object(gather, "TILE", KEYS):
-            program = gather._gather_program.__wrapped__(plan, rank, True, True)
+            program = gather._gather_program.__wrapped__(plan, rank, True, True, KEYS)
         spans = own_spans(program, rank, LENGTH // 2)
         prepared = tiled and groups == ONE_GROUP and not program.in_place and spans is not None
-        assert used == [tiled, tiled, *([True] if prepared else [])]
+        assert used == [tiled, *([True] if prepared else [])]
         assert error < 1e-5

@@ -68,11 +68,12 @@ def on_a_rank(
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, spec.splits)
+        options = spec.gather.splits, spec.gather.tile
+        assert peer_copies.fits_one_kernel(spec.plan, spec.keys, spec.groups, *options)
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(
-            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, spec.splits), digest
+            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options), digest
         )
 
     def noted(name: str) -> Any:
@@ -170,7 +171,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
     table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])
-    everybody_came = kernels._await_all
+    everybody_came = kernels.await_all
 
     def late(*given: Any) -> None:
         everybody_came(*given)
@@ -181,9 +182,9 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
         patched.setattr(kernels, "_now", _now)
         checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
         patched.setattr(interpreter.interpreter_builder, "options", checking)
-        patched.setattr(kernels, "_await_all", late)
+        patched.setattr(kernels, "await_all", late)
         if wrong:
-            patched.setattr(kernels, "_await_readers", lambda *_: None)
+            patched.setattr(kernels, "await_readers", lambda *_: None)
         for n in range(1, 9):
             time.sleep(0.02 * ((rank + n) % size))
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))

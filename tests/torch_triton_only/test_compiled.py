@@ -37,6 +37,6 @@ def test_bias() -> None:
 
 
 def test_passes() -> None:
-    kernels = compiled(["block_lists", "row_dots", "sink_sums"], 90)
-    assert [x["kernel"] for x in kernels] == ["_list_blocks", "_row_dots", "_row_dots"]
+    kernels = compiled(["block_lists", "row_dots", "sink_grads"], 90)
+    assert [x["kernel"] for x in kernels] == ["_list_blocks", "_row_dots", "_sum_sinks"]
     assert all(x["stack"] == 0 for x in kernels), kernels

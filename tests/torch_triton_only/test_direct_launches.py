@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from ring_torch import triton_launch
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.launches import direct
+from ring_torch.launches.direct import DirectKernel
 
 
 class Kernel(JITFunction):  # type: ignore[misc]
@@ -42,7 +42,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda _: found.stream, raising=False
     )
-    monkeypatch.setattr(triton, "__version__", triton_launch.VERSIONS[0])
+    monkeypatch.setattr(triton, "__version__", direct.VERSIONS[0])
     return found
 
 
@@ -144,7 +144,7 @@ def test_other_versions_launch_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("state")
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_MOST_LAUNCHES", 4)
+    monkeypatch.setattr(direct, "_MOST_LAUNCHES", 4)
     direct = DirectKernel(Kernel())
     for n in range(20):
         direct[1,](X, None, n, SIZE=8, ROWS=4)

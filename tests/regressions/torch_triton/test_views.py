@@ -86,11 +86,11 @@ def _rows(view: str, *shape: int) -> Tensor:
 def test_passes_over_memory(view: str) -> None:
     torch.manual_seed(0)
     x, y = _rows(view, 2, 32, 3, 8), _rows(view, 2, 32, 3, 8)
-    dots = (x * y).sum(-1).transpose(1, 2)
+    dots = (x * y).sum(-1).transpose(1, 2).contiguous()
     torch.testing.assert_close(memory_ops.row_dots_on_gpu(x, y), dots)
     lse, sinks = _rows(view, 2, 3, 32), torch.randn(3)
-    expected = ((sinks[:, None] - lse).exp() * dots).sum((0, 2))
-    torch.testing.assert_close(memory_ops.sink_sums_on_gpu(x, y, lse, sinks), expected)
+    expected = -((sinks[:, None] - lse).exp() * dots).sum((0, 2))
+    torch.testing.assert_close(memory_ops.sink_grads_on_gpu(sinks, lse, dots), expected)
     acc, acc_lse = torch.randn(2, 32, 3, 8), torch.randn(2, 3, 32)
     weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
     merged = weights[0] * acc + weights[1] * y
@@ -110,8 +110,11 @@ PASSES: dict[str, Callable[..., Any]] = {
     ),
     "mark": lambda view: memory_ops.mark_on_gpu(torch.zeros(WIDE), view(torch.zeros(ROWS))),
     "dots": lambda view: memory_ops.row_dots_on_gpu(torch.zeros(WIDE), view(torch.zeros(WIDE))),
-    "sinks": lambda view: memory_ops.sink_sums_on_gpu(
-        torch.zeros(WIDE), torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(3))
+    "sinks": lambda view: memory_ops.sink_grads_on_gpu(
+        view(torch.zeros(3)), torch.zeros(ROWS), torch.zeros(ROWS)
+    ),
+    "sinks of rows": lambda view: memory_ops.sink_grads_on_gpu(
+        torch.zeros(3), torch.zeros(ROWS), view(torch.zeros(ROWS))
     ),
     "pack": lambda view: memory_ops.pack_on_gpu(
         view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)

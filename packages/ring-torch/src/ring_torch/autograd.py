@@ -152,7 +152,13 @@ def backward_pass(
         upstream = BackwardInputs(dout, out, lse, delta)
         with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
             computed = call.strategy.backward(call, inputs, upstream, saved)
-        dsinks = None if inputs.sinks is None else _sink_grads(inputs.sinks, upstream, dlse)
+        dsinks = None
+        if inputs.sinks is not None:
+            if delta is None and dlse is None:
+                delta = computed.delta  # from the kernel, which computed it for itself
+            if delta is None:
+                delta = _delta(dout, out, dlse, call.acc_dtype)
+            dsinks = _sink_grads(inputs.sinks, lse, delta)
         dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in computed[:3]]
         error_message = None
         if watch is not None:
@@ -206,27 +212,32 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
     return delta if dlse is None else delta - dlse
 
 
-def _sink_grads(sinks: Tensor, upstream: BackwardInputs, dlse: Tensor | None) -> Tensor:
+def _sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return this rank's part of the sinks' gradient, in their shape and dtype.
 
     A head's gradient is ``-sum(exp(sink - lse) * delta)`` over this rank's rows. Several sinks of a
     head act as one, their log-sum-exp, whose gradient they share by their softmax weights.
-    """
-    dout, out, lse, delta = upstream
-    folded_sinks = folded(sinks, lse.dtype)
-    if delta is None and dlse is None and _can_use_triton(out, lse.dtype):
-        from ring_torch.memory_ops import sink_sums_on_gpu
 
-        sums = sink_sums_on_gpu(dout, out, lse, folded_sinks)
+    Args:
+        sinks: ``[H]`` or ``[H, n]``.
+        lse: ``[B, H, T_local]``, with the sinks.
+        delta: ``[B, H, T_local]``, or in parts as :attr:`ring_torch.records.Grads.delta`.
+    """
+    if delta.shape != lse.shape:
+        lse = lse[0].unflatten(1, (len(delta), -1)).transpose(0, 1)
+    one_per_head = sinks if sinks.ndim == 1 else folded(sinks, lse.dtype)
+    if _can_use_triton(lse, lse.dtype):
+        from ring_torch.memory_ops import sink_grads_on_gpu
+
+        grads = sink_grads_on_gpu(one_per_head, lse, delta)
     else:
-        if delta is None:
-            delta = _delta(dout, out, dlse, lse.dtype)
         safe = lse.masked_fill(lse == -torch.inf, torch.inf)
-        sums = (torch.exp(folded_sinks[:, None] - safe) * delta).sum(dim=(0, 2))
+        logits = one_per_head.to(lse.dtype)[:, None]
+        grads = -(torch.exp(logits - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:
-        return -sums.to(sinks.dtype)
-    weights = (sinks.to(lse.dtype) - folded_sinks[:, None].nan_to_num(neginf=0.0)).exp()
-    return -(weights * sums[:, None]).to(sinks.dtype)
+        return grads.to(sinks.dtype)
+    weights = (sinks.to(lse.dtype) - one_per_head[:, None].nan_to_num(neginf=0.0)).exp()
+    return (weights * grads[:, None]).to(sinks.dtype)
 
 
 def _can_use_triton(x: Tensor, dtype: torch.dtype) -> bool:

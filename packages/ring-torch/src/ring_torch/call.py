@@ -13,6 +13,7 @@ from torch import Tensor
 from ring_core import GatherProgram, Plan, Request, RingProgram
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
+from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
@@ -38,6 +39,7 @@ from ring_torch.records import (
 )
 from ring_torch.transports.api import (
     GatherSession,
+    HeadSpec,
     Refusals,
     SessionSpec,
     Traffic,
@@ -173,22 +175,29 @@ class Call(NamedTuple):
         self,
         inputs: Inputs,
         signature: CallSignature,
+        gather: GatherProgram,
         *,
         groups: int,
-        own: bool,
-        splits: bool = True,
     ) -> GatherSession:
         """Open a session of the transport for one pass, over ``groups`` groups of heads.
-
-        With ``own`` a rank's own K/V are in the gathered buffer, too.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ranks, self.plan, own, splits, KVPayload.of(inputs, groups), groups, self.device,
+            self.ranks, self.plan, gather, KVPayload.of(inputs, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
         ))  # fmt: skip
+
+    def open_heads(self, signature: CallSignature, size: int) -> HeadCarrier:
+        """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        return self.transport.open_heads(
+            HeadSpec(self.ranks, size, self.device, signature, self.number, self.seed)
+        )
 
     def gathered_columns(
         self, gather: GatherProgram, keys: KVPayload, tensors: Sequence[Tensor]
@@ -197,11 +206,10 @@ class Call(NamedTuple):
         columns = KeyBlock(*keys.split(tensors[0]), None, tensors[1] if keys.segments else None)
         if not self.needs_index:
             return columns
-        plan_and_rank = self.plan, self.ranks.rank, gather.own, gather.splits
         return columns._replace(
-            position=gathered_positions(*plan_and_rank, self.device),
+            position=gathered_positions(gather, self.device),
             aligned8=positions_aligned8(gather.positions),
-            runs=gathered_runs(*plan_and_rank),
+            runs=gathered_runs(gather),
         )
 
 
@@ -211,23 +219,27 @@ class Resolution(NamedTuple):
     Attributes:
         program: The plan in the order of a ring.
         rank: The rank.
+        request: The options and sizes that the kernel has to support.
         kernel: The kernel of all launches.
         sizes: Sizes of this rank's tensors.
         itemsize: Bytes of a number of q, k and v.
         needs_index: True if an option needs global positions of tokens.
         segment_ids: True if segment ids travel with K/V.
         is_short: True if K/V are so few that no work is done over own keys in place.
+        returns_lse: True if the call returns ``lse``, whose gradient may need another kernel.
         inner: The call of one rank for this rank's heads, if the strategy splits heads.
     """
 
     program: RingProgram
     rank: int
+    request: Request
     kernel: Kernel
     sizes: Sizes
     itemsize: int
     needs_index: bool
     segment_ids: bool
     is_short: bool
+    returns_lse: bool
     inner: Call | None
 
 
@@ -248,10 +260,11 @@ class StrategySpec:
         resolve: Returns the object that runs both passes on a rank, with all steps made. It is not
             asked for a one-rank call that is a single launch.
         refusals: Returns the reasons why it cannot do a call, the same on all ranks.
-        opens_sessions: True if its K/V move in sessions of any transport; otherwise it sends
-            messages itself, and needs a transport that sends messages.
-        splits_heads: True if its kernels run in an inner call of one rank, over all tokens of a
-            part of the heads.
+        opens_sessions: True if its K/V move in sessions of any transport. A strategy that does
+            neither this nor ``splits_heads`` sends messages itself, and needs a transport that
+            sends them.
+        splits_heads: True if it trades tokens for heads, over any transport, and its kernels run in
+            an inner call of one rank, over all tokens of a part of the heads.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
@@ -267,7 +280,7 @@ class StrategySpec:
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
-        return self.opens_sessions or transport.sends_messages
+        return self.opens_sessions or self.splits_heads or transport.sends_messages
 
 
 @lru_cache(maxsize=256)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel, PreparedLaunch, has_launch_hooks
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch, has_launch_hooks
 
 _ROWS = 16
 _MARK_ROWS = 1024
-_MORE_ROWS = 64  # rows of a head that a program sums up to one number
+_SINK_ROWS = 4096  # rows of a head that a program loads at a time
 _NUMBERS = 2048  # numbers that a program adds
 _SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # block of a bias that a program loads at a time
 _AT_ONCE = 4  # most parts that one launch adds
@@ -90,29 +90,27 @@ def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
         _row_dots[(triton.cdiv(rows, _ROWS), heads, batch)](
-            x, y, dots, None, None, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
-            0, 0, DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS, SUMS=False,
+            x, y, dots, rows, *x.stride()[:3], *y.stride()[:3], *dots.stride()[:2],
+            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_ROWS,
         )  # fmt: skip
     return dots
 
 
-def sink_sums_on_gpu(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return ``sum(exp(sink - lse) * rowsum(dout * out))`` over the rows of each head, ``[H]``.
+def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return ``-sum(exp(sink - lse) * delta)`` over the rows of each head, in the sinks' dtype.
 
-    The sums are float32. ``dout`` and ``out`` are ``[B, n, H, D]``; ``lse [B, H, n]``, which
-    includes the sinks, and ``sinks [H]`` are float32.
+    ``sinks`` are ``[H]``; ``lse``, which includes the sinks, and ``delta`` are float32 ``[B, H,
+    n]``. One program sums up a head, in float32 and in a fixed order: results repeat bit for bit.
     """
-    _assert_unit_strides(dout, out, lse, sinks)
-    batch, rows, heads, dim = out.shape
-    num_blocks = triton.cdiv(rows, _MORE_ROWS)
-    sums = torch.zeros(batch, heads, num_blocks, dtype=torch.float32, device=out.device)
-    if sums.numel() > 0:
-        _row_dots[(num_blocks, heads, batch)](
-            dout, out, sums, lse, sinks, rows, *dout.stride()[:3], *out.stride()[:3],
-            *sums.stride()[:2], *lse.stride()[:2],
-            DIM=dim, PADDED=triton.next_power_of_2(dim), ROWS=_MORE_ROWS, SUMS=True,
+    _assert_unit_strides(sinks, lse, delta)
+    batch, heads, rows = lse.shape
+    grads = torch.empty_like(sinks)
+    if heads > 0:
+        _sum_sinks[(heads,)](
+            sinks, lse, delta, grads, batch, rows, *lse.stride()[:2], *delta.stride()[:2],
+            ROWS=_SINK_ROWS, num_warps=8,
         )  # fmt: skip
-    return sums.sum(dim=(0, 2))
+    return grads
 
 
 def bias_shift_on_gpu(
@@ -283,11 +281,10 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_dots(
-    x, y, dots, lse, sinks, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch,
-    dots_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr,
+    x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``rowsum(x * y)`` for rows of one head or, with ``SUMS``, their weighted sum."""
+    """Compute ``rowsum(x * y)`` for a few rows of one head."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -298,15 +295,30 @@ def _row_dots(
     b = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     row_sums = tl.sum(a * b, axis=1)
     dst = dots + batch * dots_batch + head * dots_head
-    if SUMS:
-        lse_at = lse + batch * lse_batch + head * lse_head + row
-        row_lse = tl.load(lse_at, mask=row < rows, other=float("inf"))
-        # A row that sees nothing, with lse = -inf, gives nothing to the sum.
-        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-        sink_weight = tl.exp(tl.load(sinks + head) - row_lse)
-        tl.store(dst + tl.program_id(0), tl.sum(sink_weight * row_sums, axis=0))
-    else:
-        tl.store(dst + row, row_sums, mask=row < rows)
+    tl.store(dst + row, row_sums, mask=row < rows)
+
+
+@DirectKernel
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_sinks(
+    sinks, lse, delta, grads, batch, rows, lse_batch, lse_head, delta_batch, delta_head,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum up the gradient of one head's sink over all rows."""
+    head = tl.program_id(0).to(tl.int64)
+    sink = tl.load(sinks + head).to(tl.float32)
+    sums = tl.zeros([ROWS], tl.float32)
+    lse_at, delta_at = lse + head * lse_head, delta + head * delta_head
+    for _ in range(batch):
+        for start in range(0, rows, ROWS):
+            row = start + tl.arange(0, ROWS)
+            x = tl.load(lse_at + row, mask=row < rows, other=float("inf"))
+            # A row that sees nothing, with lse = -inf, gives nothing to the sum.
+            x = tl.where(x == float("-inf"), float("inf"), x)
+            sums += tl.exp(sink - x) * tl.load(delta_at + row, mask=row < rows, other=0.0)
+        lse_at += lse_batch
+        delta_at += delta_batch
+    tl.store(grads + head, -tl.sum(sums, axis=0))
 
 
 @DirectKernel

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Plan, gather_program
+from ring_core import GatherProgram, Plan
 from ring_torch.capture import capture_safe_cache
 from ring_torch.records import PositionRun, runs_of
 
@@ -31,13 +31,9 @@ def positions_of(plan: Plan, rank: int, device: torch.device) -> tuple[Tensor, T
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
-def gathered_positions(
-    plan: Plan, rank: int, own: bool, splits: bool, device: torch.device
-) -> Tensor:
-    """Return the positions of the keys that a rank gathers, int64, with its own keys if ``own``."""
-    return torch.as_tensor(
-        gather_program(plan, rank, own=own, splits=splits).positions, device=device
-    )
+def gathered_positions(gather: GatherProgram, device: torch.device) -> Tensor:
+    """Return the positions of the keys that a rank gathers, int64."""
+    return torch.as_tensor(gather.positions, device=device)
 
 
 class Spans(NamedTuple):
@@ -88,6 +84,6 @@ def key_runs(plan: Plan, rank: int) -> tuple[PositionRun, ...]:
 
 
 @lru_cache(maxsize=64)
-def gathered_runs(plan: Plan, rank: int, own: bool, splits: bool) -> tuple[PositionRun, ...]:
+def gathered_runs(gather: GatherProgram) -> tuple[PositionRun, ...]:
     """Return the runs of consecutive positions among the keys that a rank gathers."""
-    return runs_of(gather_program(plan, rank, own=own, splits=splits).positions)
+    return runs_of(gather.positions)

@@ -252,12 +252,17 @@ def with_unit_strides(inputs: Inputs) -> Inputs:
 
 
 class Grads(NamedTuple):
-    """Gradients of a work item, or of all of a rank's tensors, in the inputs' dtype or wider."""
+    """Gradients of a work item, or of all of a rank's tensors, in the inputs' dtype or wider.
+
+    Beside them is ``delta = rowsum(dout * out)``, float32, if the kernel has computed it for all
+    rows: ``[B, H, T_local]`` or, of one sequence, in equal parts of the rows, ``[parts, H, n]``.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+    delta: Tensor | None = None
 
 
 #: The dimension of heads, for each field that is cut into groups of heads.

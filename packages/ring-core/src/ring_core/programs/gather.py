@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import TILE, Ints, check_index, check_kind, not_none
+from ring_core.base.arguments import (
+    TILE,
+    Ints,
+    check_index,
+    check_kind,
+    check_size,
+    not_none,
+)
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
@@ -81,6 +88,7 @@ class GatherProgram:
             ``k_start`` and ``k_stop`` count local indices.
         splits: Rows that see own keys only may be in ``in_place``; otherwise all work is over the
             buffer.
+        tile: Items begin at positions that are multiples of this where a window allows it.
     """
 
     own: bool
@@ -90,6 +98,7 @@ class GatherProgram:
     spans: tuple[Interval, ...] = field(repr=False)
     in_place: tuple[WorkItem, ...] = ()
     splits: bool = True
+    tile: int = 1
 
     @cached_property
     def length(self) -> int:
@@ -170,7 +179,7 @@ def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> 
 
 
 def gather_program(
-    plan: Plan, rank: int, *, own: bool = True, splits: bool = True
+    plan: Plan, rank: int, *, own: bool = True, splits: bool = True, tile: int = 1
 ) -> GatherProgram:
     """Return what a rank fetches and computes with the keys of all ranks, in one buffer.
 
@@ -186,6 +195,9 @@ def gather_program(
             remote part of the rank's work; ``plan.items(rank, rank)`` is the rest.
         splits: With ``False`` no work is done in place: where keys are few, copying the rank's own
             into the buffer costs less than more launches.
+        tile: Keys of a tile, for kernels that need items of whole tiles: an item whose window
+            begins inside a tile begins at that tile's first key, which no row of it sees. So up to
+            ``tile - 1`` keys more are fetched for an item.
 
     Returns:
         The program; equal arguments return the same object, from a bounded cache.
@@ -197,14 +209,15 @@ def gather_program(
     check_index("rank", rank, plan.cp_size)
     check_kind("own", own, bool)
     check_kind("splits", splits, bool)
-    return _gather_program(plan, rank, own, splits)
+    check_size("tile", tile)
+    return _gather_program(plan, rank, own, splits, tile)
 
 
 @lru_cache(maxsize=_KEPT)
-def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherProgram:
+def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -> GatherProgram:
     """Make the program of :func:`gather_program`, which has checked the arguments."""
     assert not gather_refusals(plan)
-    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits)
+    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits, tile=tile)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -225,8 +238,9 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool) -> GatherPro
         fetched = union([*fetched, columns])
         waits_for.append(len(fetches))
     return GatherProgram(
-        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits
-    )
+        own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits,
+        tile,
+    )  # fmt: skip
 
 
 class Longest(NamedTuple):
@@ -241,7 +255,7 @@ class Longest(NamedTuple):
     in_place: bool
 
 
-def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
+def longest_gather(plan: Plan, *, splits: bool = True, tile: int = 1) -> Longest:
     """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
 
     >>> from ring_core import Mask, longest_gather, make_plan
@@ -250,21 +264,23 @@ def longest_gather(plan: Plan, *, splits: bool = True) -> Longest:
     """
     check_kind("plan", plan, Plan)
     check_kind("splits", splits, bool)
-    return _longest_gather(plan, splits)
+    check_size("tile", tile)
+    return _longest_gather(plan, splits, tile)
 
 
 @lru_cache(maxsize=_KEPT)
-def _longest_gather(plan: Plan, splits: bool) -> Longest:
+def _longest_gather(plan: Plan, splits: bool, tile: int) -> Longest:
     """Compute the facts from all ranks' items alone: their fetches would be many to make."""
     work_of_ranks = [
-        _work_and_keys(plan, rank, own=True, splits=splits) for rank in range(plan.cp_size)
+        _work_and_keys(plan, rank, own=True, splits=splits, tile=tile)
+        for rank in range(plan.cp_size)
     ]
     sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
     return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
 
 
 def _work_and_keys(
-    plan: Plan, rank: int, *, own: bool, splits: bool
+    plan: Plan, rank: int, *, own: bool, splits: bool, tile: int
 ) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
     """Return a rank's items over positions, its items in place, and the keys to gather.
 
@@ -278,6 +294,8 @@ def _work_and_keys(
         for item in _items(plan, rank, span)
     ]
     items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
+    if plan.k_layout.run_length % tile == 0:  # else positions and local indices count other tiles
+        items, in_place = ([_from_tile(item, tile) for item in work] for work in (items, in_place))
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
 
 
@@ -299,6 +317,19 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
                 rank, rank, rank, q_start, q_stop, k_start, k_stop,
                 None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
             )  # fmt: skip
+
+
+def _from_tile(item: WorkItem, tile: int) -> WorkItem:
+    """Let an item begin with the tile that holds its first key, if its window hides that tile's.
+
+    A window does so if it shows the first row no key before the item's first: then it shows none to
+    any row. Documents, and windows that begin before the first key, hide nothing in front of it.
+    """
+    before = item.k_start % tile
+    if before == 0 or item.hi != 0 or item.cu_q is not None:
+        return item
+    lo = None if item.lo is None else item.lo - before
+    return replace(item, k_start=item.k_start - before, lo=lo, hi=-before)
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +21,33 @@ from ring_torch.optional import has_triton
 Orders = Sequence[Tensor | None]
 
 
+class HeadCarrier(Protocol):
+    """A way to move the messages of an exchange between ranks."""
+
+    def __call__(
+        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
+        orders: Orders, *, splits_heads: bool,
+    ) -> None:  # fmt: skip
+        """Send each rank its part of ``sources``, and write what all ranks send into ``results``.
+
+        With ``splits_heads`` sources are ``[B, T_local, H, D]``, of which rank n gets the n-th
+        range of heads, and results ``[B, T, H / P, D]``, whose tokens come in ``orders``; otherwise
+        the other way round. The current stream waits for the exchange. All ranks call it at once.
+
+        Raises:
+            PeerError: A peer failed, or did not answer within the group's timeout.
+        """
+
+
 def to_heads(
-    ranks: Ranks, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
+    carry: HeadCarrier, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
 ) -> list[Tensor]:
     """Send each rank its heads of our tokens; return all tokens of our heads, in natural order.
 
     Args:
-        ranks: The ranks that exchange; each has a contiguous range of heads.
+        carry: Moves the messages; each rank has a contiguous range of heads.
         layout: How the messages hold the tensors.
-        tensors: ``[B, T_local, H, D]`` each, any strides.
+        tensors: ``[B, T_local, H, D]`` each, any strides but a contiguous last dimension.
         orders: For each tensor the positions of rank 0's tokens, then those of rank 1, ..., int64
             ``[T]``; ``None`` if they are in natural order.
 
@@ -39,13 +59,12 @@ def to_heads(
     """
     device = tensors[0].device
     results = [x.empty(layout.ranks * x.length, x.heads, device) for x in layout.parts]
-    none = [None] * len(results)
-    _exchange(ranks, layout, (tensors, none), (results, orders), splits_heads=True)
+    carry(layout, tensors, results, orders, splits_heads=True)
     return results
 
 
 def to_tokens(
-    ranks: Ranks, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
+    carry: HeadCarrier, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Orders
 ) -> list[Tensor]:
     """Undo :func:`to_heads`: return ``[B, T_local, H, D]`` for each tensor ``[B, T, H / P, D]``.
 
@@ -53,32 +72,38 @@ def to_tokens(
     """
     device = tensors[0].device
     results = [x.empty(x.length, layout.ranks * x.heads, device) for x in layout.parts]
-    none = [None] * len(results)
-    _exchange(ranks, layout, (tensors, orders), (results, none), splits_heads=False)
+    carry(layout, tensors, results, orders, splits_heads=False)
     return results
 
 
-def _exchange(
-    ranks: Ranks, layout: HeadBuffer, sources: tuple[Sequence[Tensor], Orders],
-    results: tuple[Sequence[Tensor], Orders], *, splits_heads: bool,
-) -> None:  # fmt: skip
-    """Pack ``sources`` into a message for each rank, exchange, and unpack into ``results``.
+@dataclass(frozen=True)
+class HeadMessages(HeadCarrier):
+    """A carrier that packs messages, exchanges them between these ranks, and unpacks them."""
 
-    With ``splits_heads`` rank n gets the n-th range of heads; otherwise its tokens.
-    """
-    device, size = sources[0][0].device, (layout.ranks, layout.message.size)
-    sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    pack, unpack = _pack, _unpack
-    if device.type == "cuda" and has_triton():
-        from ring_torch.comm import head_exchange_kernel
+    ranks: Ranks
 
-        pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
-    # `sent` and `received` belong to this exchange alone: tensors may be overwritten once packed.
-    pack(layout, sent, *sources, by_heads=splits_heads)
-    # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at the
-    # same time. The stream waits for the exchange, so the buffers may be freed after it.
-    ranks.trade(sent, received).wait()
-    unpack(layout, received, *results, by_heads=not splits_heads)
+    def __call__(
+        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
+        orders: Orders, *, splits_heads: bool,
+    ) -> None:  # fmt: skip
+        """Send the messages in one all-to-all."""
+        device, size = sources[0].device, (layout.ranks, layout.message.size)
+        sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        pack, unpack = _pack, _unpack
+        if device.type == "cuda" and has_triton():
+            from ring_torch.comm import head_exchange_kernel
+
+            pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
+        natural = [None] * len(orders)
+        # `sent` and `received` belong to this exchange alone: sources may change once packed.
+        pack(layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads)
+        # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
+        # the same time. The stream waits for that, so the buffers may be freed after it.
+        self.ranks.trade(sent, received).wait()
+        unpack(
+            layout, received, results, orders if splits_heads else natural,
+            by_heads=not splits_heads,
+        )  # fmt: skip
 
 
 def _pack(

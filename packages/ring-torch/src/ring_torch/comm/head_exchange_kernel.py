@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ring_torch.buffers import HeadBuffer
-from ring_torch.launch_cache import keep, tensors_key
-from ring_torch.triton_launch import DirectKernel, has_launch_hooks
+from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.launches.direct import DirectKernel, has_launch_hooks
 
 _BUFFER, _TENSORS, _ORDERS = 0, 1, 4  # indices among the arguments of a launch
 _NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and most of one token
@@ -49,30 +50,60 @@ def _move(
                 changes[_ORDERS + n] = order.data_ptr()
         launch(changes)
         return
-    assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
-    sizes: list[int] = []
-    for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
-        sizes += (shape.length, shape.heads * shape.dim, offset)
-    strides = [stride for x in tensors for stride in x.stride()[:3]]
-    rows = layout.ranks * max(x.batch * x.length for x in layout.parts)
-    widest = max(x.heads * x.dim for x in layout.parts)
-    columns = min(triton.next_power_of_2(widest), _COLUMNS)
-    at_once = _NUMBERS // columns
-    if rows == 0:
+    arguments = HeadArguments.of(layout, tensors, orders, at_once=_NUMBERS)
+    if arguments.blocks == 0:
         return
-    num_absent = 3 - len(tensors)  # the kernel takes up to three
-    grid = triton.cdiv(rows, at_once), len(tensors)
-    arguments = (
-        buffer, *tensors, *[None] * num_absent, *orders, *[None] * num_absent, *sizes, *[0] * (3 * num_absent),
-        *strides, *[0] * (3 * num_absent), layout.parts[0].batch, layout.ranks,
-        layout.message.size,
+    grid = layout.ranks * arguments.blocks, len(tensors)
+    values = (
+        buffer, *arguments.tensors, *arguments.orders, *arguments.sizes, *arguments.strides,
+        layout.parts[0].batch, layout.ranks, layout.message.size,
     )  # fmt: skip
-    dims = {f"DIM{n}": layout.parts[n % len(tensors)].dim for n in range(3)}
-    constants = dims | {
-        "ROWS": at_once, "COLUMNS": columns, "BY_HEADS": by_heads, "PACKS": packs,
-    }  # fmt: skip
-    _move_tensors[grid](*arguments, **constants)
-    keep(layout.launches, key, _move_tensors.prepared(grid, *arguments, **constants))
+    constants = arguments.constants | {"BY_HEADS": by_heads, "PACKS": packs}
+    _move_tensors[grid](*values, **constants)
+    keep(layout.launches, key, _move_tensors.prepared(grid, *values, **constants))
+
+
+class HeadArguments(NamedTuple):
+    """Arguments of a kernel that copies between messages and up to three tensors.
+
+    Attributes:
+        tensors: The tensors; absent ones are ``None``.
+        orders: Their orders of tokens.
+        sizes: Of each tensor the tokens and the numbers of a token in a message, and the offset in
+            it.
+        strides: Of each tensor the strides of batch, tokens and heads.
+        constants: Compile-time constants.
+        blocks: Most blocks of rows in a tensor's part of one message.
+    """
+
+    tensors: list[Tensor | None]
+    orders: list[Tensor | None]
+    sizes: list[int]
+    strides: list[int]
+    constants: dict[str, Any]
+    blocks: int
+
+    @classmethod
+    def of(
+        cls, layout: HeadBuffer, tensors: Sequence[Tensor], orders: Sequence[Tensor | None], *,
+        at_once: int,
+    ) -> Self:  # fmt: skip
+        """Make the arguments for blocks of ``at_once`` numbers, a power of 2."""
+        assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
+        num_absent = 3 - len(tensors)
+        sizes: list[int] = []
+        for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
+            sizes += (shape.length, shape.heads * shape.dim, offset)
+        widest = max(x.heads * x.dim for x in layout.parts)
+        columns = min(triton.next_power_of_2(widest), _COLUMNS)
+        dims = {f"DIM{n}": layout.parts[n % len(tensors)].dim for n in range(3)}
+        return cls(
+            [*tensors, *[None] * num_absent], [*orders, *[None] * num_absent],
+            [*sizes, *[0] * (3 * num_absent)],
+            [*(stride for x in tensors for stride in x.stride()[:3]), *[0] * (3 * num_absent)],
+            dims | {"ROWS": at_once // columns, "COLUMNS": columns},
+            triton.cdiv(max(x.batch * x.length for x in layout.parts), at_once // columns),
+        )  # fmt: skip
 
 
 @DirectKernel
@@ -87,44 +118,44 @@ def _move_tensors(
 ):  # fmt: skip
     """Copy between a buffer ``[P, bytes]`` and up to three tensors; grid row n copies tensor n."""
     tensor_index = tl.program_id(1)
+    rank, block = tl.program_id(0) % ranks, tl.program_id(0) // ranks
+    message = buffer + rank.to(tl.int64) * size
     if tensor_index == 0:
-        _move_part(
-            buffer, x0, order0, length0, width0, offset0, batch0, row0, head0, batch, ranks, size,
+        move_block(
+            message + offset0, x0, order0, rank, block, length0, width0, batch0, row0, head0, batch,
             DIM0, ROWS, COLUMNS, BY_HEADS, PACKS,
         )  # fmt: skip
     if x1 is not None:  # noqa: SIM102 - what is None is not compiled
         if tensor_index == 1:
-            _move_part(
-                buffer, x1, order1, length1, width1, offset1, batch1, row1, head1, batch, ranks,
-                size, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
+            move_block(
+                message + offset1, x1, order1, rank, block, length1, width1, batch1, row1, head1,
+                batch, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
             )  # fmt: skip
     if x2 is not None:  # noqa: SIM102
         if tensor_index == 2:
-            _move_part(
-                buffer, x2, order2, length2, width2, offset2, batch2, row2, head2, batch, ranks,
-                size, DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
+            move_block(
+                message + offset2, x2, order2, rank, block, length2, width2, batch2, row2, head2,
+                batch, DIM2, ROWS, COLUMNS, BY_HEADS, PACKS,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move_part(
-    buffer, x, order, length, width, offset, x_batch, x_row, x_head, batch, ranks, size,
+def move_block(
+    message, x, order, rank, block, length, width, x_batch, x_row, x_head, batch,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,
     PACKS: tl.constexpr,
-):  # fmt: skip
-    """Copy one tensor's parts of all messages, ``[P, B, T_local, H / P, D]``.
+) -> None:  # fmt: skip
+    """Copy some rows of one tensor's part in the message to or from a rank.
 
-    A row of the copy is a token of one rank's part: ``width = H / P * D`` numbers. With
-    ``BY_HEADS`` the tensor is ``[B, T_local, H, D]``, and rank n's part is the n-th range of heads;
-    otherwise it is ``[B, T, H / P, D]``, and rank n's part are the tokens that ``order`` names.
+    The part is ``[B, T_local, H / P, D]``, at the address ``message``; a row of the copy is a token
+    of it, ``width = H / P * D`` numbers. With ``BY_HEADS`` the tensor is ``[B, T_local, H, D]``,
+    and rank n's part is the n-th range of heads; otherwise it is ``[B, T, H / P, D]``, and rank n's
+    part are the tokens that ``order`` names. ``PACKS`` copies into the message.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own_rows = batch * length
-    is_row = rows < ranks * own_rows
-    rank, row = rows // own_rows, rows % own_rows
+    row = block * ROWS + tl.arange(0, ROWS)
+    is_row = row < batch * length
     b, token = (row // length).to(tl.int64), row % length
-    places = (buffer + rank.to(tl.int64) * size + offset).to(tl.pointer_type(x.dtype.element_ty))
-    places += row.to(tl.int64) * width
+    places = message.to(tl.pointer_type(x.dtype.element_ty)) + row.to(tl.int64) * width
     if BY_HEADS:
         starts = x + b * x_batch + token.to(tl.int64) * x_row
         starts += rank.to(tl.int64) * (width // DIM) * x_head

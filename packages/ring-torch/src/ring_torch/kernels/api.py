@@ -69,9 +69,10 @@ class BackwardLaunch(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor, /,
-    ) -> None:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """Write ``dq``, and add to the flat sums of dK and dV.
 
+        It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
         :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
@@ -85,13 +86,15 @@ class SplitBackward(Protocol):
     several ranks, are added number by number. The second part rounds them into gradients.
     """
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
+    #: Keys of a tile. Sums of a part of a tile cannot be told from others of it.
+    tile: int
+
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
         """Return True if every launch of a call over gathered keys can use the split backward.
 
-        All ranks must get the same answer. ``splits`` is that option of their gather programs:
-        True if rows that see own keys only may read them in place, outside the gathered buffer.
+        It is asked for bands alone, without segment ids, predicates or slopes, and all ranks must
+        get the same answer. ``splits`` and ``tile`` are those options of their programs
+        (:func:`ring_core.gather_program`).
         """
 
     def accumulate(

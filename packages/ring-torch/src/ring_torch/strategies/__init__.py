@@ -94,7 +94,9 @@ def choose_strategy(
     candidates = list(ways(strategy, transport))
     if not candidates:
         senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
-        with_sessions = [f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions]
+        with_sessions = [
+            f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions or x.splits_heads
+        ]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
             f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(with_sessions)}"
@@ -122,7 +124,8 @@ def _reasons(
     A reason that only communication would find is missing where ``probe`` is false.
     """
     unreachable = transport.refusals(ranks, device, probe) or ()
-    return [*spec.refusals(program.plan, request), *unreachable]
+    of_heads = transport.head_refusals(ranks) if spec.splits_heads else ()
+    return [*spec.refusals(program.plan, request), *unreachable, *of_heads]
 
 
 def ask_ranks(ranks: Ranks) -> None:

@@ -33,7 +33,7 @@ from ring_core import (
 from ring_core.checks import Sizes
 from ring_core.programs.gather import Fetch
 from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
-from ring_torch.launch_cache import keep, tensors_key
+from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
@@ -118,6 +118,7 @@ class Gather(Strategy):
     groups: HeadGroups
     gather: GatherProgram
     name: str = "gather"
+    head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
     adds_sinks: bool = False
     is_plain: bool = False  # True if no option needs more than q, k and v in a launch
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
@@ -126,9 +127,7 @@ class Gather(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
         groups = self.groups.forward
-        session = call.open_session(
-            inputs, call.forward_signature, groups=groups, own=True, splits=self.gather.splits
-        )
+        session = call.open_session(inputs, call.forward_signature, self.gather, groups=groups)
         gather, keys = self.gather, session.spec.keys
         fully_written = gather.num_rows == inputs.q.shape[1]
         state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
@@ -186,11 +185,9 @@ class Gather(Strategy):
         own K/V in place come after the others of their group, and have sums of their own.
         """
         groups = self.groups.backward
-        session = call.open_session(
-            inputs, call.backward_signature, groups=groups, own=True, splits=self.gather.splits
-        )
+        session = call.open_session(inputs, call.backward_signature, self.gather, groups=groups)
         gather, keys = self.gather, session.spec.keys
-        sums = _sums(call, inputs, keys, self.gather.splits)
+        sums = KeyGradBuffer(keys, self.head_major)
         key = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
         if (prepared := self.launches.backward.get(key)) is not None:
             return self._repeat(call, inputs, upstream, saved, session, sums, prepared)
@@ -275,13 +272,13 @@ class Gather(Strategy):
             arriving.wait(None)
             kv = arriving.tensors[0]
         dout, out, lse, _ = upstream
-        prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        delta = prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
         pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
         prepared.round(grad_sums, dk, dv)
-        return Grads(dq, dk, dv, None)
+        return Grads(dq, dk, dv, None, delta)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
@@ -306,7 +303,8 @@ class Gather(Strategy):
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        longest = longest_gather(call.plan, splits=self.gather.splits).length
+        gather = self.gather
+        longest = longest_gather(call.plan, splits=gather.splits, tile=gather.tile).length
         return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
 
 
@@ -477,18 +475,6 @@ def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
     return _shifted(source, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
-def _sums(call: Call, inputs: Inputs, keys: KVPayload, splits: bool) -> KeyGradBuffer:
-    """Return the memory order of dK/dV sums: head-major if the kernel's split backward can run."""
-    split_backward, (q, k, v) = call.kernel.parts, inputs[:3]
-    banded = call.params.blocks is None and inputs.q_ids is None and inputs.slopes is None
-    head_major = (
-        split_backward is not None
-        and banded
-        and split_backward.applies(call.plan, q, k, v, call.params, splits=splits)
-    )
-    return KeyGradBuffer(keys, head_major)
-
-
 def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
     """Allocate dQ; it is zeroed only if some rows are in no launch, as the others are overwritten.
 
@@ -522,16 +508,33 @@ def _resolve(resolution: Resolution) -> Strategy:
     groups = (
         ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)
     )
-    gather = gather_program(program.plan, resolution.rank, splits=not resolution.is_short)
+    splits = not resolution.is_short
+    tile = None if needs_more else _split_backward_tile(resolution, splits)
+    gather = gather_program(program.plan, resolution.rank, splits=splits, tile=tile or 1)
     items = (*gather.items, *gather.in_place)
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
-        groups, gather,
+        groups, gather, head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         is_plain=banded and groups.backward == 1 and not gather.in_place,
     )  # fmt: skip
+
+
+def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
+    """Return the ``tile`` of gather programs with which the kernel's split backward can run.
+
+    It is ``None`` if it cannot, or if there is no backward. All ranks get the same answer. Another
+    kernel, to which a gradient of ``lse`` may lead, reads the same gathered K/V, so programs of
+    calls that return ``lse`` are as for any kernel.
+    """
+    split_backward, request = resolution.kernel.parts, resolution.request
+    if split_backward is None or not request.grad:
+        return None
+    tile = 1 if resolution.returns_lse else split_backward.tile
+    applies = split_backward.applies(resolution.program.plan, request, splits=splits, tile=tile)
+    return tile if applies else None
 
 
 def _memory_refusals(plan: Plan, request: Request) -> Refusals:

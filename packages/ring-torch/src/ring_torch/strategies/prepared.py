@@ -88,7 +88,7 @@ class PreparedBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedLaunches:
-    """Launches of both passes, each by :func:`ring_torch.launch_cache.tensors_key`."""
+    """Launches of both passes, each by :func:`ring_torch.launches.cache.tensors_key`."""
 
     forward: dict[object, PreparedForward] = field(default_factory=dict)
     backward: dict[object, PreparedBackward] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class _ItemByItem(BackwardLaunch):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """Write ``dq``, and put dK/dV into the sums."""
         rows = [item.q_stop - item.q_start for item in self.gather.items]
         slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
@@ -171,6 +171,7 @@ class _ItemByItem(BackwardLaunch):
                 q_n, k.narrow(1, *columns), v.narrow(1, *columns), dout_n, out_n, lse_n, dq_n
             )
             put_columns(grads, totals, item, overwrite)
+        return None
 
 
 @dataclass(frozen=True)

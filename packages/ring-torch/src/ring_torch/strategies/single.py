@@ -9,7 +9,7 @@ import torch
 from ring_core import Plan, WorkItem
 from ring_torch.call import Call, Saved, Strategy
 from ring_torch.kernels.api import Kernel
-from ring_torch.launch_cache import keep, tensors_key
+from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward
 from ring_torch.transports.api import Traffic

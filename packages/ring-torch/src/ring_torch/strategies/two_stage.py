@@ -43,7 +43,7 @@ class TwoStageGather(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the accumulators' dtype; nothing is saved."""
-        session = call.open_session(inputs, call.forward_signature, groups=1, own=False)
+        session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
         gather = self.gather
         # Fetches from all peers are in flight from here on, into one buffer.
         (arriving,) = session.fetch(gather, inputs)
@@ -69,7 +69,7 @@ class TwoStageGather(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
     ) -> Grads:
         """Return the gradients in the accumulators' dtype."""
-        session = call.open_session(inputs, call.backward_signature, groups=1, own=False)
+        session = call.open_session(inputs, call.backward_signature, self.gather, groups=1)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)

@@ -20,7 +20,6 @@ from ring_core.base.arguments import not_none
 from ring_torch.buffers import HeadBuffer, HeadPart
 from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.handshake import agree
 from ring_torch.comm.head_exchange import to_heads, to_tokens
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
@@ -42,18 +41,18 @@ class Ulysses(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
-        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
         layouts = exchanges_of(call, inputs)
+        carry = call.open_heads(call.forward_signature, layouts.most_bytes)
         rows, columns = _orders(call)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
-        q, k, v = to_heads(call.ranks, layouts.qkv, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(carry, layouts.qkv, inputs[:3], (rows, columns, columns))
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
         (out, lse), _ = attend(self.inner, _inner_inputs(call.ranks, inputs, q, k, v))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = to_tokens(call.ranks, layouts.results, sent, (rows, rows))
+        own_out, own_lse = to_tokens(carry, layouts.results, sent, (rows, rows))
         saved = (q, k, v, out, lse) if call.needs_grad else ()
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
@@ -62,15 +61,15 @@ class Ulysses(Strategy):
 
         They are rounded before they travel: each is whole, as no other rank adds to it.
         """
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
         layouts = exchanges_of(call, inputs)
+        carry = call.open_heads(call.backward_signature, layouts.most_bytes)
         rows, columns = _orders(call)
         q, k, v, out, lse = saved
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
         # dout and delta go from tokens to heads; q, k, v, out and lse stayed since the forward ...
-        dout, *deltas = to_heads(call.ranks, layouts.upstream, sent, [rows] * len(sent))
+        dout, *deltas = to_heads(carry, layouts.upstream, sent, [rows] * len(sent))
         delta = deltas[0].squeeze(-1).transpose(1, 2) if deltas else None
         # ... the backward of all tokens runs for this rank's heads ...
         grads = self.inner.strategy.backward(
@@ -79,7 +78,7 @@ class Ulysses(Strategy):
         )  # fmt: skip
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = to_tokens(call.ranks, layouts.qkv, sent, (rows, columns, columns))
+        dq, dk, dv = to_tokens(carry, layouts.qkv, sent, (rows, columns, columns))
         return Grads(dq, dk, dv, None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -125,6 +124,11 @@ class ExchangeLayouts(NamedTuple):
     qkv: HeadBuffer
     results: HeadBuffer
     upstream: HeadBuffer
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest exchange: of the messages from one rank to all."""
+        return max([x.ranks * x.message.size for x in self])
 
 
 def exchanges_of(call: Call, inputs: Inputs) -> ExchangeLayouts:

@@ -13,6 +13,7 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch
+from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
@@ -29,10 +30,8 @@ class SessionSpec(NamedTuple):
 
     Attributes:
         ranks: The ranks that exchange.
-        plan: The plan, from which every rank derives what each rank fetches:
-            ``gather_program(plan, rank, own=own, splits=splits)``.
-        own: True if a rank's buffer holds its own K/V, too, so that one launch sees all keys.
-        splits: True if work over own keys alone may be done in place.
+        plan: The plan, from which every rank derives what each rank fetches (:func:`program_of`).
+        gather: This rank's program.
         keys: The shape of the K/V of a rank for one group of heads.
         groups: Number of groups into which heads are cut.
         device: The device of all tensors.
@@ -45,8 +44,7 @@ class SessionSpec(NamedTuple):
 
     ranks: Ranks
     plan: Plan
-    own: bool
-    splits: bool
+    gather: GatherProgram
     keys: KVPayload
     groups: int
     device: torch.device
@@ -106,9 +104,34 @@ def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
     return ""
 
 
+def _no_head_refusals(_ranks: Ranks) -> Refusals:
+    """Return no reason: any ranks can trade tokens for heads."""
+    return ()
+
+
 def _never_short(_plan: Plan, _keys: KVPayload, _groups: int) -> bool:
     """Return False: the transport treats short calls like long ones."""
     return False
+
+
+class HeadSpec(NamedTuple):
+    """Everything a transport needs to know about one pass in which tokens are traded for heads.
+
+    Attributes:
+        ranks: The ranks that exchange.
+        size: Bytes of the largest exchange: of the messages from one rank to all.
+        device: The device of all tensors.
+        signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
+        number: The call's number on its group.
+        seed: The call's dropout seed, or 0.
+    """
+
+    ranks: Ranks
+    size: int
+    device: torch.device
+    signature: CallSignature
+    number: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +154,10 @@ class Transport:
         missing: Returns the reason why it cannot run between processes of this machine, or an
             empty string. It gets the type of device and, for each GPU, the GPUs whose memory it
             reaches.
+        open_heads: Begins a pass in which tokens are traded for heads, and returns what moves them.
+            Raises a ``RankMismatchError`` if a peer is making another call.
+        head_refusals: Returns the reasons why these ranks cannot trade tokens for heads by it,
+            though they can use it; the same on all ranks.
         is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short
             that no work is done over own keys in place; the same on all ranks.
     """
@@ -138,7 +165,9 @@ class Transport:
     name: str
     open: Callable[[SessionSpec], GatherSession]
     refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
+    open_heads: Callable[[HeadSpec], HeadCarrier]
     sends_messages: bool
+    head_refusals: Callable[[Ranks], Refusals] = _no_head_refusals
     asks: str = ""
     devices: tuple[str, ...] = ()
     missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
@@ -194,7 +223,7 @@ def gathered_traffic(
 
 def program_of(plan: Plan, rank: int, *, like: GatherProgram) -> GatherProgram:
     """Return another rank's program of the pass whose program on this rank is ``like``."""
-    return gather_program(plan, rank, own=like.own, splits=like.splits)
+    return gather_program(plan, rank, own=like.own, splits=like.splits, tile=like.tile)
 
 
 @lru_cache(maxsize=256)

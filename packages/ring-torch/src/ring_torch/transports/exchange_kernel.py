@@ -29,14 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.triton_launch import DirectKernel, PreparedLaunch
+from ring_torch.launches.direct import DirectKernel, PreparedLaunch
 
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
 _PACKED = 1 << 14  # numbers that it packs at a time
 # With `debug`, device asserts end the kernels of ranks that wait in vain or make different calls.
 # Checks for integer overflow, which it would bring, too, are left out.
-_OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
+OPTIONS = {"num_warps": 16, "debug": True, "sanitize_overflow": False}
 
 
 class ExchangeSetup(NamedTuple):
@@ -103,7 +103,7 @@ def exchange_keys(
     )  # fmt: skip
     constants = {
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
-        "WORDS": CHUNK // 8, **_OPTIONS,
+        "WORDS": CHUNK // 8, **OPTIONS,
     }  # fmt: skip
     grid = (setup.programs,)
     _exchange_keys[grid](*arguments, **constants)
@@ -122,8 +122,8 @@ def clear(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch |
     grid = (setup.programs if zero else 1,)
     size = sums.numel() if zero else 0
     arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    _clear[grid](*arguments, NUMBERS=NUMBERS, **_OPTIONS)
-    return _clear.prepared(grid, *arguments, NUMBERS=NUMBERS, **_OPTIONS)
+    _clear[grid](*arguments, NUMBERS=NUMBERS, **OPTIONS)
+    return _clear.prepared(grid, *arguments, NUMBERS=NUMBERS, **OPTIONS)
 
 
 def reduce_from_peers(
@@ -148,7 +148,7 @@ def reduce_from_peers(
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         table, table.shape[0], total,
     )  # fmt: skip
-    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **_OPTIONS}
+    constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **OPTIONS}
     _add_peers[grid](*arguments, **constants)
     launch = _add_peers.prepared(grid, *arguments, **constants)
     return None if launch is None else SumExchange(launch)
@@ -170,16 +170,16 @@ def _await(number, expected, patience):
         current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
 
 
-@triton.jit
-def _await_readers(header, ranks, patience):
+@triton.jit  # type: ignore[untyped-decorator]
+def await_readers(header, ranks, patience) -> None:
     """Wait until all ranks have finished reading the exchange before the next one."""
     number = tl.load(header + 2)
     for rank in range(ranks):
         _await(header + 8 + 2 * ranks + rank, number - 1, patience)
 
 
-@triton.jit
-def _signal_peers(headers, digest, rank, ranks, number):
+@triton.jit  # type: ignore[untyped-decorator]
+def signal_peers(headers, digest, rank, ranks, number) -> None:
     """Tell all ranks that this one has written its part of an exchange."""
     for peer in range(ranks):
         # First the digest, then the number by which the peer knows that the digest is there.
@@ -189,8 +189,8 @@ def _signal_peers(headers, digest, rank, ranks, number):
         tl.atomic_xchg(peer_slot + 1, number, sem="release", scope="sys")
 
 
-@triton.jit
-def _await_all(header, digest, ranks, number, patience):
+@triton.jit  # type: ignore[untyped-decorator]
+def await_all(header, digest, ranks, number, patience) -> None:
     """Wait until all ranks have written their parts, and assert that these are of one exchange."""
     for rank in range(ranks):
         _await(header + 8 + 2 * rank + 1, number, patience)
@@ -198,8 +198,8 @@ def _await_all(header, digest, ranks, number, patience):
         tl.device_assert(peer_digest == digest, "ranks of a ring make different calls")
 
 
-@triton.jit
-def _finish(headers, header, rank, ranks, number):
+@triton.jit  # type: ignore[untyped-decorator]
+def finish(headers, header, rank, ranks, number) -> None:
     """Count a program that has finished reading; the last one of the launch tells all ranks."""
     # All threads of this program have read.
     tl.debug_barrier()
@@ -229,7 +229,7 @@ def _exchange_keys(
     number = tl.load(header + 2)
     programs = tl.num_programs(0)
     # Peers may still be reading what this rank wrote for the exchange before.
-    _await_readers(header, ranks, patience)
+    await_readers(header, ranks, patience)
     # Write own K/V side by side, a share of the tokens in each program.
     column = tl.arange(0, SIZE)[None, :]
     for start in range(tl.program_id(0) * ROWS, rows, programs * ROWS):
@@ -245,10 +245,10 @@ def _exchange_keys(
     num_written = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     if num_written == programs - 1:
-        _signal_peers(headers, digest, rank, ranks, number)
+        signal_peers(headers, digest, rank, ranks, number)
     # Each program waits for all ranks' signals. From here on all parts are there to be read, and
     # none is overwritten before this rank has signalled that it has finished reading.
-    _await_all(header, digest, ranks, number, patience)
+    await_all(header, digest, ranks, number, patience)
     # Copy pieces in words of 8 bytes; programs that run at once read from different ranks.
     word = tl.arange(0, WORDS)
     for chunk in range(tl.program_id(0), chunks, programs):
@@ -257,7 +257,7 @@ def _exchange_keys(
         dst = tl.multiple_of((target + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
         inside = word < tl.multiple_of(tl.load(table_row + 2) // 8, 2)
         tl.store(dst + word, tl.load(source + word, mask=inside), mask=inside)
-    _finish(headers, header, rank, ranks, number)
+    finish(headers, header, rank, ranks, number)
 
 
 @DirectKernel
@@ -265,7 +265,7 @@ def _exchange_keys(
 def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
     """Wait until all ranks have finished reading the last exchange, then write zeros."""
     # Only then may this rank, and kernels after this one, write into memory that peers read.
-    _await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
+    await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)
     step = tl.num_programs(0) * NUMBERS
     for start in range(tl.program_id(0).to(tl.int64) * NUMBERS, numel, step):
         index = start + tl.arange(0, NUMBERS)
@@ -283,10 +283,10 @@ def _add_peers(
     number = tl.load(header + 2)
     # This rank's part was written by earlier kernels of the stream: it is complete.
     if tl.program_id(0) == 0:
-        _signal_peers(headers, digest, rank, ranks, number)
+        signal_peers(headers, digest, rank, ranks, number)
     # Then all ranks' sums are final. Peers read their own keys' sums of this rank meanwhile, but
     # not those that this kernel adds to.
-    _await_all(header, digest, ranks, number, patience)
+    await_all(header, digest, ranks, number, patience)
     index = tl.arange(0, NUMBERS)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         row = table + (2 + PARTS) * chunk
@@ -300,4 +300,4 @@ def _add_peers(
             peer_sums = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
             x += tl.load(peer_sums + index, mask=index < tl.where(address == 0, 0, size), other=0.0)
         tl.store(dst, x, mask=inside)
-    _finish(headers, header, rank, ranks, number)
+    finish(headers, header, rank, ranks, number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,12 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ring_core import GatherProgram
-from ring_core.programs.gather import Fetch
+from ring_core import GatherProgram, Plan
 from ring_torch.buffers import flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
+from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel
@@ -37,7 +38,6 @@ from ring_torch.transports.api import (
     requests_to,
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
-from ring_torch.triton_launch import has_launch_hooks
 
 _HEADER_BYTES = 1024  # enough for MOST_RANKS
 _FIRST = 2  # index of the next exchange's number in a header
@@ -121,6 +121,11 @@ class ExchangeState:
         if len(self._prepared) > _MOST_TABLES:
             self._prepared.clear()
         self._prepared[key] = launch
+
+    def keep_in_graph(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
+        if is_capturing():
+            self._kept += [x for x in tensors if x is not None]
 
     def table(
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
@@ -240,8 +245,7 @@ class OneKernel:
         index_map: IndexMap,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
-        spans = _cut_spans([fetch for _, fetch in requests])
+        spans = _sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         starts = tuple([index_map(span).start for span in spans])
         kept = gather, sums, length, starts
         if (exchange := self.state.prepared(kept)) is not None and total.data_ptr() % 16 == 0:
@@ -256,7 +260,7 @@ class OneKernel:
         if total.data_ptr() % 16 == 0:
             self.state.keep(kept, exchange)
         if is_counted():
-            for _, fetch in requests:
+            for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
                 note_reads(sums.parts(total, length, index_map(fetch.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
@@ -335,14 +339,16 @@ def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
     return [row for *_, row in sorted(keyed)]
 
 
-def _cut_spans(fetches: Sequence[Fetch]) -> list[slice]:
-    """Return the fetched spans of a rank's keys, cut at all edges of fetches.
+@lru_cache(maxsize=256)
+def _sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
+    """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
 
     So each fetch covers a span wholly or not at all.
     """
+    fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
     edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
-    return [
+    return tuple(
         slice(a, b)
         for a, b in pairwise(edges)
         if any(fetch.source.start <= a and b <= fetch.source.stop for fetch in fetches)
-    ]
+    )

@@ -230,20 +230,20 @@ class PeerCopies:
 
 
 @lru_cache(maxsize=256)
-def grad_bytes_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool) -> int:
+def grad_bytes_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool, tile: int) -> int:
     """Return the bytes of a group's dK/dV sums on the rank that fetches most keys."""
-    longest = longest_gather(plan, splits=splits).length
+    longest = longest_gather(plan, splits=splits, tile=tile).length
     return flat(KeyGradBuffer(keys, head_major=False).numel(longest), dtype).size
 
 
 @lru_cache(maxsize=256)
-def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool) -> bool:
+def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile: int = 1) -> bool:
     """Return True if passes over gathered keys exchange in one kernel each way, on all ranks alike.
 
     The gathered K/V have to be few, of a single group of heads, without segment ids and in rows of
     16-byte words, and no work may be over own keys in place.
     """
-    longest = longest_gather(plan, splits=splits)
+    longest = longest_gather(plan, splits=splits, tile=tile)
     fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
     plain = keys.dtype != torch.float64 and not keys.segments and groups == 1
     aligned = keys.width * keys.dtype.itemsize % 16 == 0

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from ring_core import Plan
 from ring_torch.comm.handshake import agree, has_agreed
+from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.comm.ranks import Ranks
+from ring_torch.optional import has_triton
 from ring_torch.payload import KVPayload
-from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
+from ring_torch.transports.api import GatherSession, HeadSpec, Refusals, SessionSpec, Transport
 
 
 def _open(spec: SessionSpec) -> GatherSession:
@@ -31,20 +33,42 @@ def _open(spec: SessionSpec) -> GatherSession:
     from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, grad_bytes_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
 
-    ranks, keys, signature = spec.ranks, spec.keys, spec.signature
+    ranks, gather, keys, signature = spec.ranks, spec.gather, spec.keys, spec.signature
     if not has_agreed(ranks, signature):
         agree(ranks, spec.number, spec.seed, signature, spec.device)
     grad_bytes = (
-        grad_bytes_of(spec.plan, keys, spec.acc_dtype, spec.splits) if spec.needs_grad else 0
+        grad_bytes_of(spec.plan, keys, spec.acc_dtype, gather.splits, gather.tile)
+        if spec.needs_grad
+        else 0
     )
     digest = signature.as_int64(spec.number, spec.seed)
-    if spec.own and fits_one_kernel(spec.plan, keys, spec.groups, spec.splits):
+    if gather.own and fits_one_kernel(spec.plan, keys, spec.groups, gather.splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, grad_bytes, digest)
     buffer = symm_buffer_of(ranks)
     buffer.reserve(spec.groups * (keys.message.size + grad_bytes))
     return PeerCopies(spec, buffer, grad_bytes, digest)
+
+
+def _open_heads(spec: HeadSpec) -> HeadCarrier:
+    """Begin a pass that trades tokens for heads by one kernel each way; see :func:`_open`."""
+    from ring_torch.transports.head_trade import HeadTrade
+
+    if not has_agreed(spec.ranks, spec.signature):
+        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+    return HeadTrade.of(spec)
+
+
+def _head_refusals(ranks: Ranks) -> Refusals:
+    """Return why one kernel cannot trade tokens for heads."""
+    from ring_torch.transports.peer_copies import MOST_RANKS
+
+    if ranks.size > MOST_RANKS:
+        return (f"tokens and heads are traded by at most {MOST_RANKS} ranks",)
+    if not has_triton() or torch.version.hip is not None:
+        return ("tokens and heads are traded by a Triton kernel for NVIDIA GPUs",)
+    return ()
 
 
 def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
@@ -90,7 +114,7 @@ def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
 
 
 SYMM_MEM = Transport(
-    "symm_mem", _open, _refusals, sends_messages=False,
+    "symm_mem", _open, _refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
     missing=_missing, is_short=_is_short,
 )  # fmt: skip

@@ -9,7 +9,7 @@ functions of the library (:mod:`ring_torch.kernels.fa4.private`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -170,18 +170,18 @@ def _missing() -> str | None:
 class HopperSplitBackward:
     """Split backward on Hopper: a :class:`ring_torch.kernels.api.SplitBackward`."""
 
-    def applies(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, params: KernelParams, *, splits: bool
-    ) -> bool:
+    tile = KEYS
+
+    def applies(self, plan: Plan, request: Request, *, splits: bool, tile: int) -> bool:
         """Return True if every launch of a call can use the split backward, the same on all ranks.
 
         Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
         some that it does not pad; and items and fetches have to consist of whole tiles of keys.
         """
-        fits = q.shape[3] == v.shape[3] and q.shape[3] in (64, 128) and q.shape[2] > k.shape[2]
-        is_plain = params.softcap is None and not params.deterministic
-        is_supported = private.is_known() and _is_hopper(q.device)
-        return is_supported and fits and is_plain and _in_whole_tiles(plan, splits)
+        dim, is_plain = request.head_dim, not (request.softcap or request.deterministic)
+        fits = dim == request.v_head_dim and dim in (64, 128) and request.q_heads > request.kv_heads
+        is_supported = private.is_known() and capability()[0] == 9
+        return is_supported and fits and is_plain and in_whole_tiles(plan, splits, tile)
 
     def accumulate(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -250,15 +250,11 @@ def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[private.Spli
     return private.split_functions(q.dtype, q.shape[3], group, is_causal, bounded), sides
 
 
-@lru_cache(maxsize=64)
-def _is_hopper(device: torch.device) -> bool:
-    return capability(device.index)[0] == 9
-
-
-@lru_cache(maxsize=64)
-def _in_whole_tiles(plan: Plan, splits: bool) -> bool:
+def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:
     """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
-    programs = [gather_program(plan, rank, splits=splits) for rank in range(plan.cp_size)]
+    programs = [
+        gather_program(plan, rank, splits=splits, tile=tile) for rank in range(plan.cp_size)
+    ]
     items = [item for gather in programs for item in (*gather.items, *gather.in_place)]
     fetches = [fetch for gather in programs for fetch in gather.fetches]
     spans = [item.k_slice for item in items]

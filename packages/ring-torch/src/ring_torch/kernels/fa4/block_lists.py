@@ -20,7 +20,7 @@ from ring_core import WorkItem
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL
 from ring_torch.capture import capture_safe_cache
 from ring_torch.kernels.block_index import Grid, kinds_on
-from ring_torch.triton_launch import DirectKernel
+from ring_torch.launches.direct import DirectKernel
 
 _INNER = 32  # blocks that a program looks at, at a time
 

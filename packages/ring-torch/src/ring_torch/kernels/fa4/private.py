@@ -571,8 +571,10 @@ class SplitFunctions(NamedTuple):
 def accumulate_all(
     launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
     lse: Tensor, dq: Tensor, sums: Tensor,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
+
+    It returns ``delta``, ``[B * R, H, L / R]`` for R launches.
 
     Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
     several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
@@ -611,6 +613,7 @@ def accumulate_all(
             launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
         )  # fmt: skip
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
+    return delta.narrow(2, 0, rows)
 
 
 def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Launches made once and repeated: caches of them, and Triton kernels launched directly."""

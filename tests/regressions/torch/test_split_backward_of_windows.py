@@ -1,0 +1,91 @@
+"""Kernel ``fa4`` has a split backward for windows that begin inside tiles of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.common.cases import SHORT_SETTINGS, Setting, mask_of
+from ring_core import Mask, Request, make_plan, ring_program
+from ring_core.checks import Sizes
+from ring_torch.call import Resolution
+from ring_torch.kernels import fa4
+from ring_torch.kernels.api import Kernel
+from ring_torch.kernels.eager import EagerKernel
+from ring_torch.kernels.fa4 import private
+from ring_torch.strategies.gather import GATHER, Gather
+from ring_torch.strategies.prepared import own_spans
+
+OSS = SHORT_SETTINGS[1]  # a layer of gpt-oss with a window
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "is_known", lambda: True)
+    monkeypatch.setattr(fa4, "capability", lambda: (9, 0))
+
+
+def resolved(
+    setting: Setting, rank: int = 0, *, mask: Mask | None = None, layout: Any = "zigzag",
+    kernel: Kernel = fa4.FA4, returns_lse: bool = False, **options: Any,
+) -> Gather:  # fmt: skip
+    """Return the strategy of a setting over four ranks, whose K/V are few."""
+    mask = mask or mask_of(setting.mask, setting.seq_len)
+    plan = make_plan(mask, seq_len=setting.seq_len, cp_size=4, layout=layout)
+    tokens, dim = setting.seq_len // 4, setting.dim
+    heads = setting.heads, setting.kv_heads
+    sizes = Sizes(setting.batch, tokens, tokens, *heads, dim, dim)
+    request = Request(
+        "cuda",
+        "bfloat16",
+        dim,
+        dim,
+        q_heads=heads[0],
+        kv_heads=heads[1],
+        **{"grad": True} | options,
+    )
+    found = GATHER.resolve(Resolution(
+        ring_program(plan), rank, request, kernel, sizes, 2, False, False, True, returns_lse, None,
+    ))  # fmt: skip
+    assert isinstance(found, Gather)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
+    """Repeated calls are prepared: own keys in equal spans, items of equal rows."""
+    strategy = resolved(OSS, rank, layout=layout)
+    assert strategy.head_major and strategy.is_plain and strategy.gather.tile == fa4.KEYS
+    assert own_spans(strategy.gather, rank, OSS.seq_len // 4) is not None
+    assert len({item.q_stop - item.q_start for item in strategy.gather.items}) == 1
+
+
+@pytest.mark.parametrize("keys", [130, 200, 513, 1000])
+def test_so_have_other_causal_windows(keys: int) -> None:
+    mask = Mask(causal=True, window=(keys - 1, 0))
+    assert all(resolved(OSS, rank, mask=mask).head_major for rank in range(4))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"returns_lse": True},  # another kernel may differentiate lse, by what the forward saved
+        {"grad": False},
+        {"softcap": True},
+        {"deterministic": True},
+        {"kernel": EagerKernel()},
+        {"mask": Mask(causal=True, window=(127, 0), cu_seqlens=(0, 1000, OSS.seq_len))},
+        {"mask": Mask(window=(127, 100))},  # would end inside a tile that the next rows need
+    ],
+    ids=str,
+)
+def test_others_fetch_what_they_see(options: dict[str, Any]) -> None:
+    strategy = resolved(OSS, 1, **options)
+    assert not strategy.head_major and strategy.gather.tile == 1
+
+
+def test_calls_that_return_lse_keep_that_of_whole_tiles() -> None:
+    strategy = resolved(OSS, 1, mask=Mask(causal=True), returns_lse=True)
+    assert strategy.head_major and strategy.gather.tile == 1

@@ -1,0 +1,59 @@
+"""The gradient of sinks: one launch, in the sinks' dtype, the same bits each time."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_torch import autograd, memory_ops
+
+H, N = 3, 5000  # rows that are no whole blocks
+
+
+def _tensors(batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return sinks, lse, delta and the gradient; of some rows lse is infinite."""
+    torch.manual_seed(0)
+    sinks, lse = torch.randn(H).to(dtype), torch.randn(batch, H, N)
+    delta = torch.randn(batch, H, N)
+    lse[:, 1, ::7] = -torch.inf  # they see nothing
+    weights = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
+    return sinks, lse, delta, -(weights * delta).sum((0, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_it_is_that_of_torch(batch: int, dtype: torch.dtype) -> None:
+    sinks, lse, delta, expected = _tensors(batch, dtype)
+    grads = memory_ops.sink_grads_on_gpu(sinks, lse, delta)
+    assert grads.dtype == dtype
+    torch.testing.assert_close(
+        grads, expected.to(dtype), rtol=1e-5 if dtype.itemsize > 2 else 0.01, atol=1e-3
+    )
+    assert torch.equal(grads, memory_ops.sink_grads_on_gpu(sinks, lse, delta))
+
+
+@pytest.mark.parametrize("sinks_of_a_head", [0, 2])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_delta_may_come_in_parts_of_the_rows(
+    on_gpu: bool, parts: int, sinks_of_a_head: int
+) -> None:
+    """As kernels have it that take the rows of several launches for a batch, padded behind."""
+    sinks, lse, delta, _ = _tensors(1, torch.float32)
+    if sinks_of_a_head:
+        sinks = torch.randn(H, sinks_of_a_head)
+    expected = autograd._sink_grads(sinks, lse, delta)
+    padded = torch.full((parts, H, N // parts + 3), torch.nan)[..., :-3]
+    padded.copy_(delta[0].unflatten(1, (parts, -1)).transpose(0, 1))
+    with patch.object(autograd, "_can_use_triton", lambda *_: on_gpu):
+        grads = autograd._sink_grads(sinks, lse, padded)
+    assert grads.shape == sinks.shape
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_heads_without_rows_have_none() -> None:
+    grads = memory_ops.sink_grads_on_gpu(torch.ones(H), *torch.empty(2, 1, H, 0).unbind())
+    assert torch.equal(grads, torch.zeros(H))

@@ -1,0 +1,140 @@
+"""Tokens traded for heads by one kernel, between processes on CPUs.
+
+The kernel is interpreted, a program a rank, over memory that all processes map.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+import torch
+from backends.peer_memory import OnFiles
+from backends.torch_ranks import gather, run_rank
+from cases import CASES, Case
+from tolerances import assert_close
+from triton.runtime import interpreter
+
+import ring_torch
+from ring_torch import prepare
+from ring_torch.comm.handshake import agree
+from ring_torch.comm.head_exchange import HeadCarrier
+from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.prepare import _prepare
+from ring_torch.strategies.ulysses import ULYSSES
+from ring_torch.transports import exchange_kernel, head_kernel, one_kernel
+from ring_torch.transports.api import HeadSpec
+from ring_torch.transports.head_trade import HeadTrade
+from ring_torch.transports.p2p import P2P
+from ring_torch.transports.symm_mem import SYMM_MEM
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def _with_more_heads(case: Case) -> Case:
+    """The case with heads that its ranks divide."""
+    return replace(case, heads=(case.heads[0] * case.cp_size, case.heads[1] * case.cp_size))
+
+
+def _can_trade(case: Case) -> bool:
+    plain = case.segments is None and not case.dropout_p and case.bias is None
+    return case.cp_size in {2, 4} and case.dtype == "float32" and plain
+
+
+TRADED = {case.name: _with_more_heads(case) for case in CASES.values() if _can_trade(case)}
+
+
+def _now() -> int:
+    """Nanoseconds; who waits leaves its core to those it waits for."""
+    time.sleep(1e-3)
+    return time.monotonic_ns()
+
+
+def on_a_rank(
+    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
+) -> tuple[Arrays, int]:
+    """A rank's part of a case, and how many kernels ran."""
+    OnFiles.folder = folder
+    ran = []
+
+    def opened(spec: HeadSpec) -> HeadCarrier:
+        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
+        trade = HeadTrade.of(spec)
+        return replace(trade, digest=trade.digest + (rank if wrong == "digest" else 0))
+
+    trade_heads = head_kernel.trade_heads
+
+    def noted(*given: Any, **options: Any) -> Any:
+        ran.append(1)
+        return trade_heads(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
+        patched.setattr(one_kernel, "_programs", lambda _: 1)
+        patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
+        # Checked as on GPUs that reach each other's memory.
+        transport = replace(SYMM_MEM if checked else P2P, open_heads=opened)
+        chosen, traded = prepare.choose_strategy, (ULYSSES, transport)
+        patched.setattr(
+            prepare,
+            "choose_strategy",
+            lambda *given, **named: chosen(*given, **named) if given[2].size == 1 else traded,
+        )
+        _prepare.cache_clear()
+        patched.setattr(exchange_kernel, "_now", _now)
+        checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+        patched.setattr(interpreter.interpreter_builder, "options", checking)
+        patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks, of tensors as small as these
+        patched.setattr(head_kernel, "trade_heads", noted)
+        if wrong == "uncounted":
+            patched.setattr(ring_torch.transports.head_trade, "is_counted", lambda: False)
+        with ring_torch.check(int(checked)):
+            return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), len(ran)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, LocalRanks]]:
+    """Ranks by number."""
+    made: dict[int, LocalRanks] = {}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.mark.nightly(unless=["causal-zigzag-cp2", "v-dim-zigzag"])
+@pytest.mark.parametrize("case", TRADED.values(), ids=TRADED)
+def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    if case.cp_size not in pools:
+        pools[case.cp_size] = LocalRanks(case.cp_size)
+    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
+    assert all(ran >= 4 for _, ran in parts)  # one kernel each way, in two passes
+    assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+def test_a_check_counts_what_the_kernel_reads_from_peers(tmp_path: Path) -> None:
+    case = TRADED["causal-zigzag-cp2"]
+    with LocalRanks(case.cp_size) as ranks:
+        assert all(ran >= 4 for _, ran in ranks.run(on_a_rank, tmp_path, case, None, True))
+        with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
+            ranks.run(on_a_rank, tmp_path, case, "uncounted", True)
+
+
+def test_ranks_of_unlike_calls_end(tmp_path: Path) -> None:
+    case = TRADED["causal-zigzag-cp2"]
+    with (
+        LocalRanks(case.cp_size) as ranks,
+        pytest.raises(LocalRankError, match="ranks of a ring make different calls"),
+    ):
+        ranks.run(on_a_rank, tmp_path, case, "digest")
+
+
+def test_what_is_refused() -> None:
+    assert not torch.version.hip
+    few, many = (ring_torch.comm.ranks.Ranks(None, 0, n) for n in (32, 33))
+    assert SYMM_MEM.head_refusals(few) == ()
+    assert "at most 32 ranks" in SYMM_MEM.head_refusals(many)[0]
