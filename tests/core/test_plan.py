@@ -217,7 +217,7 @@ def test_plans_are_cached_and_refused() -> None:
     with pytest.raises(ValueError, match="pad to 64"):
         make_plan(mask, seq_len=63, cp_size=4, layout="zigzag")
     with pytest.raises(ValueError, match="contiguous, zigzag, striped"):
-        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]
+        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
         make_plan(Mask(cu_seqlens=(0, 20, 60)), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="segment_ids"):

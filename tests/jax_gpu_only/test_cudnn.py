@@ -336,7 +336,7 @@ def test_what_jax_calls_it_with() -> None:
         added = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in more]
         kept = [x.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in kept]
         with pytest.MonkeyPatch.context() as patched:
-            other: Any = lambda: None  # noqa: E731
+            other: Any = lambda: None  # noqa: E731 - another object each time
             other.__signature__ = signature.replace(parameters=[*kept, *added])
             patched.setattr(module, name, other)
             return find()

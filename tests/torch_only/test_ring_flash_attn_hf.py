@@ -137,7 +137,7 @@ def test_all_flash_attention_is_substituted() -> None:
     assert all(isinstance(ALL_ATTENTION_FUNCTIONS[name], RingFlashAttention) for name in names)
     assert all(ALL_ATTENTION_FUNCTIONS[name] is function for name, function in others.items())
     with pytest.raises(UnsupportedError, match="past transformers' registry"):
-        flash._flash_attention_forward()  # type: ignore[call-arg]
+        flash._flash_attention_forward()  # type: ignore[call-arg]  # wrong on purpose
     ALL_ATTENTION_FUNCTIONS["flash_attention_3"] = flash_attention_forward
     AttentionInterface.register("some/kernel", flash_attention_forward)  # when a model is loaded
     substitute_hf_flash_attn(None, 2)

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from ring_torch.launches import direct
 from ring_torch.launches.direct import DirectKernel
 
 
@@ -144,7 +145,7 @@ def test_other_versions_launch_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("state")
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_MOST_LAUNCHES", 4)
-    direct = DirectKernel(Kernel())
+    kernel = DirectKernel(Kernel())
     for n in range(20):
-        direct[1,](X, None, n, SIZE=8, ROWS=4)
-        assert len(direct._compiled) <= 4
+        kernel[1,](X, None, n, SIZE=8, ROWS=4)
+        assert len(kernel._compiled) <= 4

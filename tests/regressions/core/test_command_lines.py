@@ -62,7 +62,7 @@ def test_bench_runs_without_a_progress_bar(
 ) -> None:
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731
+    run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731 - a type for three uses
     forward, both = bench.timings(run, run, run, work_fraction=0.5, seconds=0)
     assert forward.name == "forward"
     assert both.name == "forward and backward"

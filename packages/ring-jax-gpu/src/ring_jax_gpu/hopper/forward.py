@@ -579,7 +579,7 @@ def store_result(
     part = block * GROUPS + WHICH
     rows = part * ROWS + gl.arange(0, ROWS, layout=o_rows)
     real = rows < q_len
-    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124
+    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124 - is NaN
     has_nan = gl.max(gl.max(gl.where(is_nan, 1, 0), 1), 0)
     if has_nan == 0:
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]

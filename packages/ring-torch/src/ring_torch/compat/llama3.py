@@ -325,4 +325,4 @@ def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
 
 def _version(x: Tensor) -> int | None:
     """Return a tensor's version counter, which each write raises; inference tensors have none."""
-    return None if not isinstance(x, Tensor) or x.is_inference() else x._version  # noqa: SLF001
+    return None if not isinstance(x, Tensor) or x.is_inference() else x._version  # noqa: SLF001 - counts writes in place

@@ -249,7 +249,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
             errors = _errors(_runs(sizes, name, short, dtype, device).forward_backward(), exact)
             for result, error, limit in zip(RESULTS, errors, limits, strict=True):
                 if not error <= limit:
-                    raise ArithmeticError(f"{result} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301
+                    raise ArithmeticError(f"{result} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301 - refuses this case alone
             kernel_runs = _runs(sizes, name, length, dtype, device)
             for run in kernel_runs:  # compile before anything is timed
                 run()

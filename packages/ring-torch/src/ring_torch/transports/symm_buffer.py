@@ -182,7 +182,7 @@ class SymmBuffer:
         self._headers[self.ranks.rank].fill_(digest)
         arrived = self.barrier()
         is_same = (torch.cat(self._headers) == digest).all()
-        torch._assert_async(is_same, "ranks of a ring make different calls")  # noqa: SLF001
+        torch._assert_async(is_same, "ranks of a ring make different calls")  # noqa: SLF001 - no public way
         return arrived
 
     def barrier(self) -> torch.cuda.Event:

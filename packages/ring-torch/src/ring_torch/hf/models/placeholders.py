@@ -218,7 +218,7 @@ class ShardedMask(Placeholder):
 
     __hash__ = object.__hash__
 
-    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]
+    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]  # the base never returns
         """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make."""
         if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
             return self
