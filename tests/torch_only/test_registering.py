@@ -264,7 +264,7 @@ ALLOWED = {
     ("ring_jax/compat/translate.py", "xla"),  # a value of tokamax's argument
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
     ("ring_torch/optional.py", "triton"),  # the package
-    ("ring_torch/tools/bench.py", "eager"),  # nothing to compare with on GPUs: plain torch
+    ("ring_torch/tools/rates.py", "eager"),  # nothing to compare with on GPUs: plain torch
 }
 
 

@@ -20,7 +20,7 @@ from ring_core.tools import bench, doctor
 from ring_core.tools.commands import framework_commands, is_refused
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
-from ring_torch.tools import bench as _bench_torch
+from ring_torch.tools import bench as _bench_torch, rates
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 from ring_torch.transports import transport_names
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _renew(path: Path, length: int | None) -> int:
     """Run ``bench --rates``, and return the exit code."""
     try:
-        _bench_torch.renew(path, length, versions())
+        rates.renew(path, length, versions())
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
