@@ -95,9 +95,9 @@ def test_a_kernel_for_another_device(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run("-m", "ring_jax", "doctor", PYTHONPATH=path, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
-    words = [line.split() for line in done.stdout.splitlines()]
-    assert ["ring-jax-tpu", ring_core.__version__, "(not", "installed)"] in words
-    assert ["pallas", "ring_jax_tpu", "no:", "runs", "on", "tpu,", "not", "on", "cpu"] in words
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["ring-jax-tpu", ring_core.__version__, "(not", "installed)"] in rows
+    assert ["pallas", "ring_jax_tpu", "no:", "runs", "on", "tpu,", "not", "on", "cpu"] in rows
     assert "all is well" in done.stdout
 
 

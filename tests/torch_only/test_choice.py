@@ -64,8 +64,8 @@ def chosen(
 def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
     request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
     reasons = refusals(flash_attn.FA3.capabilities, request, program())
-    wanted = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
-    assert reasons == wanted
+    expected = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
+    assert reasons == expected
     assert not refusals(
         flash_attn.FA3.capabilities, replace(request, deterministic=False), program()
     )

@@ -80,14 +80,14 @@ def test_as_a_command() -> None:
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    words = [line.split() for line in done.stdout.splitlines()]
-    assert ["eager", "any", "available"] in words
-    assert ["ring/p2p", "any", "available"] in words
-    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in words]
-    assert words[-1] == ["all", "is", "well"]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["eager", "any", "available"] in rows
+    assert ["ring/p2p", "any", "available"] in rows
+    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in rows]
+    assert rows[-1] == ["all", "is", "well"]
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     (shown,) = re.findall(r"<!-- of doctor .*? -->\n```text\n(.*?)```", page, re.DOTALL)
-    assert [line for line in shown.splitlines() if line.split() not in words] == []
+    assert [line for line in shown.splitlines() if line.split() not in rows] == []
 
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,8 +255,8 @@ def test_gradients_are_summed(pool: LocalRanks) -> None:
     pool.run(_reduced)
 
 
-def refused(words: str, model: Any, shard: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+def refused(message: str, model: Any, shard: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         model(**shard)
 
 

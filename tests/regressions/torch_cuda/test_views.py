@@ -40,7 +40,7 @@ def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
         pytest.skip(str(error))
     for view in VIEWS:
         given = Given.of(Entry(operand, view), _made(), options)
-        found += [f"{view}: {words}" for words in differences(given, known=known, **TOLERANCE)]
+        found += [f"{view}: {message}" for message in differences(given, known=known, **TOLERANCE)]
     assert found == []
 
 
