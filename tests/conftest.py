@@ -108,9 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out folders of other backends, which could not be imported, and unwanted files."""
-    wanted = FOLDERS[config.getoption("--backend")]
+    expected = FOLDERS[config.getoption("--backend")]
     parts = collection_path.relative_to(HERE).parts if collection_path.is_relative_to(HERE) else ()
-    others = set().union(*FOLDERS.values()) - wanted
+    others = set().union(*FOLDERS.values()) - expected
     if {"/".join(parts[:n]) for n in (1, 2)} & others:
         return True
     is_test = collection_path.match("test_*.py")

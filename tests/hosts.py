@@ -353,7 +353,7 @@ def report(job: Job) -> Report:
         with hosts(job.hosts) as made:
             ok, text = True, (with_a_link_cut if job.is_cut else undisturbed)(job, made)
             if processes := left(made):
-                raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301
+                raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301 - reported below
     except RuntimeError as error:
         ok, text = False, str(error)
     job_report = Report(str(job), ok, text, round(time.monotonic() - began))

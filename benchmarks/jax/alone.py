@@ -51,7 +51,7 @@ def as_rank(rank: int, size: int, run: Callable[..., Any]) -> Callable[..., Any]
             stack.enter_context(patch.object(steps, "Ranks", lambda _, size: ring(size)))
             stack.enter_context(patch.object(attention, "axis_size", lambda _: size))
             autodiff._compiled.cache_clear()  # noqa: SLF001  # it does not know of ranks
-            stack.callback(autodiff._compiled.cache_clear)  # noqa: SLF001
+            stack.callback(autodiff._compiled.cache_clear)  # noqa: SLF001 - times first calls
             return run(*args)
 
     return traced

@@ -68,7 +68,7 @@ def alone() -> Iterator[None]:
     prepare._prepare.cache_clear()  # noqa: SLF001  # calls hold their transport
     with patch.object(transports, "TRANSPORTS", opened):
         yield
-    prepare._prepare.cache_clear()  # noqa: SLF001
+    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
 
 
 def as_rank[**P, R](

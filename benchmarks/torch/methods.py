@@ -128,7 +128,7 @@ def _flex(case: Case) -> Method:
     )
     modified = None
     if score is not None:
-        modified = lambda s, _b, h, i, j: score(s, h, i, j)  # noqa: E731
+        modified = lambda s, _b, h, i, j: score(s, h, i, j)  # noqa: E731 - FlexAttention takes a function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = tuple(x.transpose(1, 2) for x in (q, k, v))

@@ -90,7 +90,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
     sizes = Sizes(setting.batch, length, length, setting.heads, setting.kv_heads, dim, dim)
     groups = head_groups_of(program, sizes, 2)
     fits_one_kernel = peer_copies.fits_one_kernel
-    prepare._prepare.cache_clear()  # noqa: SLF001
+    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
     with (
         patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(
@@ -100,7 +100,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
         ),
     ):
         yield
-    prepare._prepare.cache_clear()  # noqa: SLF001
+    prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
 
 
 def _errors(

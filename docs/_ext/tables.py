@@ -65,7 +65,7 @@ def rings(*masks: Mask, seq_len: int, cp_size: int) -> str:
                     f"`{layout}`",
                     f"`{strategy}`",
                     f"{program.imbalance:.2f}",
-                    f"{program.lockstep_imbalance:.2f}",
+                    f"{program.imbalance_by_step:.2f}",
                     f"{program.num_steps} of {cp_size}",
                     kv_messages(program),
                 )

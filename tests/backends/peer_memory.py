@@ -22,16 +22,15 @@ class OnFiles:
     folder: Path
     made = 0
 
-    def __init__(self, ring: Ranks, header: int) -> None:
-        self.ring, self.header, self.files = ring, header, list[Any]()
+    def __init__(self, ranks: Ranks, header: int) -> None:
+        self.ranks, self.header, self.files = ranks, header, list[Any]()
 
     def reserve(self, size: int) -> bool:
         if self.files and self.files[0].size >= self.header + size:
             return False
         OnFiles.made += 1
-        ranks = range(self.ring.size)
-        paths = [self.folder / f"{OnFiles.made}-{rank}" for rank in ranks]
-        np.memmap(paths[self.ring.rank], np.uint8, "w+", shape=(self.header + size,)).flush()
+        paths = [self.folder / f"{OnFiles.made}-{rank}" for rank in range(self.ranks.size)]
+        np.memmap(paths[self.ranks.rank], np.uint8, "w+", shape=(self.header + size,)).flush()
         dist.barrier()
         self.files = [np.memmap(path, np.uint8, "r+") for path in paths]
         return True
@@ -40,9 +39,9 @@ class OnFiles:
         return [torch.from_numpy(x[: self.header].view(np.int64)) for x in self.files]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[Tensor]:
-        at = self.header + start
+        start += self.header
         # Of its own: the interpreter copies the whole storage of what it is given.
-        return packing.views(torch.from_numpy(self.files[rank][at : at + packing.size]))
+        return packing.views(torch.from_numpy(self.files[rank][start : start + packing.size]))
 
 
 class Now:
@@ -59,13 +58,13 @@ class Now:
 class BufferOnFiles:
     """In the place of :class:`SymmBuffer`: ranks wait for each other; copies are made at once."""
 
-    ring: Ranks
+    ranks: Ranks
     stream: Now = field(default_factory=Now)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     memory: OnFiles = field(init=False)
 
     def __post_init__(self) -> None:
-        self.memory = OnFiles(self.ring, 0)
+        self.memory = OnFiles(self.ranks, 0)
 
     def reserve(self, size: int) -> None:
         self.memory.reserve(size)

@@ -100,12 +100,12 @@ class InterpretedKernel:
         with _interpreting():
             traced = function.trace(spec, *types)
             assert not traced.jaxpr.consts
-            words = "\n".join([str(traced.jaxpr), *_index_maps(traced.jaxpr)])
-            if words not in self._programs:
+            program_text = "\n".join([str(traced.jaxpr), *_index_maps(traced.jaxpr)])
+            if program_text not in self._programs:
                 if len(self._programs) >= _MOST_PROGRAMS:
                     self._programs.clear()
-                self._programs[words] = traced.lower().compile()
-        return self._programs[words], traced.out_info
+                self._programs[program_text] = traced.lower().compile()
+        return self._programs[program_text], traced.out_info
 
 
 def _interpreting() -> Any:

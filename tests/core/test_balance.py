@@ -162,7 +162,7 @@ def test_refused() -> None:
     with pytest.raises(
         ValueError, match=r"unknown layout 'chunks'; .*what ring_core\.balanced_layout returns"
     ):
-        make_plan(Mask(), seq_len=64, cp_size=4, layout="chunks")  # type: ignore[arg-type]
+        make_plan(Mask(), seq_len=64, cp_size=4, layout="chunks")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="chunks must ascend on every rank"):
         ChunkLayout(((1, 0),))
     with pytest.raises(ValueError, match=r"chunks must be 0\.\.3, each once, got \[0, 1, 1, 2\]"):

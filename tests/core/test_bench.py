@@ -61,8 +61,8 @@ def test_rounds_alternate_and_the_first_is_not_counted() -> None:
     rounds = range(bench.LEAST_ROUNDS + 1)
     assert order == [(name, n) for n in rounds for name in ("one", "ring", "checked")]
     assert (forward.efficiencies, forward.efficiency) == ([0.5, 1.0, 1.0], 1.0)
-    assert (both.what, both.efficiency) == ("forward and backward", 1.5)
-    text = bench.shown(DEFAULTS, "devices", (forward, both))
+    assert (both.name, both.efficiency) == ("forward and backward", 1.5)
+    text = bench.report(DEFAULTS, "devices", (forward, both), {}, as_json=False)
     assert "forward                  4000.00   2000.00  1.00  (0.50 to 1.00, 3 rounds)" in text
     assert both.check_cost == 0.25
     added = "RING_CHECK=1 adds 25.0% to forward and backward, RING_CHECK=every:100 0.25%"

@@ -146,7 +146,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["healthy"] and found["versions"].keys() >= {"python", "numpy", "ring-core"}
-    tested = [(check["name"], check["what"]) for check in found["checks"]]
+    tested = [(check["name"], check["result"]) for check in found["checks"]]
     assert tested == [(name, what) for name in PAIRS[:-1] for what in doctor.RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in found["checks"])
 

@@ -206,7 +206,7 @@ def test_presets_name_their_sources_and_cannot_be_changed() -> None:
     for name in ("tpu-v5e", "tpu-v5p", "tpu-v6e"):
         assert "planning figure" in hardware(name).source
     with pytest.raises(TypeError):
-        HARDWARE["mine"] = SLOW  # type: ignore[index]
+        HARDWARE["mine"] = SLOW  # type: ignore[index]  # wrong on purpose
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_refused() -> None:
         ValueError,
         match="unknown layout 'ring'; known: contiguous, zigzag, striped, or a ChunkLayout",
     ):
-        Layout("ring", 8, 2)  # type: ignore[arg-type]
+        Layout("ring", 8, 2)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match=r"must be an integer < 2\*\*40"):
         Layout("contiguous", 1 << 40, 2)
     with pytest.raises(ValueError, match=r"2999 .* multiple of 16.*pad to 3008"):

@@ -111,7 +111,7 @@ def test_offsets_that_are_not_on_the_host() -> None:
             raise TypeError
 
     with pytest.raises(ValueError, match=r"^cu_seqlens must be known on the host: .* only$"):
-        Mask(cu_seqlens=Traced())  # type: ignore[arg-type]
+        Mask(cu_seqlens=Traced())  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_parts_are_kept_as_plain_values() -> None:

@@ -88,6 +88,6 @@ def test_sinks_of_no_weight_in_rows_that_see_nothing(sink: float) -> None:
 
 def test_parts_that_do_not_fit() -> None:
     lse = np.zeros((5, 4))
-    words = r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)"
-    with pytest.raises(ValueError, match=words):
+    message = r"out_a and out_b must have one shape, got \(5, 4, 3\) and \(5, 4, 2\)"
+    with pytest.raises(ValueError, match=message):
         merge(np.ones((5, 4, 3)), lse, np.ones((5, 4, 2)), lse)

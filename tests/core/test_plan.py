@@ -152,7 +152,7 @@ def test_causal_balance_of_eight_ranks(layout: Any, steps: int, balance: float) 
     program = ring_of(layout, Mask(causal=True), seq_len=8 * 4096, cp_size=8)
     assert program.num_steps == steps
     assert program.imbalance <= balance + 0.005
-    assert program.lockstep_imbalance == pytest.approx(program.imbalance, abs=0.01)
+    assert program.imbalance_by_step == pytest.approx(program.imbalance, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_plans_are_cached_and_refused() -> None:
     with pytest.raises(ValueError, match="pad to 64"):
         make_plan(mask, seq_len=63, cp_size=4, layout="zigzag")
     with pytest.raises(ValueError, match="contiguous, zigzag, striped"):
-        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]
+        make_plan(mask, seq_len=64, cp_size=4, layout="zigzak")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="end at the sequence length 64, got 60"):
         make_plan(Mask(cu_seqlens=(0, 20, 60)), seq_len=64, cp_size=4)
     with pytest.raises(ValueError, match="segment_ids"):

@@ -49,9 +49,9 @@ def test_two_of_each_kind_run_per_change(run: str) -> None:
 
 def test_every_file_that_imports_transformers_is_found() -> None:
     """Compare with a plain search of the text, which knows the modules that import it by name."""
-    words = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
+    importing = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
     files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
-    named = {path for path in files if re.search(words, path.read_text(), re.MULTILINE)}
+    named = {path for path in files if re.search(importing, path.read_text(), re.MULTILINE)}
     found = {path for path in files if imports_transformers(path)}
     assert len(named) > 15
     assert named <= found

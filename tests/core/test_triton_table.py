@@ -22,12 +22,12 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     assert path.read_text() == Path(table._OWN_TABLE).read_text(), "the package's own is written so"
 
 
-@pytest.mark.parametrize("kernel", table.PASSES)
+@pytest.mark.parametrize("kernel", table.KERNEL_PASSES)
 @pytest.mark.parametrize("per_score_inputs", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 @pytest.mark.parametrize("dim", [1, 64, 65, 128, 129, 256, 300])
 def test_every_call_has_a_row(
-    kernel: table.Pass, per_score_inputs: bool, itemsize: int, dim: int
+    kernel: table.KernelPass, per_score_inputs: bool, itemsize: int, dim: int
 ) -> None:
     row = table.find(OURS, kernel, itemsize, dim, per_score_inputs=per_score_inputs)
     assert row.kernel == kernel and row.itemsize == min(itemsize, 4)

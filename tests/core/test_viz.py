@@ -305,8 +305,8 @@ def test_plots_of_equal_plans_are_equal_files(tmp_path: Path) -> None:
 def test_plot_says_what_the_plan_says(tmp_path: Path) -> None:
     text = plotted_text(ring(Mask(causal=True), 4096, 4), tmp_path)
     assert "contiguous, 4 ranks, 4,096 tokens, causal" in text
-    words = "imbalance 1.750, by step 1.750, 4 of 4 steps with work, 3 K/V messages per rank"
-    assert words in text
+    message = "imbalance 1.750, by step 1.750, 4 of 4 steps with work, 3 K/V messages per rank"
+    assert message in text
     assert "hatched: idle" in text
     assert "disagree" not in text
     zigzag = ring(Mask(causal=True), 4096, 4, layout="zigzag")

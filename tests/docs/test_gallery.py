@@ -36,5 +36,5 @@ def test_it_is_exact(layout: LayoutName) -> None:
         grads = reference.attention_grads(dout, q, k, v, mask=mask)[:3]
         plan = make_plan(mask, seq_len=TOKENS, cp_size=RANKS, layout=layout)
         found = reference.simulate(ring_program(plan), q, k, v, dout=dout)
-        for got, wanted in zip(found, (out, lse, *grads), strict=True):
-            np.testing.assert_allclose(got, wanted, atol=1e-12)
+        for got, expected in zip(found, (out, lse, *grads), strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-12)

@@ -41,7 +41,7 @@ def is_rejected(wrong: Results, exact: Results) -> bool:
 
 def shards(x: Example, rank: int, layout: str) -> list[torch.Tensor]:
     """A rank's q, k, v and gradient of the output, views whose memory is heads first."""
-    at = Layout(layout, LENGTH, RANKS).positions(rank)  # type: ignore[arg-type]
+    at = Layout(layout, LENGTH, RANKS).positions(rank)  # type: ignore[arg-type]  # a parameter of the test
     return [
         torch.tensor(x.arrays[name][:, at], dtype=torch.float32)
         .transpose(1, 2)
@@ -73,7 +73,7 @@ def run(rank: int, x: Example, layout: Any, strategy: str) -> Results:
 
 def together(parts: list[Results], layout: str) -> Results:
     """All ranks' results in the order of tokens."""
-    cut = Layout(layout, LENGTH, RANKS)  # type: ignore[arg-type]
+    cut = Layout(layout, LENGTH, RANKS)  # type: ignore[arg-type]  # a parameter of the test
     back = np.argsort(np.concatenate([cut.positions(rank) for rank in range(RANKS)]))
     found = {
         name: np.take(np.concatenate([x[name] for x in parts], axis), back, axis)

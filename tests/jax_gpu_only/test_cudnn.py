@@ -282,14 +282,14 @@ def test_lowered_with_a_bias() -> None:
 
 
 def test_lowered_masks() -> None:
-    for options, words in (
+    for options, attributes in (
         ({"causal": True}, ("CAUSAL", 0)),
         ({}, ("NO_MASK", 0)),
         ({"causal": True, "window": (9, 0)}, ("CAUSAL", 10)),
     ):
         text = _lowered((256, 256), **options).replace("\\22", '"')
-        assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {words[0]}
-        assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {str(words[1])}
+        assert set(re.findall(r'"mask_type": "(\w+)"', text)) == {attributes[0]}
+        assert set(re.findall(r'"sliding_window_length": (\d+)', text)) == {str(attributes[1])}
 
 
 def test_head_dims_that_are_unequal() -> None:
@@ -336,7 +336,7 @@ def test_what_jax_calls_it_with() -> None:
         added = [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY) for x in more]
         kept = [x.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in kept]
         with pytest.MonkeyPatch.context() as patched:
-            other: Any = lambda: None  # noqa: E731
+            other: Any = lambda: None  # noqa: E731 - another object each time
             other.__signature__ = signature.replace(parameters=[*kept, *added])
             patched.setattr(module, name, other)
             return find()

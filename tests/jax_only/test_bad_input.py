@@ -116,7 +116,7 @@ def test_context_parallel() -> None:
         (2, 2), ("cp", "dp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
-        ContextParallel(mesh, "cp", layout="ring")  # type: ignore[arg-type]
+        ContextParallel(mesh, "cp", layout="ring")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="unknown axis_name 'sp'; known: cp, dp"):
         ContextParallel(mesh, "sp")
     with pytest.raises(ValueError, match="must be three axes"):
@@ -132,6 +132,6 @@ def test_context_parallel() -> None:
     with pytest.raises(ValueError, match="q must have 4 dimensions"):
         cp.attention(good[0], good, good)
     with pytest.raises(ValueError, match=r"k must be a jax\.Array, got NoneType"):
-        cp.attention(good, None, good)  # type: ignore[call-overload]
+        cp.attention(good, None, good)  # type: ignore[call-overload]  # wrong on purpose
     with pytest.raises(ValueError, match=r"sequence length 6 .* pad to 8"):
         cp.attention(good, jnp.zeros((2, 6, 4, 16)), good)

@@ -363,4 +363,4 @@ def test_metadata_is_checked(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RingAttn(OperationMetadata(**fields))
     with pytest.raises(ValueError, match="metadata must be a"):
-        RingAttn(SimpleNamespace(**fields))  # type: ignore[arg-type]
+        RingAttn(SimpleNamespace(**fields))  # type: ignore[arg-type]  # wrong on purpose

@@ -78,7 +78,7 @@ def test_a_healthy_machine() -> None:
     assert found["kernels"][0] == {
         "name": "xla", "package": "ring_jax", "available": True, "why": ""
     }  # fmt: skip
-    assert [check["what"] for check in found["checks"]] == ["out", "dq", "dk", "dv"]
+    assert [check["result"] for check in found["checks"]] == ["out", "dq", "dk", "dv"]
     assert {check["where"] for check in found["checks"]} == {"3 cpu"}
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
 
@@ -95,9 +95,9 @@ def test_a_kernel_for_another_device(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run("-m", "ring_jax", "doctor", PYTHONPATH=path, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
-    words = [line.split() for line in done.stdout.splitlines()]
-    assert ["ring-jax-tpu", ring_core.__version__, "(not", "installed)"] in words
-    assert ["pallas", "ring_jax_tpu", "no:", "runs", "on", "tpu,", "not", "on", "cpu"] in words
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["ring-jax-tpu", ring_core.__version__, "(not", "installed)"] in rows
+    assert ["pallas", "ring_jax_tpu", "no:", "runs", "on", "tpu,", "not", "on", "cpu"] in rows
     assert "all is well" in done.stdout
 
 
@@ -119,7 +119,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(XlaKernel, "attend_into", fail)
     (check,) = self_test(XlaKernel())
-    assert (check.what, check.passed, check.error) == ("runs", False, None)
+    assert (check.result, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
 
 
@@ -133,7 +133,7 @@ def test_a_result_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
         return grads._replace(dkv=grads.dkv * float("nan"))
 
     monkeypatch.setattr(XlaKernel, "grads_into", wrong)
-    assert {check.what: check.passed for check in self_test(XlaKernel())} == {
+    assert {check.result: check.passed for check in self_test(XlaKernel())} == {
         "out": True, "dq": True, "dk": False, "dv": False
     }  # fmt: skip
 
@@ -155,13 +155,25 @@ def test_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n".join(f"{line}|" for line in cells) == own
 
 
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+def test_a_launcher_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert cli.main([command]) == 2
+    assert (
+        f"python -m ring_jax {command} starts its ranks itself, and mpirun"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.nightly
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--seq-len", "128", "--ranks", "2", "--heads", "2", "--kv-heads", "1")
     done = run("-m", "ring_jax", "bench", *sizes, "--head-dim", "8", "--seconds", "0", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
+    assert [row["name"] for row in found["timings"]] == ["forward", "forward and backward"]
     assert all(row["work_fraction"] == 1 and row["efficiency"] > 0 for row in found["timings"])
     assert cli.main(["bench", "--seq-len", "101"]) == 2
     assert "101 is not a positive multiple of 16" in capsys.readouterr().err

@@ -244,8 +244,8 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused(name: str) -> None:
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
         call(context("auto", "zigzag"), numbers(0, 2, 16, 3))
 
 

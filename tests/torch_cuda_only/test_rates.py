@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ring_torch.tools import bench
+from ring_torch.tools import rates
 
 
 def test_every_case_has_times(tmp_path: Path) -> None:
-    table = bench.renew(tmp_path / "rates.json", 2048, {})
+    table = rates.renew(tmp_path / "rates.json", 2048, {})
     found = [case for case in table.cases if case.tokens == 2048]
-    sizes = [bench.Sizes(case.option, case.dims, case.heads) for case in found]
-    assert sizes == list(bench.CASES)
+    sizes = [rates.Sizes(case.option, case.dims, case.heads) for case in found]
+    assert sizes == list(rates.CASES)
     assert all("triton" in dict(case.kernels) for case in found)

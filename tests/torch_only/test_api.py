@@ -102,7 +102,7 @@ def _subgroups(rank: int) -> None:
             with pytest.raises(ValueError, match="not in"):
                 call()
         with pytest.raises(ValueError, match="group must be a process group"):
-            ring_attention(q, k, v, group="cp")  # type: ignore[call-overload]
+            ring_attention(q, k, v, group="cp")  # type: ignore[call-overload]  # wrong on purpose
         return
     cp = ContextParallel(turned, "contiguous")
     same(cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)))), dense(q, k, v))

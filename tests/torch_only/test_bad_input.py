@@ -114,7 +114,7 @@ def test_auto_names_all_reasons_when_nothing_fits() -> None:
 
 def test_context_parallel_refuses_lengths_it_cannot_divide() -> None:
     with pytest.raises(ValueError, match="unknown layout 'ring'"):
-        ContextParallel(layout="ring")  # type: ignore[arg-type]
+        ContextParallel(layout="ring")  # type: ignore[arg-type]  # wrong on purpose
     cp = ContextParallel(layout=ChunkLayout(((0, 1),)))
     with pytest.raises(ValueError, match="pad to 8"):
         cp.shard(torch.zeros(1, 7, 2), dim=1)

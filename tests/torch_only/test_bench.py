@@ -14,7 +14,7 @@ import torch
 from ring_core.choose import rates
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
-from ring_torch.tools import bench
+from ring_torch.tools import rates as torch_rates
 from ring_torch.tools.cli import main
 
 SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16")
@@ -26,9 +26,9 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *SMALL, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["setting"]["ranks"] == 2 and found["setting"]["window"] == [40, 0]
-    assert [row["what"] for row in found["timings"]] == ["forward", "forward and backward"]
+    assert [row["name"] for row in found["timings"]] == ["forward", "forward and backward"]
     for row in found["timings"]:
-        assert len(row["one"]) == len(row["ring"]) == len(row["checked"]) == 3
+        assert len(row["alone"]) == len(row["ring"]) == len(row["checked"]) == 3
         assert row["work_fraction"] == 0.5 and row["efficiency"] > 0
         assert row["check_cost"] > 0
 
@@ -64,16 +64,16 @@ ON_THE_HOST = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="this machine has an accelerator"
 )
 OPTIONS = (
-    *(bench.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
-    bench.Sizes(dims=(16, 8), heads=(2, 2)),
+    *(torch_rates.Sizes(option, (16, 16), (4, 2)) for option in rates.OPTIONS),
+    torch_rates.Sizes(dims=(16, 8), heads=(2, 2)),
 )
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One case of each option, and one round."""
-    monkeypatch.setattr(bench.renew, "__defaults__", (OPTIONS,))
-    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(torch_rates.renew, "__defaults__", (OPTIONS,))
+    monkeypatch.setattr(torch_rates, "ROUNDS", 1)
 
 
 def _of_the_host(path: Path) -> list[rates.Case]:
@@ -109,7 +109,7 @@ def test_what_fails_has_no_time(
         return right(*tensors, kernel=kernel, **options)
 
     path = tmp_path / "rates.json"
-    monkeypatch.setattr(bench, "ring_attention", broken)
+    monkeypatch.setattr(torch_rates, "ring_attention", broken)
     assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
     assert "no time of sdpa, causal, (16, 16): not today\n" in capsys.readouterr().err
     assert {name for case in _of_the_host(path) for name, _ in case.kernels} == {"eager"}
@@ -123,11 +123,11 @@ def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyP
         factor = 1.0001 if kernel == "sdpa" else 1.0
         return factor * right(*tensors, kernel=kernel, **options)
 
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    sizes = bench.Sizes(dims=(16, 16), heads=(4, 2))
-    assert set(bench._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
-    monkeypatch.setattr(bench, "ring_attention", rough)
-    assert set(bench._times(sizes, 64, "cpu")) == {"eager"}
+    monkeypatch.setattr(torch_rates, "ROUNDS", 1)
+    sizes = torch_rates.Sizes(dims=(16, 16), heads=(4, 2))
+    assert set(torch_rates._times(sizes, 64, "cpu")) == {"sdpa", "eager"}
+    monkeypatch.setattr(torch_rates, "ring_attention", rough)
+    assert set(torch_rates._times(sizes, 64, "cpu")) == {"eager"}
 
 
 @pytest.mark.parametrize(

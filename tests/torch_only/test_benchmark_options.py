@@ -196,8 +196,11 @@ def test_blocks_of_segment_ids_are_those_of_brute_force(
         fa4_by_hand.lists_of(found, found.transposed), (found, found.transposed), strict=True
     ):
         assert lists.partial.dtype == lists.full_count.dtype == torch.int32
-        for given, wanted in (((lists[0], lists[1]), blocks[0]), ((lists[2], lists[3]), blocks[1])):
-            assert listed(*given) == [row.nonzero().flatten().tolist() for row in wanted]
+        for given, expected in (
+            ((lists[0], lists[1]), blocks[0]),
+            ((lists[2], lists[3]), blocks[1]),
+        ):
+            assert listed(*given) == [row.nonzero().flatten().tolist() for row in expected]
 
 
 @pytest.mark.parametrize("keys", [64, 128])

@@ -64,8 +64,8 @@ def chosen(
 def test_fa3_is_deterministic_for_some_head_dims(dim: int) -> None:
     request = replace(BFLOAT16, head_dim=dim, v_head_dim=dim, deterministic=True)
     reasons = refusals(flash_attn.FA3.capabilities, request, program())
-    wanted = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
-    assert reasons == wanted
+    expected = () if dim == 192 else ("is deterministic for head dims up to 192, not 256",)
+    assert reasons == expected
     assert not refusals(
         flash_attn.FA3.capabilities, replace(request, deterministic=False), program()
     )
@@ -171,7 +171,7 @@ def _refused_on_every_rank(_: int) -> None:
     x = torch.zeros(1, 4, 2, 8)
     for options in ({"strategy": "gather", "layout": "striped"}, {"transport": "symm_mem"}):
         with pytest.raises(UnsupportedError, match=f"^strategy '.*{next(iter(options.values()))}'"):
-            ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]
+            ring_attention(x, x, x, causal=True, **options)  # type: ignore[call-overload]  # wrong on purpose
     ring_attention(x, x, x, causal=True, strategy="gather")  # ranks are still in step
 
 
@@ -307,7 +307,7 @@ def test_float_offsets_are_refused_after_equal_ints() -> None:
     x = torch.zeros(1, 8, 2, 8)
     ring_attention(x, x, x, cu_seqlens=(0, 5, 8))
     with pytest.raises(ValueError, match="cu_seqlens must be one row"):
-        ring_attention(x, x, x, cu_seqlens=(0.0, 5.0, 8.0))  # type: ignore[arg-type]
+        ring_attention(x, x, x, cu_seqlens=(0.0, 5.0, 8.0))  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.fixture

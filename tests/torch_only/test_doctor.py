@@ -66,7 +66,7 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     ways = {way["name"]: way["available"] for way in found["strategies"]}
     messages = ["gather/p2p", "ring/p2p", "balanced/p2p", "ulysses/p2p"]
     assert ways == {"gather/symm_mem": False, **dict.fromkeys(messages, True)}
-    checks = [(check["name"], check["where"], check["what"]) for check in found["checks"]]
+    checks = [(check["name"], check["where"], check["result"]) for check in found["checks"]]
     tested = [("sdpa", "cpu"), ("eager", "cpu"), *((way, "2 cpu ranks") for way in messages)]
     assert checks == [(*one, what) for one in tested for what in RESULTS]
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
@@ -80,14 +80,14 @@ def test_as_a_command() -> None:
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    words = [line.split() for line in done.stdout.splitlines()]
-    assert ["eager", "any", "available"] in words
-    assert ["ring/p2p", "any", "available"] in words
-    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in words]
-    assert words[-1] == ["all", "is", "well"]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["eager", "any", "available"] in rows
+    assert ["ring/p2p", "any", "available"] in rows
+    assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in rows]
+    assert rows[-1] == ["all", "is", "well"]
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     (shown,) = re.findall(r"<!-- of doctor .*? -->\n```text\n(.*?)```", page, re.DOTALL)
-    assert [line for line in shown.splitlines() if line.split() not in words] == []
+    assert [line for line in shown.splitlines() if line.split() not in rows] == []
 
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_a_kernel_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EagerKernel, "attend_into", fail)
     (check,) = doctor.self_test(EAGER, "cpu")
-    assert (check.what, check.passed, check.error) == ("runs", False, None)
+    assert (check.result, check.passed, check.error) == ("runs", False, None)
     assert "no such instruction" in check.trace
 
 
@@ -150,7 +150,7 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
         into.out.mul_(factor)
 
     monkeypatch.setattr(EagerKernel, "attend_into", wrong)
-    checks = {check.what: check for check in doctor.self_test(EAGER, "cpu")}
+    checks = {check.result: check for check in doctor.self_test(EAGER, "cpu")}
     assert not checks["out"].passed
     assert (checks["out"].error is None) == (factor != 1.001)
     assert checks["dv"].passed
@@ -161,5 +161,5 @@ def test_a_wrong_result_is_found(factor: float, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_ring_that_fails() -> None:
     (check,) = doctor.ring_test([("gather", "symm_mem")], cuda=False)
-    assert (check.name, check.what, check.passed) == ("gather/symm_mem", "runs", False)
+    assert (check.name, check.result, check.passed) == ("gather/symm_mem", "runs", False)
     assert "UnsupportedError" in check.trace

@@ -102,15 +102,15 @@ class Library:
             self.asked["forward"] += 1
             causal, window = resolved(window_size_left, window_size_right)
             key = (q.dtype, causal, *(side is None for side in window), lse is None)
-            if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]
+            if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]  # of a function
                 flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]
-            flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]
+            flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
                 q, as_it_reads(k), v, out.detach(), lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None,
                 None, None, *window, learnable_sink, None, (None, None), self.extra, None,
             )  # fmt: skip
             return out, lse
 
-        flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]
+        flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]  # of a function
         return flash_attn_fwd
 
     def _compiled_forward(self, *, causal: bool) -> Callable[..., None]:
@@ -149,7 +149,7 @@ class Library:
 
     def _prepare(self) -> Any:
         def bwd_preprocess(out: Tensor, *given: Any) -> None:
-            cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]
+            cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]  # of a function
             cache.setdefault(out.dtype, prepare) if isinstance(cache, dict) else None
             cache[out.dtype](out, *given, None, None, None, None, 1.0, None, None)
 
@@ -162,12 +162,12 @@ class Library:
             lse_log2[..., :n] = lse * LOG2_E
             dq_sums.zero_()
 
-        bwd_preprocess.compile_cache = {torch.float32: prepare}  # type: ignore[attr-defined]
+        bwd_preprocess.compile_cache = {torch.float32: prepare}  # type: ignore[attr-defined]  # of a function
         return bwd_preprocess
 
     def _round(self) -> Any:
         def bwd_postprocess_convert(sums: Tensor, grad: Tensor, scale: float, cu: Any) -> None:
-            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]
+            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]  # of a function
             cache[grad.dtype](sums, grad, scale, cu, None, None, None)
 
         def round_to(
@@ -208,9 +208,9 @@ class Library:
             semaphores = order, order if grouped else None, order if grouped else None
             self.module._bwd_preprocess(out, dout, delta, lse, lse_log2, dq_sums, cu_seqlens_q)
             key = (q.dtype, causal, *(side is None for side in window), grouped, deterministic)
-            if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]
+            if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]  # of a function
                 flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]
-            flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]
+            flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
                 q.detach(), as_it_reads(k).detach(), v.detach(), dout, lse_log2, delta, dq_sums, *sums,
                 softmax_scale, cu_seqlens_q, cu_seqlens_k, None, None, *window, *semaphores, (None, None),
                 None, self.extra,
@@ -221,7 +221,7 @@ class Library:
                     self.module._bwd_postprocess_convert(x, grad, scale, cu_seqlens_k)
             return dq, dk, dv
 
-        flash_attn_bwd.compile_cache = {}  # type: ignore[attr-defined]
+        flash_attn_bwd.compile_cache = {}  # type: ignore[attr-defined]  # of a function
         return flash_attn_bwd
 
     def _compiled_backward(self, *, causal: bool) -> Callable[..., None]:

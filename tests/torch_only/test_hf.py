@@ -255,15 +255,15 @@ def test_gradients_are_summed(pool: LocalRanks) -> None:
     pool.run(_reduced)
 
 
-def refused(words: str, model: Any, shard: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+def refused(message: str, model: Any, shard: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         model(**shard)
 
 
 def _positions(_: int) -> None:
     batch, name = whole("plain"), hf.register()
     for layout, limit in (("contiguous", 20), ("zigzag", 30), ("zigzag", 12)):
-        cp = ContextParallel(None, layout)  # type: ignore[arg-type]
+        cp = ContextParallel(None, layout)  # type: ignore[arg-type]  # a parameter of the test
         rope = {
             "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
             "long_factor": [2.0] * 4, "original_max_position_embeddings": limit,

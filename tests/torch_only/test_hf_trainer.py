@@ -169,8 +169,8 @@ def _mistakes(rank: int, folder: str) -> None:
             build("Llama").float(), arguments(folder, **options), collate, data or documents()
         )
 
-    def refused(error: type, words: str, trainer: Any, **options: Any) -> None:
-        with pytest.raises(error, match=words):
+    def refused(error: type, message: str, trainer: Any, **options: Any) -> None:
+        with pytest.raises(error, match=message):
             hf.parallelize(trainer, cp, **options)
         assert not trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
 

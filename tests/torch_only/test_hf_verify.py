@@ -496,9 +496,11 @@ def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], w
     with pytest.raises(ValueError, match=words):
         handle.verify(batch | change)
     with pytest.raises(ValueError, match="batch must be a mapping"):
-        handle.verify([batch])  # type: ignore[arg-type]
+        handle.verify([batch])  # type: ignore[arg-type]  # wrong on purpose
     handle.remove()
-    with pytest.raises(ValueError, match="not parallelized any more"):
+    with pytest.raises(
+        ValueError, match="remove\\(\\) was called, so the model is not parallelized"
+    ):
         handle.verify(batch)
 
 

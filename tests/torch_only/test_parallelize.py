@@ -227,7 +227,7 @@ def _mistakes(rank: int) -> None:
     handle = hf.parallelize(model, cp)
     for options in ({"logits": "gather"}, {"reduction": "mean"}):
         with pytest.raises(ValueError, match="parallelized already"):
-            hf.parallelize(model, cp, **options)  # type: ignore[arg-type]
+            hf.parallelize(model, cp, **options)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(ValueError, match="another ContextParallel"):
         hf.parallelize(model, ContextParallel())
     with pytest.raises(ValueError, match="whole batch"):
@@ -255,7 +255,7 @@ def test_mistakes_are_named(pair: LocalRanks) -> None:
 def _drifts(_: int, reduction: str, forgets: bool) -> None:
     """Three steps of training, whose gradients are reduced or not."""
     cp, model, batch = ContextParallel(), build("Llama").train(), whole("plain")
-    hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+    hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _step in range(3):
@@ -309,10 +309,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="model of transformers"):
         hf.parallelize(torch.nn.Linear(2, 2), cp)
     with pytest.raises(ValueError, match="cp must be"):
-        hf.parallelize(build("Llama"), None)  # type: ignore[arg-type]
+        hf.parallelize(build("Llama"), None)  # type: ignore[arg-type]  # wrong on purpose
     for option in ("logits", "reduction"):
         with pytest.raises(ValueError, match=option):
-            hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]
+            hf.parallelize(build("Llama"), cp, **{option: "all"})  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(UnsupportedError, match=r"of type (indexed|deepseek_sparse)_attention"):
         hf.parallelize(build_any("DeepseekV32ForCausalLM", "deepseek_v32"), cp)
     mamba = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9, state_size=2)
@@ -399,8 +399,8 @@ def _pools(_: int, side: str, reduction: str) -> None:
         with pytest.raises(UnsupportedError, match="pools"):
             hf.shard_batch(cp, given, model=model)
         keys = list(model.state_dict())
-        handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
-        assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]
+        handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # wrong on purpose
+        assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]  # wrong on purpose
         assert list(model.state_dict()) == keys
         with Wide():
             mine = model(**given)
@@ -435,7 +435,7 @@ def _routes(_: int, kind: str, reduction: str) -> None:
             assert abs(out.loss - build(name)(**batch, **WHOLE).loss) > 0.1
         model = build(name, **options)
         cp = ContextParallel()
-        hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]
+        hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
         with Wide():
             mine = model(**batch)
         mine.loss.backward()

@@ -104,9 +104,11 @@ def test_models(pool: LocalRanks, name: str, size: int) -> None:
     results = pool.run(_ring, name, size)[:size]
     got = torch.cat([part for part, _ in results], dim=1)
     torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
-    for parts, wanted in zip(zip(*(part for _, part in results), strict=True), grads, strict=True):
-        scale = wanted.abs().max().item()
-        torch.testing.assert_close(torch.stack(parts).sum(0), wanted, rtol=0, atol=1e-5 * scale)
+    for parts, expected in zip(
+        zip(*(part for _, part in results), strict=True), grads, strict=True
+    ):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=0, atol=1e-5 * scale)
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_all_flash_attention_is_substituted() -> None:
     assert all(isinstance(ALL_ATTENTION_FUNCTIONS[name], RingFlashAttention) for name in names)
     assert all(ALL_ATTENTION_FUNCTIONS[name] is function for name, function in others.items())
     with pytest.raises(UnsupportedError, match="past transformers' registry"):
-        flash._flash_attention_forward()  # type: ignore[call-arg]
+        flash._flash_attention_forward()  # type: ignore[call-arg]  # wrong on purpose
     ALL_ATTENTION_FUNCTIONS["flash_attention_3"] = flash_attention_forward
     AttentionInterface.register("some/kernel", flash_attention_forward)  # when a model is loaded
     substitute_hf_flash_attn(None, 2)
@@ -193,11 +195,11 @@ def test_what_a_model_asks_for(name: str) -> None:
         torch.manual_seed(4)
         options = options | {"dropout_seed": int(torch.randint(2**63 - 1, ()))}
     heads_last = (x.transpose(1, 2).numpy() for x in (q, k, v))
-    wanted, _ = reference.attention(
+    expected, _ = reference.attention(
         *heads_last, cu_seqlens=(0, 5, 16), **{"causal": True, **options}
     )
     assert weights is None
-    torch.testing.assert_close(out, torch.tensor(wanted), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, torch.tensor(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_environment_asks_for_determinism(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +232,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    given, words = REFUSED[name]
+    given, message = REFUSED[name]
     arguments: dict[str, Any] = {"attention_mask": None} | given
     q, k, v = inputs()
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         RingFlashAttention(None, 1, (0, 16))(module(), q, k, v, **arguments)
 
 

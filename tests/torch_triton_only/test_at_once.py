@@ -192,10 +192,10 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             try:
                 kernels.exchange_keys(setup, n, k, v, own[rank], table, target)
             except InterpreterError as error:  # it waited in vain
-                assert "did not come in time" in str(error)  # noqa: PT017
+                assert "did not come in time" in str(error)  # noqa: PT017 - runs on every rank
                 return [False]
-            wanted = torch.arange(size)[:, None] + 10.0 * n
-            both = torch.cat([wanted.expand(size, width), -wanted.expand(size, width)], dim=1)
+            expected = torch.arange(size)[:, None] + 10.0 * n
+            both = torch.cat([expected.expand(size, width), -expected.expand(size, width)], dim=1)
             right.append(torch.equal(target, both))
     return right
 

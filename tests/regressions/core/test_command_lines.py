@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 
 from ring_core import Mask, make_plan, ring_program, viz
 from ring_core.tools import bench
 from ring_core.tools.cli import main
+from ring_core.tools.commands import LAUNCHERS, is_refused
 
 
 def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -60,10 +62,10 @@ def test_bench_runs_without_a_progress_bar(
 ) -> None:
     if not installed:
         monkeypatch.setitem(sys.modules, "tqdm", None)
-    run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731
+    run: Callable[[int], tuple[float, float]] = lambda _: (1.0, 2.0)  # noqa: E731 - a type for three uses
     forward, both = bench.timings(run, run, run, work_fraction=0.5, seconds=0)
-    assert forward.what == "forward"
-    assert both.what == "forward and backward"
+    assert forward.name == "forward"
+    assert both.name == "forward and backward"
     assert ("round 1 of at most" in capsys.readouterr().err) != installed
 
 
@@ -76,3 +78,21 @@ def test_figures_of_a_plan_fit_a_screen(cp_size: int) -> None:
     assert len(lines) <= 8
     assert max(map(len, lines)) <= 80
     assert set(lines) <= set(viz.describe(program).splitlines())
+
+
+@pytest.mark.parametrize(("size", "rank"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_one_process_of_a_launcher_says_why_it_is_refused(
+    size: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in chain(*LAUNCHERS.values()):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_refused("ring_torch", "bench")
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "0")
+    assert is_refused("ring_torch", "bench")
+    message = capsys.readouterr().err
+    assert f"4 processes ({size}=4)" in message
+    assert "`python -m ring_torch bench` once on a machine" in message
+    monkeypatch.setenv(rank, "3")
+    assert is_refused("ring_torch", "bench")
+    assert not capsys.readouterr().err

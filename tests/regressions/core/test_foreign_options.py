@@ -20,9 +20,9 @@ def test_words_name_the_option_here() -> None:
     with pytest.raises(
         ValueError, match=r"attn_mask or is_causal.*use mask, .*; for is_causal, use causal"
     ):
-        call(attn_mask=None, is_causal=True)  # type: ignore[call-arg]
+        call(attn_mask=None, is_causal=True)  # type: ignore[call-arg]  # wrong on purpose
     with pytest.raises(TypeError, match="nonsense"):
-        call(nonsense=1)  # type: ignore[call-arg]
+        call(nonsense=1)  # type: ignore[call-arg]  # wrong on purpose
     assert call(causal=True) == (None, True)
     assert inspect.signature(call) == inspect.signature(ours)
 
@@ -35,6 +35,6 @@ def test_no_name_is_an_option_here() -> None:
 def test_the_oracle_refuses_them() -> None:
     x = np.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match="for scale, use softmax_scale"):
-        attention(x, x, x, scale=1.0)  # type: ignore[call-arg]
+        attention(x, x, x, scale=1.0)  # type: ignore[call-arg]  # wrong on purpose
     with pytest.raises(ValueError, match="for enable_gqa, leave it out"):
-        attention_grads(x, x, x, x, enable_gqa=True)  # type: ignore[call-arg]
+        attention_grads(x, x, x, x, enable_gqa=True)  # type: ignore[call-arg]  # wrong on purpose

@@ -10,7 +10,7 @@ from ring_core import Layout
 
 def test_a_length_that_is_an_array_is_told_by_its_shape() -> None:
     with pytest.raises(ValueError, match=r"got a ndarray of shape \[2, 512\]; it is the number of"):
-        Layout("zigzag", np.zeros((2, 512)), 2)  # type: ignore[arg-type]
+        Layout("zigzag", np.zeros((2, 512)), 2)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_padding_is_told_for_cross_attention_too() -> None:

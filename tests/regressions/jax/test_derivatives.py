@@ -73,16 +73,16 @@ RUNS = [
 )
 @pytest.mark.parametrize(("asked", "call", "compiled"), RUNS)
 def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compiled: bool) -> None:
-    words, ask = ASKED[asked]
+    message, ask = ASKED[asked]
     function = partial(ask, CALLS[call])
-    with pytest.raises(UnsupportedError, match=f"{words}.*Instead: use gradients alone"):
+    with pytest.raises(UnsupportedError, match=f"{message}.*Instead: use gradients alone"):
         (jax.jit(function) if compiled else function)(Q)
 
 
 @pytest.mark.parametrize("call", [CALLS["one device"], sharded], ids=["one device", "shard_map"])
 def test_gradients_stay(call: Callable[..., Any]) -> None:
     """In a batch, in a loop, recomputed, and inside of a loss that does not differentiate them."""
-    wanted = jax.grad(partial(loss, call))(Q)
+    expected = jax.grad(partial(loss, call))(Q)
 
     def in_loop(q: Any) -> Any:
         body = jax.checkpoint(lambda total, _: (total + loss(call, q), None))
@@ -93,10 +93,10 @@ def test_gradients_stay(call: Callable[..., Any]) -> None:
         return loss(call, q) + (inner * q).sum()
 
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    close(jax.vmap(jax.grad(partial(loss, call)))(Q[None])[0], wanted)
-    close(jax.grad(lambda q: jax.vmap(partial(loss, call))(q).sum())(Q[None])[0], wanted)
-    close(jax.jit(jax.grad(in_loop))(Q), 2 * wanted)
-    close(jax.jit(jax.grad(beside))(Q), 2 * wanted)
+    close(jax.vmap(jax.grad(partial(loss, call)))(Q[None])[0], expected)
+    close(jax.grad(lambda q: jax.vmap(partial(loss, call))(q).sum())(Q[None])[0], expected)
+    close(jax.jit(jax.grad(in_loop))(Q), 2 * expected)
+    close(jax.jit(jax.grad(beside))(Q), 2 * expected)
 
 
 LAYOUTS: dict[str, Any] = {
@@ -130,8 +130,8 @@ def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
     ):
         with jax.set_mesh(mesh):
             got = jax.jit(partial(derivative, partial(function, by_hand=False)))()
-        wanted = derivative(partial(function, by_hand=True))
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), got, wanted)
+        expected = derivative(partial(function, by_hand=True))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), got, expected)
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1, 2])

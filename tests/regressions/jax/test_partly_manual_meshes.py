@@ -106,10 +106,10 @@ def test_inside_shard_map(axis: str, call: Callable[..., Any]) -> None:
     """JAX cannot differentiate one ``shard_map`` in another."""
     spec = PartitionSpec(None, None, axis)
     outer = jax.shard_map(call, mesh=MESH, in_specs=spec, out_specs=spec, axis_names={axis})
-    words = (
+    message = (
         rf"inside a jax\.shard_map over {axis}\. Instead: .*ring_attention\(axis_name='cp'\) here"
     )
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         jax.jit(outer)(Q)
 
 

@@ -32,8 +32,8 @@ def _qkv(heads: int = H) -> Any:
 def test_what_is_said(call: Any, shape: tuple[int, ...]) -> None:
     sinks = jax.random.normal(jax.random.key(3), shape)
     wide = np.broadcast_to(np.asarray(sinks), (H, shape[1]))
-    wanted = reference.attention(*map(np.asarray, _qkv()), sinks=wide)[0]
-    np.testing.assert_allclose(call(*_qkv(), softmax_aux=sinks), wanted, rtol=2e-5, atol=2e-5)
+    expected = reference.attention(*map(np.asarray, _qkv()), sinks=wide)[0]
+    np.testing.assert_allclose(call(*_qkv(), softmax_aux=sinks), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -44,7 +44,7 @@ def test_what_could_be_either(call: Any) -> None:
 
 def test_one_head_has_one_reading() -> None:
     sinks = jnp.ones(3)
-    wanted = reference.attention(*map(np.asarray, _qkv(1)), sinks=np.ones((1, 3)))[0]
+    expected = reference.attention(*map(np.asarray, _qkv(1)), sinks=np.ones((1, 3)))[0]
     q, k, v = _qkv(1)
     got = flash_attention(q, k, v, softmax_aux=sinks)
-    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)

@@ -30,6 +30,6 @@ def test_a_bias_hides_what_is_not_finite() -> None:
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     with interpreted():
         got = jax.block_until_ready(run(qkv, KernelConfig("pallas", block_q=128, block_k=128)))
-    for ours, wanted in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+    for ours, expected in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
         assert np.isfinite(ours).all()
-        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

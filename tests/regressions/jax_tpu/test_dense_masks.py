@@ -53,9 +53,9 @@ def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned:
     pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
     with interpreted():
         got = jax.block_until_ready(run(qkv, pallas))
-    for ours, wanted in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+    for ours, expected in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
         assert np.isfinite(ours).all()
-        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nightly(unless=["shape0"])

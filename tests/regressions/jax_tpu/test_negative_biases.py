@@ -50,6 +50,6 @@ def test_negative_biases_are_exact(shape: tuple[int, int], *, fused: bool, segme
     with interpreted():
         pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
         got = jax.block_until_ready(run(x, pallas))
-    for ours, wanted in zip(*map(jax.tree.leaves, (got, run(x, "xla"))), strict=True):
+    for ours, expected in zip(*map(jax.tree.leaves, (got, run(x, "xla"))), strict=True):
         assert np.isfinite(ours).all()
-        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

@@ -193,9 +193,9 @@ def test_the_routers_loss_is_refused() -> None:
 def test_modules_that_are_none_of_transformers() -> None:
     assert hf.check_model(nn.Linear(2, 2)) == hf.ModelReport()
     with pytest.raises(ValueError, match=r"must be a torch\.nn\.Module"):
-        hf.check_model("llama")  # type: ignore[arg-type]
+        hf.check_model("llama")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="model"):
-        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS})  # type: ignore[call-arg]
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS})  # type: ignore[call-arg]  # wrong on purpose
 
 
 class Peft(nn.Module):

@@ -110,7 +110,7 @@ def _refused(_: int) -> list[str]:
     ):  # fmt: skip
         cp = ContextParallel()
         compiled = torch.compile(
-            lambda o=options: cp.attention(x, x, x, **o),  # noqa: B023
+            lambda o=options: cp.attention(x, x, x, **o),  # noqa: B023 - called before the next
             fullgraph=True, backend="aot_eager",
         )  # fmt: skip
         with pytest.raises(Exception, match=r"must be|must end|mask was given|needs") as error:

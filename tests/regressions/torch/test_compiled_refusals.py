@@ -44,11 +44,11 @@ def _attend(*qkv: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "graph"])
 def test_wrong_kinds_of_values(name: str, compiled: bool) -> None:
-    options, words = WRONG[name]
+    options, message = WRONG[name]
     torch.compiler.reset()
     call: Any = torch.compile(_attend, backend="aot_eager", fullgraph=True) if compiled else _attend
     qkv = torch.randn(3, 1, T, HEADS, 8)
-    with pytest.raises(Exception, match=words) as caught:
+    with pytest.raises(Exception, match=message) as caught:
         call(*qkv, **options)
     # The compiler wraps what the operation's own checks raise.
     assert isinstance(caught.value, ValueError) or "ValueError" in str(caught.value)

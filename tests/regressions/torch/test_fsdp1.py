@@ -67,9 +67,9 @@ def _trained(rank: int, reduction: Any, first: str, orig: bool, nested: bool) ->
 def test_a_sum_is_refused_and_a_mean_is_the_whole_models(
     two: LocalRanks, first: str, orig: bool, nested: bool
 ) -> None:
-    for words in two.run(_trained, "sum", first, orig, nested):
-        assert "FullyShardedDataParallel takes the mean" in words, words
-        assert "reduction='mean'" in words
+    for message in two.run(_trained, "sum", first, orig, nested):
+        assert "FullyShardedDataParallel takes the mean" in message, message
+        assert "reduction='mean'" in message
     whole = norm_of_gradients(build("Llama"))
     for norm in two.run(_trained, "mean", first, orig, nested):
         assert norm == pytest.approx(whole, rel=1e-9)

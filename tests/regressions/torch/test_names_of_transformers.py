@@ -318,7 +318,7 @@ def without_a_layers_mask(model: Any) -> None:
     ("model_of", "change", "words"),
     [
         (BART_PAIR, without_masks, "BartDecoder is given ShardedMask and NoneType"),
-        (NEXT, with_other_rows, r"Qwen3NextGatedDeltaNet returns \("),
+        (NEXT, with_other_rows, r"Qwen3NextGatedDeltaNet must return"),
         (NEXT, without_a_layers_mask, "without the mask of a split batch"),
         (LLAMA4, without_layers_mask, "Llama4TextAttention is given a cache, or no mask"),
     ],

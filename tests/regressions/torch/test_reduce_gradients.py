@@ -112,7 +112,7 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
     step.reduce()
     step.check(6)
     then(step)
-    words = []
+    messages = []
     again = ContextParallel(step.cp.group)  # the group counts, not the object
     calls: list[Any] = [
         partial(again.reduce_gradients, step.model),
@@ -121,12 +121,12 @@ def _refused(rank: int, then: Callable[[Step], None], options: dict[str, Any]) -
     for call in calls:
         with pytest.raises(ValueError, match="reduce_gradients") as error:
             call()
-        words.append(str(error.value))
+        messages.append(str(error.value))
     step.model.zero_grad()
     step.backward()
     step.reduce()
     step.check()
-    return words
+    return messages
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
@@ -139,8 +139,8 @@ def test_a_sum_is_neither_added_to_nor_summed_again(
     for twice, added in pool.run(_refused, then, options):
         assert "the gradient of 0.weight is summed over the 2 ranks of the group already" in twice
         assert re.search(r"adds to the gradient of [02]\.(weight|bias), which reduce", added)
-        for words in (twice, added):
-            assert "once a step, after the last backward; then step, then zero_grad()" in words
+        for message in (twice, added):
+            assert "once a step, after the last backward; then step, then zero_grad()" in message
 
 
 def _set_to_none(step: Step) -> None:
@@ -323,21 +323,21 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
     try:
         cp.reduce_gradients(model)
     except RuntimeError as error:
-        words = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     untouched = all(
         torch.equal(weight.grad, torch.ones_like(weight))
         for weight in model.parameters()
         if weight.grad is not None
     )
     cp.reduce_gradients(like)  # nothing was sent: the group goes on
-    return words, untouched
+    return message, untouched
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_parameters_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
-    for words, untouched in pool.run(_unlike, name):
-        assert words.startswith(RankMismatchError.__name__), words
-        assert re.search(UNLIKE[name][1], words), words
+    for message, untouched in pool.run(_unlike, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][1], message), message
         assert untouched
 
 
@@ -447,7 +447,7 @@ def _fsdp(_: int, version: int) -> str:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_what_fsdp_reduces_is_refused(version: int, pool: LocalRanks) -> None:
-    for words in pool.run(_fsdp, version):
-        assert "FSDP reduces such gradients itself, as a mean" in words
-        assert "multiply the loss by the number of ranks" in words
-        assert "reduction='mean'" in words
+    for message in pool.run(_fsdp, version):
+        assert "FSDP reduces such gradients itself, as a mean" in message
+        assert "multiply the loss by the number of ranks" in message
+        assert "reduction='mean'" in message

@@ -57,7 +57,7 @@ def resolved(
 def test_a_layer_of_gpt_oss_has_one(rank: int, layout: Any) -> None:
     """Repeated calls are prepared: own keys in equal spans, items of equal rows."""
     strategy = resolved(OSS, rank, layout=layout)
-    assert strategy.head_major and strategy.is_plain and strategy.gather.tile == fa4.KEYS
+    assert strategy.head_major and strategy.prepares and strategy.gather.tile == fa4.KEYS
     assert own_spans(strategy.gather, rank, OSS.seq_len // 4) is not None
     assert len({item.q_stop - item.q_start for item in strategy.gather.items}) == 1
 

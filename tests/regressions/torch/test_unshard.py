@@ -55,16 +55,16 @@ def _unlike(rank: int, name: str) -> tuple[str, bool]:
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp = ContextParallel(group)
     x, more = (make(), options) if rank == SIZE - 1 else (torch.ones(1, 4, 2), {})
-    words = _words(lambda: cp.unshard(x, **more))
+    message = _words(lambda: cp.unshard(x, **more))
     whole = cp.unshard(torch.full((1, 4, 2), float(rank)))  # nothing was sent: the group goes on
-    return words, torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
+    return message, torch.equal(cp.shard(whole), torch.full((1, 4, 2), float(rank)))
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_slices_are_named_on_all_ranks(name: str, pool: LocalRanks) -> None:
-    for words, is_usable in pool.run(_unlike, name):
-        assert words.startswith(RankMismatchError.__name__), words
-        assert re.search(UNLIKE[name][2], words), words
+    for message, is_usable in pool.run(_unlike, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][2], message), message
         assert is_usable
 
 
@@ -83,9 +83,9 @@ def _unlike_later(rank: int, name: str) -> str:
 def test_a_new_shape_beside_an_agreed_one_is_named_on_all_ranks(
     name: str, pool: LocalRanks
 ) -> None:
-    for words in pool.run(_unlike_later, name):
-        assert words.startswith(RankMismatchError.__name__), words
-        assert re.search(UNLIKE[name][2], words), words
+    for message in pool.run(_unlike_later, name):
+        assert message.startswith(RankMismatchError.__name__), message
+        assert re.search(UNLIKE[name][2], message), message
 
 
 def _no_slices(_: int) -> str:
@@ -93,19 +93,23 @@ def _no_slices(_: int) -> str:
 
 
 def test_what_is_no_slice_on_any_rank_is_refused_by_its_length(pool: LocalRanks) -> None:
-    for words in pool.run(_no_slices):
-        assert words.startswith("ValueError: sequence length 15 is not a positive multiple"), words
+    for message in pool.run(_no_slices):
+        assert message.startswith("ValueError: sequence length 15 is not a positive multiple"), (
+            message
+        )
 
 
 def _other_device(_: int) -> tuple[str, bool]:
     cp = ContextParallel()
-    words = _words(lambda: cp.unshard(torch.ones(1, 4, device="meta")))
-    return words, cp.unshard(torch.ones(1, 4)).shape == (1, 4 * SIZE)
+    message = _words(lambda: cp.unshard(torch.ones(1, 4, device="meta")))
+    return message, cp.unshard(torch.ones(1, 4)).shape == (1, 4 * SIZE)
 
 
 def test_a_device_that_the_group_does_not_send_from_is_named(pool: LocalRanks) -> None:
-    for words, is_usable in pool.run(_other_device):
-        assert words.startswith("ValueError: the process group (gloo) sends no tensors of"), words
+    for message, is_usable in pool.run(_other_device):
+        assert message.startswith("ValueError: the process group (gloo) sends no tensors of"), (
+            message
+        )
         assert is_usable
 
 

@@ -63,7 +63,7 @@ def _wrong(
             wrong = differences(
                 given, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
             )
-            found += [f"{entry.operand} {entry.view}: {words}" for words in wrong]
+            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
     return found
 
 

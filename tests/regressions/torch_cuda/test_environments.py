@@ -60,11 +60,11 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
         leaves = q, k, v = [x.transpose(1, 2).detach().requires_grad_() for x in qkv]
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-        wanted = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
+        expected = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
     mine = [cp.shard(x).requires_grad_() for x in qkv]
     found = cp.attention(*mine, causal=True, **options)
     got = (found, *torch.autograd.grad(found, mine, cp.shard(dout)))
-    for x, y in zip(got, wanted, strict=True):
+    for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), **CLOSE)
 
 

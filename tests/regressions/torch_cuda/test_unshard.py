@@ -10,7 +10,7 @@ from ring_torch.local import LocalRanks
 
 
 def _queued(rank: int, layout: str) -> list[bool]:
-    cp = ContextParallel(layout=layout)  # type: ignore[arg-type]
+    cp = ContextParallel(layout=layout)  # type: ignore[arg-type]  # a parameter of the test
     weight = torch.arange(2 * 64 * 8, device="cuda", dtype=torch.float32).view(2, 64, 8)
     x = cp.shard(weight).requires_grad_()
     right = []

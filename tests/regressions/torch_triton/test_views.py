@@ -51,7 +51,7 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
             config = KernelConfig("triton", block_q=16, block_k=16)
             given = Given.of(entry, x, {"causal": True, "kernel": config, **options})
             wrong = differences(given, known=known, rtol=1e-5, atol=1e-5)
-            found += [f"{entry.operand} {entry.view}: {words}" for words in wrong]
+            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
     return found
 
 

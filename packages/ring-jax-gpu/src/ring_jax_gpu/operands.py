@@ -23,7 +23,7 @@ from ring_core.philox import dropout_threshold
 from ring_core.programs.ring import TABLE_COLUMNS
 from ring_core.triton.tile_configs import (
     Blocks,
-    Pass,
+    KernelPass,
     Table,
     choose_blocks,
     heads_per_swizzle,
@@ -146,7 +146,7 @@ class StepWork:
             and call.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
-    def _choose_blocks(self, name: Pass) -> Blocks:
+    def _choose_blocks(self, name: KernelPass) -> Blocks:
         """Return the block sizes of a kernel for this step."""
         per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
         return choose_blocks(
@@ -169,7 +169,11 @@ class StepWork:
         return kinds if self.rows.bias is None else jnp.where(kinds == FULL, PARTIAL, kinds)
 
     def _plan(
-        self, name: Pass, upstream: BackwardInputs | None = None, *, dbias: Array | None = None
+        self,
+        name: KernelPass,
+        upstream: BackwardInputs | None = None,
+        *,
+        dbias: Array | None = None,
     ) -> tuple[Launch, Arrays]:
         """Return the launch of a kernel, and the arrays that it reads, by name."""
         kernel: KernelName = "bwd_dkv" if name == "bwd_fused" else name

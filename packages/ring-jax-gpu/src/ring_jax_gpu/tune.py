@@ -26,7 +26,7 @@ import numpy as np
 from ring_core import KernelConfig, __version__  # all packages carry one version
 from ring_core.tools.bench import progress
 from ring_core.tools.commands import add_command
-from ring_core.triton.tile_configs import PASSES, Row, Table, default, read, written
+from ring_core.triton.tile_configs import KERNEL_PASSES, Row, Table, default, read, written
 from ring_jax.attention import RingAttention
 from ring_jax.records import Array
 from ring_jax_gpu.kernel import TritonKernel
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _tune_table(_parser().parse_args(argv))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"ring_jax_gpu: error: {error}", file=sys.stderr)
         return 2
 
 
@@ -85,19 +85,23 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ring_jax_gpu", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="python -m ring_jax_gpu",
+        description="Ring's kernels for JAX on NVIDIA GPUs.",
+    )
     version = f"ring-jax-gpu {__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add = add_command(
         commands, "tune", "Find the fastest block sizes of the plain Triton kernels for this GPU.",
+        more="Each size, number of warps and of stages is checked against the table's own results "
+        "before it is timed. The table with the fastest ones is written to FILE; rows that are not "
+        "chosen stay, and so does a row that is not beaten twice. RING_TRITON_BLOCKS=FILE uses it. "
+        "The kernels for Hopper have no such sizes.",
         example="python -m ring_jax_gpu tune blocks.json --head-dims 128", version=version,
     ).add_argument  # fmt: skip
     add("file", metavar="FILE", help="the table, JSON; one that is there is tuned further")
     add(
-        "--kernels", nargs="+", choices=PASSES, default=_DEFAULT_KERNELS,
+        "--kernels", nargs="+", choices=KERNEL_PASSES, default=_DEFAULT_KERNELS,
         help=f"kernels to tune; default: {' '.join(_DEFAULT_KERNELS)}",
     )  # fmt: skip
     add(
@@ -108,14 +112,18 @@ def _parser() -> argparse.ArgumentParser:
         "--head-dims", nargs="+", type=int, default=(64, 128), metavar="D",
         help="head dims to tune for; default: 64 128",
     )  # fmt: skip
-    add("--per-score-inputs", action="store_true", help="rows for dropout, bias and predicates")
+    add(
+        "--per-score-inputs",
+        action="store_true",
+        help="tune for calls with dropout, a bias or a predicate",
+    )
     add(
         "--tokens", type=_positive, default=4096, metavar="N",
         help="tokens of the timed sequence; default: %(default)s",
     )  # fmt: skip
     add(
         "--rounds", type=_positive, default=5, metavar="N",
-        help="timings of each, of which the median counts; default: %(default)s",
+        help="timings of each size, of which the median counts; default: %(default)s",
     )  # fmt: skip
     add("--verbose", action="store_true", help="print a line for each size that is tried")
     return parser

@@ -70,7 +70,8 @@ class BoundAttention:
         both = [name for name in options if name in self.options and name != "causal"]
         if both:
             raise ValueError(
-                f"{', '.join(both)}: bound to the attention, and the call says it too; keep one"
+                f"{', '.join(both)}: bound to the attention and passed to the call, too; keep one of "
+                f"the two"
             )
         return self.attention(q, k, v, **options)
 
@@ -224,10 +225,10 @@ def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -
     names = [name for name, value in rules.items() if value]
     if names and q_len != k_len:
         raise UnsupportedError(
-            f"{', '.join(names)}: of {q_len} queries and {k_len} keys {framework} takes the first "
-            f"two to be at one position, and this package the last two; bind "
-            f"mask=ring_core.Mask(causal=True) to the attention for the latter, with window=... in it "
-            f"for a window, and ring_core.Mask(predicate=...) for the former"
+            f"{', '.join(names)}: with {q_len} queries and {k_len} keys {framework} puts the first "
+            f"query at the first key, and this package the last query at the last key. Instead: bind "
+            f"mask=ring_core.Mask(causal=True) to the attention, with window=... in it for a window, "
+            f"for the latter; ring_core.Mask(predicate=...) for the former"
         )
 
 
@@ -243,7 +244,8 @@ def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: b
     if names and hidden and q_len != k_len:
         raise UnsupportedError(
             f"{', '.join(names)}: {q_len} queries meet {k_len} keys of which an array hides some, "
-            f"so that positions are not known; decode with an attention that has none of these bound"
+            f"so the positions of the queries are not known. Instead: decode with an attention that "
+            f"has none of these bound"
         )
 
 

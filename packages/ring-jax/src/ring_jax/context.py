@@ -551,8 +551,8 @@ def _with_devices(mesh: AbstractMesh | _NumberedMesh) -> AnyMesh:
     missing = sorted(set(mesh.ids.flatten().tolist()) - devices.keys())
     if missing:
         raise ValueError(
-            f"this ContextParallel is of a mesh with the {mesh.platform} devices {missing}, and there are "
-            f"{sorted(devices)} here; make one of a mesh of these"
+            f"this ContextParallel was made for a mesh with the {mesh.platform} devices {missing}, and this "
+            f"process has {sorted(devices)}; make a new one for a mesh of these"
         )
     array = np.empty(mesh.ids.shape, dtype=object)
     array.flat = [devices[number] for number in mesh.ids.flat]

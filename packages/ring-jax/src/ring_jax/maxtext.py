@@ -158,7 +158,7 @@ def _context_parallel(operation: Any, context_parallel: type[ContextParallel]) -
     """Make a ``ContextParallel`` from the mesh, axes and token order of an ``AttentionOp``."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding
-    batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001
+    batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001 - MaxText has no public way
     return context_parallel(mesh, axis, batch, heads, layout=_layout(operation, mesh.shape[axis]))
 
 

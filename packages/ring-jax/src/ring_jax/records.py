@@ -24,9 +24,9 @@ from ring_core import (
     StrategyConfig,
     StrategyName,
 )
+from ring_core.masks.mask import Window as Window
 from ring_core.programs.ring import TABLE_UNBOUNDED
 
-Window = tuple[int | None, int | None]
 Direction = Literal["forward", "backward"]
 
 
@@ -316,7 +316,7 @@ class Kernel(Protocol):
         """Return what it can do; it is only given calls that fit."""
 
     def refusals(
-        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002
+        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002 - for kernels that use them
     ) -> tuple[str, ...]:  # fmt: skip
         """Return why it cannot do a pass of a call that fits its capabilities; empty if it can."""
         return ()

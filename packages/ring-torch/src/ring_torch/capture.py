@@ -1,7 +1,7 @@
-"""Helpers for CUDA graphs and devices: tensors that calls share must outlive captured graphs.
+"""Helpers for CUDA graphs, compiled graphs and devices.
 
-A graph reads the tensors that it has captured whenever it is replayed, so a cache must not free
-them.
+A CUDA graph reads the tensors that it has captured whenever it is replayed, so a cache must not
+free them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def as_own(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a copy if it is a view of a larger one, so that it shares no memory."""
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+
+
+def untraced[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Keep a function and what it calls out of the graphs of ``torch.compile``."""
+    decorated: Callable[P, T] = torch.compiler.disable(function)
+    return decorated
 
 
 def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:

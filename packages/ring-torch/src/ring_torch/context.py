@@ -89,12 +89,12 @@ class ContextParallel:
     @property
     def cp_size(self) -> int:
         """Number of ranks that share a sequence."""
-        return self._sharding.ring.size
+        return self._sharding.ranks.size
 
     @property
     def cp_rank(self) -> int:
         """Rank of this process in the group."""
-        return self._sharding.ring.rank
+        return self._sharding.ranks.rank
 
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of a sequence: which rank holds which of its ``seq_len`` tokens.
@@ -380,7 +380,7 @@ class ContextParallel:
             cp.reduce_gradients(model)
             optimizer.step()
         """
-        reduce_gradients(self._sharding.ring, model)
+        reduce_gradients(self._sharding.ranks, model)
 
     @overload
     def attention(
@@ -436,7 +436,7 @@ class ContextParallel:
         modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
         q, k, v, kwargs["deterministic"] = modes
         record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
-        call, inputs = check_call(self._sharding.ring, 0, self.layout, q, k, v, record)
+        call, inputs = check_call(self._sharding.ranks, 0, self.layout, q, k, v, record)
         return (
             f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
             f"{viz.describe(call.program, pictures=False)}"

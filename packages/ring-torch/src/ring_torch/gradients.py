@@ -48,40 +48,40 @@ def hooks_in(model: nn.Module) -> Iterator[object]:
                 yield owner
 
 
-def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
+def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
     """Sum a model's gradients in place; see :meth:`ContextParallel.reduce_gradients`."""
-    number = ring.next_call()
+    number = ranks.next_call()
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for owner in hooks_in(model):
         if isinstance(owner, ReductionChoice):
             owner.check_reduction()
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    _check_model(ring, model, weights)
-    if ring.size == 1:
+    _check_model(ranks, model, weights)
+    if ranks.size == 1:
         return
     for name, weight in weights.items():
-        guard = _guard_of(weight, ring)
+        guard = _guard_of(weight, ranks)
         if guard is not None and guard.holds(weight.grad):
             raise ValueError(
-                f"reduce_gradients: the gradient of {name} is summed over the {ring.size} ranks of "
-                f"the group already, and a second time would count it {ring.size} times. Call "
+                f"reduce_gradients: the gradient of {name} is summed over the {ranks.size} ranks of "
+                f"the group already, and a second time would count it {ranks.size} times. Call "
                 f"reduce_gradients once a step, after the last backward; then step, then zero_grad()"
             )
-    device = next((weight.device for weight in weights.values()), _default_device(ring))
-    check_device(ring, device)
+    device = next((weight.device for weight in weights.values()), _default_device(ranks))
+    check_device(ranks, device)
     signature = CallSignature.of(_fields(weights), "reduce_gradients")
     # All ranks compare their parameters before they send gradients.
-    with on_device(device), with_peer_errors(ring, number, signature), torch.no_grad():
-        agree(ring, number, 0, signature, device)
-        gradients = _used_gradients(ring, list(weights.values()), device)
+    with on_device(device), with_peer_errors(ranks, number, signature), torch.no_grad():
+        agree(ranks, number, 0, signature, device)
+        gradients = _used_gradients(ranks, list(weights.values()), device)
         # One all-reduce for each bucket: join its gradients in float32 or wider, sum them over the
         # ranks, and copy the sums back.
         for bucket in _each_bucket([_local(gradient) for gradient in gradients.values()]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            with peer_errors(others(ring)):
-                dist.all_reduce(flat, group=ring.group)
+            with peer_errors(others(ranks)):
+                dist.all_reduce(flat, group=ranks.group)
             sizes = [gradient.numel() for gradient in bucket]
             for gradient, total in zip(bucket, flat.split(sizes), strict=True):
                 gradient.copy_(total.view_as(gradient))
@@ -89,12 +89,12 @@ def reduce_gradients(ring: Ranks, model: nn.Module) -> None:
     # Remember the summed gradients, to refuse backwards that add to them.
     sums = _Sums(gradients.values())
     for weight, gradient in gradients.items():
-        guard = _guard_of(weight, ring) or _Guard(weight, names[weight], ring)
+        guard = _guard_of(weight, ranks) or _Guard(weight, names[weight], ranks)
         guard.watch(sums, gradient)
 
 
 def _used_gradients(
-    ring: Ranks, weights: list[nn.Parameter], device: torch.device
+    ranks: Ranks, weights: list[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, Tensor]:
     """Return the gradients that any rank has; where this rank has none, they are made as zeros."""
     if not weights:
@@ -102,8 +102,8 @@ def _used_gradients(
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(device)
     # A parameter is used if any rank has a gradient for it.
-    with peer_errors(others(ring)):
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=ring.group)
+    with peer_errors(others(ranks)):
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.group)
     gradients = {}
     for weight, is_used in zip(weights, used.tolist(), strict=True):
         if is_used:
@@ -112,7 +112,7 @@ def _used_gradients(
     return gradients
 
 
-def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
+def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
     """Refuse gradients that are not dense, or that FSDP reduces over ranks of this group.
 
     A ``DTensor`` is allowed if its mesh has no other rank of this group, as with tensor parallelism
@@ -127,9 +127,9 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
                 f"reduce_gradients sums dense gradients, and that of {name} {tuple(weight.shape)} is "
                 f"sparse: make the layer with sparse=False"
             )
-    if ring.group is None:
+    if ranks.group is None:
         return
-    ranks = {*dist.get_process_group_ranks(ring.group)}
+    group_ranks = {*dist.get_process_group_ranks(ranks.group)}
     sharded = {
         f"the module {name or type(module).__name__}": dist.get_process_group_ranks(module.process_group)
         for name, module in model.named_modules()
@@ -140,9 +140,9 @@ def _check_model(ring: Ranks, model: nn.Module, weights: Mapping[str, nn.Paramet
         if isinstance(weight, DTensor)
     }  # fmt: skip
     for description, holders in sharded.items():
-        if ring.size > 1 and len(ranks & {*holders}) > 1:
+        if ranks.size > 1 and len(group_ranks & {*holders}) > 1:
             raise UnsupportedError(
-                f"reduce_gradients sums gradients of parameters that each of the {ring.size} ranks "
+                f"reduce_gradients sums gradients of parameters that each of the {ranks.size} ranks "
                 f"of the group holds, and {description} is sharded over ranks of the group. FSDP reduces "
                 f"such gradients itself, as a mean: leave reduce_gradients out and multiply the loss "
                 f"by the number of ranks of FSDP's mesh; with hf.parallelize give reduction='mean'"
@@ -164,9 +164,11 @@ def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     }
 
 
-def _default_device(ring: Ranks) -> torch.device:
+def _default_device(ranks: Ranks) -> torch.device:
     """Return the device on which a rank without parameters communicates."""
-    return torch.device("cuda" if ring.group and dist.get_backend(ring.group) == "nccl" else "cpu")
+    return torch.device(
+        "cuda" if ranks.group and dist.get_backend(ranks.group) == "nccl" else "cpu"
+    )
 
 
 def _local(x: Tensor) -> Tensor:
@@ -231,11 +233,11 @@ class _Guard:
     Args:
         weight: The parameter.
         name: Its name, for the error message.
-        ring: Ranks over which gradients are summed.
+        ranks: Ranks over which gradients are summed.
     """
 
-    def __init__(self, weight: nn.Parameter, name: str, ring: Ranks) -> None:
-        self.name, self.ring = name, ring
+    def __init__(self, weight: nn.Parameter, name: str, ranks: Ranks) -> None:
+        self.name, self.ranks = name, ranks
         self._sums = _Sums(())
         self._gradient: TensorWeakRef | None = None
         self._key = 0
@@ -272,14 +274,14 @@ class _Guard:
         if held and gradient is not None and (gradient is self.summed or gradient.requires_grad):
             raise ValueError(
                 f"this backward adds to the gradient of {self.name}, which reduce_gradients has "
-                f"summed over the {self.ring.size} ranks of the group: the next reduction would count "
-                f"that sum {self.ring.size} times. Call reduce_gradients once a step, after the last "
+                f"summed over the {self.ranks.size} ranks of the group: the next reduction would count "
+                f"that sum {self.ranks.size} times. Call reduce_gradients once a step, after the last "
                 f"backward; then step, then zero_grad(). The gradient is spoiled now: zero_grad()"
             )
 
 
-def _guard_of(weight: Tensor, ring: Ranks) -> _Guard | None:
+def _guard_of(weight: Tensor, ranks: Ranks) -> _Guard | None:
     """Return the hooks that a parameter has for a group, or ``None``."""
     hooks = (weight._backward_hooks or {}).values()  # noqa: SLF001 - torch has no other list
     owners = (getattr(hook, "__self__", None) for hook in hooks)
-    return next((x for x in owners if isinstance(x, _Guard) and x.ring == ring), None)
+    return next((x for x in owners if isinstance(x, _Guard) and x.ranks == ranks), None)

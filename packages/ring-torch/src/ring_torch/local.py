@@ -25,7 +25,7 @@ from ring_core import checks
 PRELOADED = ("torch._dynamo", "torch.distributed", "ring_torch")
 
 _GRACE = 5.0  # seconds that ranks get after another has failed, or to end
-_MOST = 1024  # most processes on a machine, or threads of one
+_MOST_PROCESSES = 1024  # most processes on a machine, or threads of one
 
 
 class LocalRankError(RuntimeError):
@@ -64,12 +64,18 @@ class LocalRanks:
         cuda: bool = False,
     ) -> None:
         for name, value in (("world_size", world_size), ("threads", threads)):
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
-                raise ValueError(f"{name} must be an integer in 1..{_MOST}, got {value!r}")
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or not 0 < value <= _MOST_PROCESSES
+            ):
+                raise ValueError(
+                    f"{name} must be an integer in 1..{_MOST_PROCESSES}, got {value!r}"
+                )
         for name, seconds in (("timeout", timeout), ("patience", patience)):
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if (seconds is not None or name == "timeout") and not (
-                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]
+                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]  # is_number
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         checks.check_flag("cuda", cuda)

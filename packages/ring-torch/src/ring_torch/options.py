@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, TypedDict
 from torch import Tensor
 
 from ring_core import KernelConfig, Mask, StrategyConfig
-
-Window = tuple[int | None, int | None]
+from ring_core.masks.mask import Window as Window
 
 
 class AttentionOptions(TypedDict, total=False):

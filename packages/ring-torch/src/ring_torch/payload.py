@@ -112,9 +112,9 @@ class KeyGradBuffer:
 
     def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
         """Return views of the sums of dK and of dV for a span of tokens."""
-        at = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
+        index = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
         dk, dv = self.views(flat, length)
-        return dk[at], dv[at]
+        return dk[index], dv[index]
 
     def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
         """Return views that together are the sums of a span of tokens, as few as possible.

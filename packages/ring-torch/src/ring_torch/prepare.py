@@ -59,7 +59,7 @@ _NO_DEVICE: AbstractContextManager[None] = nullcontext()
 
 
 def check_call(
-    ring: Ranks,
+    ranks: Ranks,
     number: int,
     layout: LayoutSpec,
     q: Tensor,
@@ -77,7 +77,7 @@ def check_call(
     transports its ranks can use.
 
     Args:
-        ring: The ranks that hold one sequence.
+        ranks: The ranks that hold one sequence.
         number: The call's number, from :meth:`Ranks.next_call`; with 0 ranks do not communicate.
         layout: The layout, as given.
         q: ``[B, T_local, H, D]``.
@@ -123,7 +123,7 @@ def check_call(
     is_plain = _VALUES.issuperset(option_types)
     as_key = _as_key if is_plain else _as_key.__wrapped__
     arguments = (
-        ring,
+        ranks,
         layout,
         facts,
         as_key(options, option_types),
@@ -227,7 +227,7 @@ class TensorSpec(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _prepare(
-    ring: Ranks,
+    ranks: Ranks,
     layout: LayoutSpec,
     facts: tuple[TensorSpec | None, ...],
     options: CallOptions,
@@ -242,7 +242,7 @@ def _prepare(
     """Check, plan and choose all that is static about a call: once for equal calls.
 
     Args:
-        ring: The ranks that hold one sequence.
+        ranks: The ranks that hold one sequence.
         layout: The layout, as given.
         facts: Properties of each field of :class:`Inputs` that is given.
         options: The options in their normal form (:func:`_as_key`).
@@ -256,7 +256,9 @@ def _prepare(
     """
     sizes, tensors = _check_tensors(facts)
     if lengths is None:
-        lengths = checks.check_seq_len(options.seq_len, sizes.q_len, sizes.k_len, layout, ring.size)
+        lengths = checks.check_seq_len(
+            options.seq_len, sizes.q_len, sizes.k_len, layout, ranks.size
+        )
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
     if options.seq_len is None:
@@ -266,10 +268,10 @@ def _prepare(
     strategy_setting = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
-        options.mask, seq_len=lengths[0], cp_size=ring.size, layout=layout, kv_seq_len=lengths[1],
+        options.mask, seq_len=lengths[0], cp_size=ranks.size, layout=layout, kv_seq_len=lengths[1],
         pad_to=None
         if options.seq_len is None
-        else (sizes.q_len * ring.size, sizes.k_len * ring.size),
+        else (sizes.q_len * ranks.size, sizes.k_len * ranks.size),
     )  # fmt: skip
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
@@ -278,7 +280,7 @@ def _prepare(
     spec, transport = choose_strategy(
         strategy_setting.name,
         options.transport,
-        ring,
+        ranks,
         program,
         device,
         request=request,
@@ -287,7 +289,7 @@ def _prepare(
     inner = None
     if spec.splits_heads:
         inner = _prepare(
-            ALONE, "contiguous", _facts_of_heads(facts, ring.size),
+            ALONE, "contiguous", _facts_of_heads(facts, ranks.size),
             options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
             lse_grad=lse_grad, lengths=lengths,
         )  # fmt: skip
@@ -299,9 +301,9 @@ def _prepare(
         sizes.batch, sizes.k_len, sizes.kv_heads, sizes.head_dim, sizes.v_head_dim, dtype,
         request.segment_ids,
     )  # fmt: skip
-    is_short = spec.opens_sessions and ring.size > 1 and transport.is_short(plan, keys, 1)
+    is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
     resolution = Resolution(
-        program, ring.rank, request, choice.kernel, sizes, dtype.itemsize, needs_index,
+        program, ranks.rank, request, choice.kernel, sizes, dtype.itemsize, needs_index,
         request.segment_ids, is_short, options.return_lse, inner,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
@@ -311,7 +313,7 @@ def _prepare(
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
     return Call(
-        ring, plan, program, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
+        ranks, plan, program, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"), check_every=check_every,
     )  # fmt: skip

@@ -54,37 +54,37 @@ class Sharding:
         if is_foreign(group):
             divisor_of(self.layout, len(self.members.ranks))
         elif group is not None or (dist.is_available() and dist.is_initialized()):
-            self.ring  # noqa: B018 - refuses what these ranks cannot run
+            self.ranks  # noqa: B018 - refuses what these ranks cannot run
 
     @property
-    def ring(self) -> Ranks:
+    def ranks(self) -> Ranks:
         """Ranks of the group, which must be the same as at the first use.
 
         Raises:
             ValueError: The group was destroyed, or the default group is another by now.
         """
-        ring = ranks_of(self.group)
+        ranks = ranks_of(self.group)
         if self._bound is None:
-            divisor_of(self.layout, ring.size)
+            divisor_of(self.layout, ranks.size)
             warn_if_alone()
-            self._bound = ring
-        if ring != self._bound:
+            self._bound = ranks
+        if ranks != self._bound:
             raise ValueError(
                 f"this ContextParallel is of another process group: at first it had "
-                f"{self._bound.size} ranks, now the default group has {ring.size} (it was made or "
+                f"{self._bound.size} ranks, now the default group has {ranks.size} (it was made or "
                 f"destroyed in between). Make a new ContextParallel, and shard with that one"
             )
-        return ring
+        return ranks
 
     @property
     def members(self) -> Members:
         """The group and its ranks, also of a ``DeviceMesh`` that this rank is not in.
 
         Raises:
-            ValueError: As of :attr:`ring`, if this rank is in it.
+            ValueError: As of :attr:`ranks`, if this rank is in it.
         """
         if not is_foreign(self.group):
-            self.ring  # noqa: B018 - refuses another group than at the first use
+            self.ranks  # noqa: B018 - refuses another group than at the first use
         return members_of(self.group)
 
     def check_group(self) -> None:
@@ -102,8 +102,8 @@ class Sharding:
         """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
         checks.check_flag("pad", pad)
         if pad:
-            return Layout.padded(self.layout, seq_len, self.ring.size)
-        return Layout(self.layout, seq_len, self.ring.size)
+            return Layout.padded(self.layout, seq_len, self.ranks.size)
+        return Layout(self.layout, seq_len, self.ranks.size)
 
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
@@ -111,7 +111,7 @@ class Sharding:
         check_fill(x, fill)
         checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
-        return _slice_of(x, dim, layout, self.ring.rank, fill)
+        return _slice_of(x, dim, layout, self.ranks.rank, fill)
 
     def unshard(
         self,
@@ -122,19 +122,19 @@ class Sharding:
         seq_len: int | None = None,
     ) -> Tensor:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
-        ring = self.ring
-        number = ring.next_call()
+        ranks = self.ranks
+        number = ranks.next_call()
         check_dim(x, dim)
         needs_grad = check_grad(x, grad)
         length = None if seq_len is None else check_size("seq_len", seq_len)
         whole: Tensor = _unshard(
-            x, Unsharding(ring, self.layout, dim % x.ndim, grad, needs_grad, number, length)
+            x, Unsharding(ranks, self.layout, dim % x.ndim, grad, needs_grad, number, length)
         )
         return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens and padding, int64 ``[T_local]``."""
-        positions = self.layout_of(seq_len, pad=True).positions(self.ring.rank)
+        positions = self.layout_of(seq_len, pad=True).positions(self.ranks.rank)
         try:
             return torch.as_tensor(positions, device=device)
         except (RuntimeError, TypeError) as error:
@@ -146,7 +146,7 @@ class Unsharding:
     """Call of ``unshard``, with its forward and backward.
 
     Attributes:
-        ring: Ranks of the group.
+        ranks: Ranks of the group.
         layout: Layout, which says which rank holds which tokens.
         dim: Dimension of the sequence, not negative.
         grad: How the gradient of the whole tensor becomes a slice's, ``"sum"`` or ``"slice"``.
@@ -157,7 +157,7 @@ class Unsharding:
         order: 0 of the call itself, 1 of its backward, 2 of the backward of that, and so on.
     """
 
-    ring: Ranks
+    ranks: Ranks
     layout: LayoutSpec
     dim: int
     grad: UnshardGrad | None
@@ -187,17 +187,17 @@ class Unsharding:
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = self._layout_of_slices(x.shape[self.dim])
         slices = [x.contiguous()]
-        if self.ring.size > 1:
+        if self.ranks.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
             (local_slice,), slices = (
                 slices,
-                [torch.empty_like(slices[0]) for _ in range(self.ring.size)],
+                [torch.empty_like(slices[0]) for _ in range(self.ranks.size)],
             )
-            with self._guard(signature, x.device), peer_errors(others(self.ring)):
+            with self._guard(signature, x.device), peer_errors(others(self.ranks)):
                 dist.all_gather(
                     [_as_bytes(rank_slice) for rank_slice in slices],
                     _as_bytes(local_slice),
-                    group=self.ring.group,
+                    group=self.ranks.group,
                 )
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
@@ -213,15 +213,15 @@ class Unsharding:
     def _layout_of_slices(self, local_len: int) -> Layout:
         """Return the layout whose slices hold ``local_len`` tokens and padding each."""
         if self.seq_len is None:
-            return Layout(self.layout, local_len * self.ring.size, self.ring.size)
-        return checks.padded_layout(self.seq_len, local_len, self.layout, self.ring.size)
+            return Layout(self.layout, local_len * self.ranks.size, self.ranks.size)
+        return checks.padded_layout(self.seq_len, local_len, self.layout, self.ranks.size)
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""
-        size = self.ring.size
+        size = self.ranks.size
         layout = Layout.padded(self.layout, grad.shape[self.dim], size)
         if self.grad != "sum" or size == 1:
-            return _slice_of(grad, self.dim, layout, self.ring.rank)
+            return _slice_of(grad, self.dim, layout, self.ranks.rank)
         signature = self._signature(grad)
         self._agree(signature, grad.device)
         # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them up,
@@ -229,8 +229,8 @@ class Unsharding:
         slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
         slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
         total = torch.empty_like(slices[0])
-        with self._guard(signature, grad.device), peer_errors(others(self.ring)):
-            dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ring.group)
+        with self._guard(signature, grad.device), peer_errors(others(self.ranks)):
+            dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ranks.group)
         return total.to(grad.dtype)
 
     def _signature(self, x: Tensor) -> CallSignature:
@@ -245,17 +245,17 @@ class Unsharding:
 
     def _agree(self, signature: CallSignature, device: torch.device) -> None:
         """Check that all ranks make this call with equal arguments, before tensors are sent."""
-        if self.ring.size == 1:
+        if self.ranks.size == 1:
             return
-        check_device(self.ring, device)
-        check_graph(self.ring, signature, device)
+        check_device(self.ranks, device)
+        check_graph(self.ranks, signature, device)
         with self._guard(signature, device):
-            agree(self.ring, self.number, 0, signature, device)
+            agree(self.ranks, self.number, 0, signature, device)
 
     @contextmanager
     def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
         """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
-        with on_device(device), with_peer_errors(self.ring, self.number, signature):
+        with on_device(device), with_peer_errors(self.ranks, self.number, signature):
             yield
 
 

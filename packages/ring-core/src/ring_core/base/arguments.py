@@ -201,7 +201,7 @@ def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -
         positional = [
             x for x in method_signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD
         ]
-        method.__signature__ = method_signature.replace(  # type: ignore[attr-defined]
+        method.__signature__ = method_signature.replace(  # type: ignore[attr-defined]  # read by inspect
             parameters=[*positional, *options]
         )
         return method

@@ -104,7 +104,7 @@ class _Traced:
     is_bool: bool = False
     size: int = 1
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # == makes an expression
     __array_ufunc__ = None
 
     def __post_init__(self) -> None:
@@ -188,8 +188,8 @@ class _Traced:
     __lt__, __le__ = partialmethod(_compared, "lt"), partialmethod(_compared, "le")
     __gt__ = partialmethod(_compared, "lt", turned=True)
     __ge__ = partialmethod(_compared, "le", turned=True)
-    __eq__ = partialmethod(_compared, "eq")  # type: ignore[assignment]
-    __ne__ = partialmethod(_compared, "ne")  # type: ignore[assignment]
+    __eq__ = partialmethod(_compared, "eq")  # type: ignore[assignment]  # returns no bool
+    __ne__ = partialmethod(_compared, "ne")  # type: ignore[assignment]  # likewise
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
 

@@ -126,7 +126,7 @@ class WorkItem:
         return np.maximum(first, 0), np.minimum(stop, columns)
 
     def each_document(self) -> Iterator[WorkItem]:
-        """Yield an item for each document, trimmed; its rows and columns count from this corner."""
+        """Yield an item for each document, trimmed, which counts from this item's corner."""
         assert self.cu_q is not None and self.cu_k is not None
         sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
         for q, k in zip(*sides, strict=True):

@@ -243,7 +243,7 @@ class RingProgram:
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     @property
-    def lockstep_imbalance(self) -> float:
+    def imbalance_by_step(self) -> float:
         """Imbalance of a ring whose ranks wait for each other after every step.
 
         It is the visible pairs of the slowest rank of each step, summed over steps, over what a

@@ -7,12 +7,13 @@ alternate, so that a machine that slows down slows both, and each round has new 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ring_core.base.config import STRATEGIES, StrategyConfig
@@ -71,16 +72,16 @@ class Timing:
     """Seconds of each round of a pass.
 
     Attributes:
-        what: The pass, one of :data:`PASSES`.
-        one: Seconds on one device that computes everything.
+        name: The pass, one of :data:`PASSES`.
+        alone: Seconds on one device that computes everything.
         ring: Seconds on the ring.
         checked: Seconds on the ring with ``RING_CHECK=1``.
         work_fraction: Share of the work that each device of the ring has: 1 / ranks, or 1 where the
             ranks' devices are the same cores as the one device's.
     """
 
-    what: str
-    one: tuple[float, ...]
+    name: str
+    alone: tuple[float, ...]
     ring: tuple[float, ...]
     checked: tuple[float, ...]
     work_fraction: float
@@ -97,7 +98,7 @@ class Timing:
         """Rate of a device of the ring over that of one alone, for each round, sorted."""
         return sorted(
             self.work_fraction * alone / ring
-            for alone, ring in zip(self.one, self.ring, strict=True)
+            for alone, ring in zip(self.alone, self.ring, strict=True)
         )
 
     @property
@@ -106,27 +107,60 @@ class Timing:
         return statistics.median(self.efficiencies)
 
 
+def default_case(ranks: int, *, on_cpu: bool) -> BenchCase:
+    """Return the case that is timed unless options change it: a smaller one on a CPU."""
+    sizes = (4096, 8, 2, 64, "float32") if on_cpu else (32768, 32, 8, 128, "bfloat16")
+    return BenchCase(ranks, *sizes, None, "zigzag", "auto", "auto")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a ``bench`` command; the backend has defaults for those left out."""
+    """Add the options of a ``bench`` command; :func:`default_case` has those left out."""
     add = parser.add_argument
-    add("--seq-len", type=size, metavar="N", help="tokens over all ranks, such as 65536 or 64k")
+    usual, on_cpu = (default_case(2, on_cpu=x) for x in (False, True))
+
+    def default(name: str) -> str:
+        return f"default: {getattr(usual, name)}, on a CPU {getattr(on_cpu, name)}"
+
+    add(
+        "--seq-len", type=size, metavar="N",
+        help=f"tokens over all ranks, such as 65536 or 64k; {default('seq_len')}",
+    )  # fmt: skip
     add(
         "--ranks", type=int, metavar="P",
-        help="devices that share the sequence; default: all, or two processes on a CPU",
+        help="devices that share the sequence; default: all, on a CPU 2",
     )  # fmt: skip
-    add("--heads", type=int, metavar="H", help="query heads")
-    add("--kv-heads", type=int, metavar="K", help="key/value heads, a divisor of --heads")
-    add("--head-dim", type=int, metavar="D", help="head dim of Q, K and V")
+    add("--heads", type=int, metavar="H", help=f"query heads; {default('heads')}")
     add(
-        "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="dtype of Q, K and V"
-    )
+        "--kv-heads", type=int, metavar="K",
+        help=f"key/value heads, a divisor of --heads; {default('kv_heads')}",
+    )  # fmt: skip
+    add("--head-dim", type=int, metavar="D", help=f"head dim of Q, K and V; {default('head_dim')}")
+    add(
+        "--dtype", choices=("float64", "float32", "bfloat16", "float16"),
+        help=f"dtype of Q, K and V; {default('dtype')}",
+    )  # fmt: skip
     add(
         "--window", type=window, metavar="LEFT,RIGHT",
         help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
     )  # fmt: skip
-    add("--layout", choices=LAYOUTS, default="zigzag", help="default: zigzag")
-    add("--strategy", choices=("auto", *STRATEGIES), default="auto", help="default: auto")
-    add("--kernel", default="auto", metavar="NAME", help="default: auto")
+    add(
+        "--layout",
+        choices=LAYOUTS,
+        default="zigzag",
+        help="which rank holds which tokens; default: zigzag",
+    )
+    add(
+        "--strategy",
+        choices=("auto", *STRATEGIES),
+        default="auto",
+        help="how K/V travel; default: auto",
+    )
+    add(
+        "--kernel",
+        default="auto",
+        metavar="NAME",
+        help="a kernel that `matrix` lists; default: auto",
+    )
     add(
         "--seconds",
         type=float,
@@ -169,7 +203,12 @@ def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:
 
 
 def timings(
-    one: TimedRound, ring: TimedRound, checked: TimedRound, *, work_fraction: float, seconds: float
+    alone: TimedRound,
+    ring: TimedRound,
+    checked: TimedRound,
+    *,
+    work_fraction: float,
+    seconds: float,
 ) -> tuple[Timing, Timing]:
     """Time all three in turns, with progress on stderr.
 
@@ -177,7 +216,7 @@ def timings(
     allow, at most twenty in all.
 
     Args:
-        one: Runs a round on one device that computes everything.
+        alone: Runs a round on one device that computes everything.
         ring: Runs it on the ring.
         checked: Runs it on the ring with ``RING_CHECK=1``.
         work_fraction: As in :class:`Timing`.
@@ -187,7 +226,7 @@ def timings(
         Timings of the forward, and of forward and backward.
     """
     rounds: list[Round] = []
-    timed = (one, ring, checked)
+    timed = (alone, ring, checked)
     with progress(MOST_ROUNDS, "round") as bar:
         for run in timed:
             run(0)
@@ -198,14 +237,14 @@ def timings(
             if n >= LEAST_ROUNDS and time.monotonic() >= end:
                 bar.total = n
                 break
-    forward, both = (_timing(what, rounds, n, work_fraction) for n, what in enumerate(PASSES))
+    forward, both = (_timing(name, rounds, n, work_fraction) for n, name in enumerate(PASSES))
     return forward, both
 
 
-def _timing(what: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
+def _timing(name: str, rounds: Sequence[Round], n: int, work_fraction: float) -> Timing:
     """Collect the timings of pass number ``n`` from all rounds."""
     alone, ring, checked = (tuple(times[n] for times in x) for x in zip(*rounds, strict=True))
-    return Timing(what, alone, ring, checked, work_fraction)
+    return Timing(name, alone, ring, checked, work_fraction)
 
 
 class Progress(Protocol):
@@ -250,20 +289,43 @@ def watched[T](items: Iterable[T], total: int, unit: str) -> Iterator[T]:
             bar.update()
 
 
-def shown(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
+def report(
+    setting: BenchCase, where: str, timings_of_passes: Sequence[Timing], versions: Mapping[str, str],
+    *, as_json: bool,
+) -> str:  # fmt: skip
+    """Return what a ``bench`` command prints.
+
+    Args:
+        setting: The case that was timed.
+        where: The devices of the ring, behind their number.
+        timings_of_passes: Timings of the forward, and of forward and backward.
+        versions: Installed versions, for JSON.
+        as_json: True for JSON with times in seconds, False for a table in milliseconds.
+    """
+    if not as_json:
+        return _table(setting, where, timings_of_passes)
+    rows = [
+        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
+        for timing in timings_of_passes
+    ]
+    facts = {"versions": versions, "setting": asdict(setting), "where": where, "timings": rows}
+    return json.dumps(facts, indent=2)
+
+
+def _table(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
     """Return timings as text for people, in milliseconds: medians of all rounds."""
     lines = [
         f"{setting.describe()} {where}",
         f"{'pass':22}{'alone ms':>10}{'ring ms':>10}  efficiency (rate of a device of the ring / alone)",
     ]
     for timing in timings_of_passes:
-        alone, ring = (1e3 * statistics.median(x) for x in (timing.one, timing.ring))
+        alone, ring = (1e3 * statistics.median(x) for x in (timing.alone, timing.ring))
         lines.append(
-            f"{timing.what:22}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
-            f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.one)} rounds)"
+            f"{timing.name:22}{alone:10.2f}{ring:10.2f}  {timing.efficiency:.2f}  "
+            f"({timing.efficiencies[0]:.2f} to {timing.efficiencies[-1]:.2f}, {len(timing.alone)} rounds)"
         )
     cost = timings_of_passes[-1].check_cost
     lines.append(
-        f"RING_CHECK=1 adds {cost:.1%} to {timings_of_passes[-1].what}, RING_CHECK=every:100 {cost / 100:.2%}"
+        f"RING_CHECK=1 adds {cost:.1%} to {timings_of_passes[-1].name}, RING_CHECK=every:100 {cost / 100:.2%}"
     )
     return "\n".join(lines)

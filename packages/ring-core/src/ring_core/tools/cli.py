@@ -7,12 +7,9 @@ installed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from ring_core import __version__, viz
 from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
@@ -41,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.command == "doctor":
         diagnosis = doctor.diagnose()
-        facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-        print(json.dumps(facts, indent=2) if args.json else doctor.shown(diagnosis))
+        print(doctor.report(diagnosis, doctor.shown, as_json=args.json))
         return 0 if diagnosis.healthy else 1
     try:
         print(_plan(args))
@@ -163,8 +159,8 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
         args.layout == "all" or (args.advise and not named)
     ):
         raise ValueError(
-            "--strategy chooses that of one plan, and a table of layouts has them all; leave it out, "
-            "or name one --layout"
+            "--strategy is that of one plan, and a table of layouts has a row for every strategy; leave "
+            "it out, or name one --layout"
         )
     if args.png and args.layout == "all" and not args.advise:
         raise ValueError(
@@ -220,7 +216,7 @@ def _layout_table(args: argparse.Namespace, mask: Mask, cp_size: int) -> str:
             continue
         rows.append((
             f"{layout}/{strategy}", f"{program.imbalance:.3f}",
-            f"{program.lockstep_imbalance:.3f}", f"{program.num_steps} of {cp_size}",
+            f"{program.imbalance_by_step:.3f}", f"{program.num_steps} of {cp_size}",
             str(sum(step.offload != "none" for step in program.steps)),
             str(viz.kv_messages(program)),
         ))  # fmt: skip

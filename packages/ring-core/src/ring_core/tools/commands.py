@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
+
+from ring_core import __version__  # all packages carry one version
+from ring_core.tools import bench
+
+#: Launchers of several processes, and the environment variables of their number and of the rank.
+LAUNCHERS = {
+    "a launcher such as torchrun": ("WORLD_SIZE", "RANK"),
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
 
 
 def add_command(
-    commands: Any, name: str, purpose: str, *, example: str, version: str
+    commands: Any, name: str, purpose: str, *, example: str, version: str, more: str = ""
 ) -> argparse.ArgumentParser:
     """Add a command to a command line, with ``--version`` and an example at the end of its help.
 
@@ -18,28 +29,71 @@ def add_command(
         purpose: A sentence that says what it does.
         example: A whole command line to show.
         version: The text that ``--version`` prints.
+        more: Further sentences of the command's own help.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose[0].lower() + purpose[1:].rstrip("."), description=purpose,
+        name, help=purpose[0].lower() + purpose[1:].rstrip("."),
+        description=f"{purpose} {more}".rstrip(),
         epilog=f"example: {example}",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=version)
     return parser
 
 
-def check_not_launched(command: str) -> None:
-    """Refuse to run a command that starts its own ranks in each process of a launcher.
+def framework_commands(
+    package: str, framework: str
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Make the command line of a framework's package: ``doctor``, ``matrix`` and ``bench``.
 
     Args:
-        command: The command line without its options, as ``python -m ring_torch bench``.
+        package: The package, as ``ring_torch``.
+        framework: The name of the framework, as ``PyTorch``.
 
-    Raises:
-        ValueError: A launcher such as torchrun has started several processes (``WORLD_SIZE``).
+    Returns:
+        The parser, and that of ``bench``, to which a package may add options of its own.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1":
-        raise ValueError(
-            f"{command} starts its ranks itself, and here a launcher such as torchrun has started "
-            f"{size} processes (WORLD_SIZE={size}), each of which would run it. Instead: run "
-            f"`{command}` once on a machine, without a launcher"
-        )
+    program, version = f"python -m {package}", f"{package.replace('_', '-')} {__version__}"
+    parser = argparse.ArgumentParser(
+        prog=program, description=f"Exact context-parallel attention for {framework}."
+    )
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_command(
+        commands, "doctor", "Show what can run here, and test it.", example=f"{program} doctor",
+        version=version,
+    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
+    add_command(
+        commands, "matrix", "Show what each kernel supports.", example=f"{program} matrix",
+        version=version,
+    )  # fmt: skip
+    bench_parser = add_command(
+        commands, "bench", "Time a ring against one device that computes everything.",
+        example=f"{program} bench --seq-len 16k --window 4096,0", version=version,
+    )  # fmt: skip
+    bench.add_options(bench_parser)
+    return parser, bench_parser
+
+
+def is_refused(package: str, command: str) -> bool:
+    """Return True, and say so on stderr, if a launcher has started this process beside others.
+
+    ``bench`` and ``doctor`` start their ranks themselves. Under a launcher each process would do
+    so, on the same devices.
+
+    Args:
+        package: The package whose command line it is, as ``ring_torch``.
+        command: Name of the command, as ``bench``.
+    """
+    for launcher, (size_name, rank_name) in LAUNCHERS.items():
+        size = os.environ.get(size_name, "1")
+        if size == "1":
+            continue
+        if os.environ.get(rank_name, "0") == "0":  # one process speaks for all
+            words = f"python -m {package} {command}"
+            sys.stderr.write(
+                f"{package}: error: {words} starts its ranks itself, and {launcher} has started "
+                f"{size} processes ({size_name}={size}), each of which would run it. Instead: run "
+                f"`{words}` once on a machine, without a launcher\n"
+            )
+        return True
+    return False

@@ -6,10 +6,12 @@ theirs, made of the same parts.
 
 from __future__ import annotations
 
+import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +39,7 @@ class Check:
     Attributes:
         name: The kernel, strategy, transport or layout that was tested.
         where: The devices, and how many.
-        what: Name of the result, or ``runs``.
+        result: Name of the result, or ``runs``.
         error: The largest absolute error; ``None`` where the result is not finite, or there is
             none.
         limit: The largest error allowed.
@@ -47,7 +49,7 @@ class Check:
 
     name: str
     where: str
-    what: str
+    result: str
     error: float | None
     limit: float
     passed: bool
@@ -92,13 +94,15 @@ def compared(
     The error may be four times that of ``plain``, the results of a dense implementation in the same
     dtype on the same device, plus 16 ulps (``eps``) of the largest number.
     """
-    for what, got, got_plain, exact in zip(RESULTS, results, plain, example.expected, strict=True):
+    for result, got, got_plain, exact in zip(
+        RESULTS, results, plain, example.expected, strict=True
+    ):
         error, plain_error = (
             float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, got_plain)
         )
         limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
         yield Check(
-            name, where, what,
+            name, where, result,
             error if error < float("inf") else None,  # neither is NaN less
             limit, passed=error <= limit,
         )  # fmt: skip
@@ -172,6 +176,14 @@ class Diagnosis:
         return is_healthy(self.clashes, self.checks)
 
 
+def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bool) -> str:
+    """Return what a ``doctor`` command prints: JSON, or the text that ``shown`` makes."""
+    if not as_json:
+        return shown(diagnosis)
+    facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+    return json.dumps(facts, indent=2)
+
+
 def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:
     """Return True if there are checks, all of them passed, and no versions clash."""
     return not clashes and bool(checks) and all(check.passed for check in checks)
@@ -200,7 +212,7 @@ def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[
     """Return the first lines of a report: versions and clashes."""
     return [
         *(f"{name:14}{current}" for name, current in versions.items()),
-        *(f"{'clashes':14}{words}" for words in clashes or ("none",)),
+        *(f"{'clashes':14}{clash}" for clash in clashes or ("none",)),
     ]
 
 
@@ -209,10 +221,10 @@ def shown_checks(title: str, checks: Sequence[Check], *, healthy: bool) -> list[
     lines = ["", f"self-test: {title} against dense attention in float64"]
     names = max((len(check.name) for check in checks), default=0) + 2
     for check in checks:
-        result = "ok" if check.passed else "FAILED"
+        verdict = "ok" if check.passed else "FAILED"
         error = "not finite" if check.error is None else f"{check.error:.1e}"
         lines.append(
-            f"  {check.name:{names}}{check.where:18}{check.what:6}{result:8}"
+            f"  {check.name:{names}}{check.where:18}{check.result:6}{verdict:8}"
             f"{check.trace or f'error {error}, limit {check.limit:.1e}'}"
         )
     return [*lines, "", "all is well" if healthy else "something is wrong"]

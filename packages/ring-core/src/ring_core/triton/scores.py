@@ -475,7 +475,7 @@ def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS:
 @triton.jit
 def has_nan(x):
     """Return True if any element is NaN."""
-    return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124
+    return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124 - is NaN
 
 
 @triton.jit

@@ -22,9 +22,9 @@ from ring_core.base.arguments import TILE, Bools, Ints
 from ring_core.base.config import KernelConfig
 from ring_core.base.errors import UnsupportedError
 
-Pass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
+KernelPass = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_fused", "bwd_dbias"]
 
-PASSES: tuple[Pass, ...] = get_args(Pass)
+KERNEL_PASSES: tuple[KernelPass, ...] = get_args(KernelPass)
 BLOCKS_VARIABLE = "RING_TRITON_BLOCKS"
 LEAST, LARGEST = 16, 256  # tokens of a block; matrix units multiply at least 16 x 16
 _OWN_TABLE = Path(__file__).with_name("tile_configs.json")
@@ -68,7 +68,7 @@ class Row:
     """A row of the table: the block sizes of one kernel for some calls.
 
     Attributes:
-        kernel: The kernel, one of ``PASSES``.
+        kernel: The kernel, one of ``KERNEL_PASSES``.
         itemsize: Bytes per number of the inputs, 2 or 4.
         head_dim: The largest head dim the row is for.
         per_score_inputs: The row is only for calls where each score has an input of its own (a
@@ -76,7 +76,7 @@ class Row:
         q, k, warps, stages: As in ``Blocks``.
     """
 
-    kernel: Pass
+    kernel: KernelPass
     itemsize: int
     head_dim: int
     per_score_inputs: bool
@@ -90,7 +90,9 @@ class Row:
         """Block sizes of the row."""
         return Blocks(self.q, self.k, self.warps, self.stages)
 
-    def fits(self, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool) -> bool:
+    def fits(
+        self, kernel: KernelPass, itemsize: int, head_dim: int, *, per_score_inputs: bool
+    ) -> bool:
         """Return True if the row is for calls of this kernel with these properties."""
         return (
             (self.kernel, self.itemsize) == (kernel, itemsize)
@@ -103,7 +105,7 @@ Table = tuple[Row, ...]  # the first row that fits counts
 
 
 def find(
-    table: Table, kernel: Pass, itemsize: int, head_dim: int, *, per_score_inputs: bool
+    table: Table, kernel: KernelPass, itemsize: int, head_dim: int, *, per_score_inputs: bool
 ) -> Row:
     """Return the first row that fits a call; wider head dims than the table's take its widest."""
     itemsize = max(2, min(itemsize, 4))
@@ -139,7 +141,7 @@ def read(path: str) -> Table:
         ) from None
     needed = [
         f"{kernel} of {itemsize} bytes"
-        for kernel in PASSES
+        for kernel in KERNEL_PASSES
         for itemsize in (2, 4)
         if not any(row.fits(kernel, itemsize, LARGEST, per_score_inputs=False) for row in rows)
     ]
@@ -171,7 +173,7 @@ def _row(entry: Any) -> Row:
     row = Row(**entry)
     sizes = [row.q, row.k]
     well_formed = (
-        row.kernel in PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
+        row.kernel in KERNEL_PASSES and row.itemsize in (2, 4) and isinstance(row.per_score_inputs, bool)
         and all(type(x) is int for x in (row.itemsize, row.head_dim, row.warps, row.stages, *sizes))
         and row.head_dim >= 1
         and all(LEAST <= x <= LARGEST and x & (x - 1) == 0 for x in sizes)
@@ -179,21 +181,21 @@ def _row(entry: Any) -> Row:
     )  # fmt: skip
     if not well_formed:
         raise ValueError(
-            f"kernels are {', '.join(PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
+            f"kernels are {', '.join(KERNEL_PASSES)}, itemsize 2 or 4, head_dim >= 1, q and k powers of "
             f"two from {LEAST} to {LARGEST}, warps {_WARPS}, stages 1 to {_MOST_STAGES}, got {entry!r}"
         )
     return row
 
 
 def choose_blocks(
-    config: KernelConfig, name: Pass, head_dim: int, itemsize: int, *, per_score_inputs: bool,
+    config: KernelConfig, name: KernelPass, head_dim: int, itemsize: int, *, per_score_inputs: bool,
     rows: Table | None = None,
 ) -> Blocks:  # fmt: skip
     """Return the block sizes of a call: those it asked for, else the table's.
 
     Args:
         config: The call's kernel settings.
-        name: The kernel, one of ``PASSES``.
+        name: The kernel, one of ``KERNEL_PASSES``.
         head_dim: The larger of the two head dims.
         itemsize: Bytes per number of the inputs.
         per_score_inputs: As in :class:`Row`.
@@ -232,7 +234,7 @@ def padded(dim: int) -> int:
 
 
 def heads_per_swizzle(
-    name: Pass, *, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, row: int
+    name: KernelPass, *, batch: int, heads: int, kv_heads: int, q_len: int, k_len: int, row: int
 ) -> int:
     """Return the number of heads whose blocks are swizzled together, so that the L2 serves them.
 
@@ -240,7 +242,7 @@ def heads_per_swizzle(
     kernels over blocks of keys count key heads.
 
     Args:
-        name: The kernel, one of ``PASSES``.
+        name: The kernel, one of ``KERNEL_PASSES``.
         batch, heads, kv_heads, q_len, k_len: Sizes of the call.
         row: Bytes of a key and its value, or of a query and the gradient of its output.
     """
@@ -284,12 +286,12 @@ def parts_of_tiles(bits: npt.NDArray[np.uint8], rows: int, columns: int) -> tupl
 
 
 def stages_that_fit(
-    name: Pass, blocks: Blocks, dims: tuple[int, int], itemsize: int, capability: int
+    name: KernelPass, blocks: Blocks, dims: tuple[int, int], itemsize: int, capability: int
 ) -> int:
     """Return the number of pipeline stages: those chosen, or as many as shared memory can hold.
 
     Args:
-        name: The kernel, one of ``PASSES``.
+        name: The kernel, one of ``KERNEL_PASSES``.
         blocks: The block sizes and stages chosen.
         dims: Head dims of queries and keys, and of values.
         itemsize: Bytes per number of the inputs.

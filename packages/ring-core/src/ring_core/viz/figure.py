@@ -103,7 +103,7 @@ def _draw_program(program: RingProgram, figure: Figure) -> None:
     figure.suptitle(
         f"{plan.q_layout.name}{strategy}, {plan.cp_size} ranks, {plan.seq_len:,} tokens{keys}, "
         f"{plan.mask.describe()}\n"
-        f"imbalance {program.imbalance:.3f}, by step {program.lockstep_imbalance:.3f}, "
+        f"imbalance {program.imbalance:.3f}, by step {program.imbalance_by_step:.3f}, "
         f"{program.num_steps} of {plan.cp_size} steps with work, {kv_messages(program)} K/V messages per rank",
         fontsize=11,
     )

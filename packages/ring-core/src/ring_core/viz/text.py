@@ -177,7 +177,7 @@ def _figure_lines(program: RingProgram) -> list[str]:
     lines = [
         f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",
         (
-            f"imbalance by step  {program.lockstep_imbalance:.3f}  the same if ranks wait for each "
+            f"imbalance by step  {program.imbalance_by_step:.3f}  the same if ranks wait for each "
             f"other after each step"
         ),
         f"steps with work    {program.num_steps} of {program.plan.cp_size}; others are skipped",

@@ -351,7 +351,7 @@ def store_key_grads(
     blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads
-    is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124
+    is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124 - is NaN
     left_out = gl.where(nonfinite > 0, 2, gl.max(gl.max(is_nan, 1), 0))
     gl.store(flags + flat * blocks + block, left_out)
     if left_out == 0:

@@ -579,14 +579,14 @@ def store_result(
     part = block * GROUPS + WHICH
     rows = part * ROWS + gl.arange(0, ROWS, layout=o_rows)
     real = rows < q_len
-    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124
+    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124 - is NaN
     has_nan = gl.max(gl.max(gl.where(is_nan, 1, 0), 1), 0)
     if has_nan == 0:
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]
         merged = (row_max * (consts.SCALE * LOG2E) + gl.log2(total)) * LN2
         merged = gl.where(total == 0, -_INF, merged)
         gl.store(lse + flat.to(gl.int64) * q_len + rows, merged, mask=real)
-        if out.dtype.element_ty == gl.float32:  # four threads write 32 bytes
+        if out.dtype.element_ty == gl.float32:  # as the products lie: 32 bytes of a row at a time
             pointers = out + offsets_of(rows, flat, heads, q_len, layout, consts)
             gl.store(pointers, mean, mask=real[:, None])
         else:

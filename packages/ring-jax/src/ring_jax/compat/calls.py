@@ -216,7 +216,9 @@ def flash_attention(
     documents = documents_of(cum_seqlens_q, cum_seqlens_k, query, key, aligned=aligned)
     segments = segments_of(q_segment_ids, kv_segment_ids, query, key)
     if documents is not None and segments is not None:
-        raise ValueError("q_segment_ids and cum_seqlens_q both say what the documents are")
+        raise ValueError(
+            "q_segment_ids and cum_seqlens_q both say where documents lie; pass one of them"
+        )
     tokens, bias = query.shape[1], bias_of(bias, attention_mask, query.dtype)
     if documents is not None and aligned:
         query, key, value, bias, documents = pad_to_one_length(query, key, value, bias, documents)
@@ -382,7 +384,8 @@ def _kernel_config(metadata: OperationMetadata) -> KernelConfig:
         return config_of(sizes, None, fused_backward=False)
     if sizes != {"block_q": None, "block_k": None}:
         raise ValueError(
-            "blocksize_q, blocksize_k and operation_configs['ring'] say the same thing"
+            "blocksize_q and blocksize_k, and operation_configs['ring'], both say how large blocks "
+            "are; pass one of them"
         )
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
     refuse(platform=platform_of(read("platform", None)))

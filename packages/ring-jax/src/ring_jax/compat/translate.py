@@ -261,11 +261,11 @@ def _blocks(name: str, params: object) -> dict[str, int | None]:
     for block, names in BLOCK_NAMES.items():
         values = [settings.pop(x) for x in names if x in settings]
         if len(set(values)) > 1:
-            raise ValueError(f"{name} has several {block}: {values}")
+            raise ValueError(f"{name} has several sizes for {block}, {values}; pass one")
         sizes[block] = values[0] if values else None
     if settings:
         raise UnsupportedError(
-            f"{name}: kernels here have no {', '.join(settings)}; leave them out or None"
+            f"{name}: kernels of this package have no {', '.join(settings)}; leave them out, or pass None"
         )
     return sizes
 

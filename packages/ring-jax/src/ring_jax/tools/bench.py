@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from ring_core import Mask
 from ring_core.tools import doctor
-from ring_core.tools.bench import BenchCase, TimedRound, Timing, timings
+from ring_core.tools.bench import BenchCase, TimedRound, Timing, default_case, timings
 from ring_jax import tripwire
 from ring_jax.context import ContextParallel
 
@@ -23,9 +23,7 @@ Attend = Callable[[Array, Array, Array], Array]
 
 def defaults() -> BenchCase:
     """Return the default setting of the benchmark: all local devices, smaller sizes on a CPU."""
-    on_cpu, on_others = (4096, 8, 2, 64, "float32"), (32768, 32, 8, 128, "bfloat16")
-    sizes = on_cpu if jax.default_backend() == "cpu" else on_others
-    return BenchCase(jax.local_device_count(), *sizes, None, "zigzag", "auto", "auto")
+    return default_case(jax.local_device_count(), on_cpu=jax.default_backend() == "cpu")
 
 
 def bench(
@@ -49,7 +47,9 @@ def bench(
     """
     devices = jax.local_devices()
     if setting.ranks > len(devices):
-        raise ValueError(f"--ranks {setting.ranks}: there are {len(devices)} local devices")
+        raise ValueError(
+            f"--ranks {setting.ranks}: there are {len(devices)} devices here, and a rank needs one"
+        )
     ring, single = (_make_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
     short = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(ring.cp_size, setting.head_dim)

@@ -8,19 +8,17 @@ times a ring against one device that does all of it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import cast
 
 import jax
 
-from ring_core import __version__, support_matrix  # all packages carry one version
+from ring_core import support_matrix
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, check_not_launched
+from ring_core.tools.commands import framework_commands, is_refused
 from ring_jax.context import ContextParallel
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
@@ -53,27 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
-    parser = argparse.ArgumentParser(prog="python -m ring_jax", description="Ring for JAX.")
-    version = f"ring-jax {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_command(
-        commands, "doctor", "Show what can run here, and test it.",
-        example="python -m ring_jax doctor", version=version,
-    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
-    add_command(
-        commands, "matrix", "Show what each kernel supports.",
-        example="python -m ring_jax matrix", version=version,
-    )  # fmt: skip
-    timed = add_command(
-        commands, "bench", "Time a ring against one device that computes everything.",
-        example="python -m ring_jax bench --seq-len 16k --window 4096,0", version=version,
-    )  # fmt: skip
-    bench.add_options(timed)
+    parser, _ = framework_commands("ring_jax", "JAX")
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
         return 0
+    if is_refused("ring_jax", args.command):
+        return 2
     _ask_for_host_devices()
     if args.command == "bench":
         return _bench(args)
@@ -82,15 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 1
-    facts = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-    print(json.dumps(facts, indent=2) if args.json else shown(diagnosis))
+    print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
 
 
 def _bench(args: argparse.Namespace) -> int:
     """Run the command ``bench`` and print its table; return the exit code."""
     try:
-        check_not_launched("python -m ring_jax bench")
         setting = bench.setting_of(args, _bench_jax.defaults())
         checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:
@@ -102,13 +84,7 @@ def _bench(args: argparse.Namespace) -> int:
     where = f"devices: {jax.devices()[0].device_kind}"
     if results[0].work_fraction == 1:
         where += ", which share the cores that one device has alone"
-    facts = {"versions": versions(), "setting": asdict(setting), "where": where}
-    rows = [
-        asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-        for timing in results
-    ]
-    text = bench.shown(setting, where, results)
-    print(json.dumps(facts | {"timings": rows}, indent=2) if args.json else text)
+    print(bench.report(setting, where, results, versions(), as_json=args.json))
     return 0
 
 

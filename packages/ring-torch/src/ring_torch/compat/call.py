@@ -12,6 +12,7 @@ from torch import Tensor
 from ring_core import LayoutName, checks
 from ring_torch.autograd import AttentionFunction
 from ring_torch.call import Call
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.options import CallOptions, Window
 from ring_torch.prepare import check_call
@@ -32,7 +33,7 @@ class FlashAttnOptions(NamedTuple):
     return_attn_probs: bool
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attend_batch(
     layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions, group: Group
 ) -> Any:
@@ -42,7 +43,7 @@ def attend_batch(
 
 
 def checked(
-    ring: Ranks,
+    ranks: Ranks,
     layout: LayoutName,
     q: Tensor,
     k: Tensor,
@@ -64,7 +65,7 @@ def checked(
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
     return check_call(
-        ring, ring.next_call(), layout, q, k, v,
+        ranks, ranks.next_call(), layout, q, k, v,
         CallOptions(
             mask=mask, softmax_scale=options.softmax_scale, alibi_slopes=options.alibi_slopes,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),

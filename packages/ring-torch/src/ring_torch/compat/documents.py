@@ -14,6 +14,7 @@ from torch import Tensor
 from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
 from ring_core.movement import Movement, pack_documents
 from ring_torch.call import Call
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compat.call import (
     FlashAttnOptions,
@@ -152,7 +153,7 @@ class _SharedCall:
     inputs: Inputs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attend_documents(
     layout: LayoutName,
     q: Tensor,
@@ -172,7 +173,7 @@ def attend_documents(
     to where the layout puts the tokens of the packed documents as one sequence, and the result is
     moved back.
     """
-    ring = ranks_of(group)
+    ranks = ranks_of(group)
     check_shards(q, k, v)
     offsets = offsets_of("cu_seqlens", cu_seqlens, q.shape[0])
     lengths = np.diff(offsets)
@@ -183,17 +184,17 @@ def attend_documents(
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
             f"even, for each rank holds two chunks of a document: pad documents to multiples of "
-            f"{2 * ring.size} tokens"
+            f"{2 * ranks.size} tokens"
         )
     # Check all calls before any of them sends.
     shared_calls = [
-        _shared_call(ring, layout, q, k, v, options, spans)
-        for spans in _spans_by_call(ring, offsets)
+        _shared_call(ranks, layout, q, k, v, options, spans)
+        for spans in _spans_by_call(ranks, offsets)
     ]
     results: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     # Run the calls one after the other, and cut each result into the pieces of its documents ...
     for shared_call in shared_calls:
-        out, lse = _attend(ring, layout, shared_call, options)
+        out, lse = _attend(ranks, layout, shared_call, options)
         sizes = [stop - start for start, stop in shared_call.spans]
         outputs = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         results |= dict(zip(shared_call.spans, outputs, strict=True))
@@ -202,17 +203,17 @@ def attend_documents(
     return as_requested(torch.cat(outs), torch.cat(lses, dim=1), options)
 
 
-def _spans_by_call(ring: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
+def _spans_by_call(ranks: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
     """Return the documents of each call: long ones alone, all short ones together."""
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
-    if ring.size == 1 or len(spans) < 2:
+    if ranks.size == 1 or len(spans) < 2:
         return [tuple(spans) or ((0, 0),)]
     short = tuple(span for span in spans if span[1] - span[0] < LONG)
     return [(span,) for span in spans if span not in short] + ([short] if short else [])
 
 
 def _shared_call(
-    ring: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
+    ranks: Ranks, layout: LayoutName, q: Tensor, k: Tensor, v: Tensor, options: FlashAttnOptions,
     spans: tuple[tuple[int, int], ...],
 ) -> _SharedCall:  # fmt: skip
     """Check the call of some documents, and return it with their pieces joined.
@@ -225,18 +226,18 @@ def _shared_call(
         q, k, v = (x[slice(*spans[0])] for x in (q, k, v))
     else:
         q, k, v = (torch.cat([x[slice(*span)] for span in spans]) for x in (q, k, v))
-        documents = tuple(ring.size * offset for offset in offsets)
-    call, inputs = checked(ring, layout, q[None], k[None], v[None], options, documents)
+        documents = tuple(ranks.size * offset for offset in offsets)
+    call, inputs = checked(ranks, layout, q[None], k[None], v[None], options, documents)
     return _SharedCall(spans, offsets, call, inputs)
 
 
 def _attend(
-    ring: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
+    ranks: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
 ) -> tuple[Tensor, Tensor]:
     """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
     call, inputs = shared_call.call, shared_call.inputs
     if (
-        ring.size == 1 or len(shared_call.spans) == 1
+        ranks.size == 1 or len(shared_call.spans) == 1
     ):  # no exchange: the rows are in layout order already
         out, lse = run_call(call, inputs)
         return out[0], lse[0]
@@ -245,14 +246,14 @@ def _attend(
     pack = PackMove(layout, shared_call.offsets)
     qkv = (inputs.q, inputs.k, inputs.v)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
-    rows = pack.run(ring, torch.cat([x[0].flatten(1) for x in qkv], dim=1))
+    rows = pack.run(ranks, torch.cat([x[0].flatten(1) for x in qkv], dim=1))
     moved = zip(rows.split(widths, dim=1), qkv, strict=True)
     q, k, v = (rows.view(x.shape) for rows, x in moved)
     out, lse = run_call(call, inputs._replace(q=q, k=k, v=v))
     # Move the rows of the result back to the ranks that hold their documents' pieces.
     return (
-        pack.run(ring, out[0], back=True),
-        pack.run(ring, lse[0].t(), back=True).t() if options.return_attn_probs else lse[0],
+        pack.run(ranks, out[0], back=True),
+        pack.run(ranks, lse[0].t(), back=True).t() if options.return_attn_probs else lse[0],
     )
 
 
@@ -280,7 +281,9 @@ def offsets_of(
     if not all(isinstance(offset, int | np.integer) for offset in offsets):
         raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
     if len(offsets) < 2 or offsets[0] != 0:
-        raise ValueError(f"{name} must start at 0 and end a document, got {_shortened(offsets)}")
+        raise ValueError(
+            f"{name} must be (0, ..., T), with the end of each document, got {_shortened(offsets)}"
+        )
     if tokens is not None and offsets[-1] != tokens:
         raise ValueError(
             f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "

@@ -22,13 +22,13 @@ _IGNORED = frozenset({
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 })  # fmt: skip
-_DOCUMENTS = "documents are those of update_ring_flash_attn_params; leave it out of the batch"
-_REASONS = {
+_OF_THE_UPDATE = "documents are those of update_ring_flash_attn_params; leave it out of the batch"
+_WHY_REFUSED = {
     "attention_mask": (
         "a row is one stream of documents: drop padding, or make it a document of its own"
     ),
-    "cu_seq_lens_q": _DOCUMENTS, "cu_seq_lens_k": _DOCUMENTS, "max_length_q": _DOCUMENTS,
-    "max_length_k": _DOCUMENTS, "seq_idx": _DOCUMENTS,
+    "cu_seq_lens_q": _OF_THE_UPDATE, "cu_seq_lens_k": _OF_THE_UPDATE, "max_length_q": _OF_THE_UPDATE,
+    "max_length_k": _OF_THE_UPDATE, "seq_idx": _OF_THE_UPDATE,
     "output_attentions": "weights are never formed",
     "cache": "keys of earlier calls lie on one rank; generate on one rank",
     "position_bias": "no flash attention has it; use ring_torch.ring_attention(bias=...)",
@@ -82,7 +82,7 @@ class RingFlashAttention:
         from transformers.integrations.flash_attention import get_target_dtype
 
         if refused := [
-            f"{name}: {_REASONS.get(name, 'this argument is not known here')}"
+            f"{name}: {_WHY_REFUSED.get(name, 'this argument is not known here')}"
             for name, value in {"attention_mask": attention_mask, **kwargs}.items()
             if name not in _IGNORED and value is not None and value is not False
         ]:
@@ -168,15 +168,15 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
     attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     if not isinstance(attention, RingFlashAttention):
-        raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) before")
-    ring = ranks_of(process_group)
-    if ring != ranks_of(attention.group):
-        raise ValueError("process_group is not the one that substitute_hf_flash_attn was given")
+        raise ValueError("call substitute_hf_flash_attn(process_group, heads_k_stride) first")
+    ranks = ranks_of(process_group)
+    if ranks != ranks_of(attention.group):
+        raise ValueError("process_group must be the one that substitute_hf_flash_attn was given")
     documents = offsets_of("cu_seqlens", cu_seqlens)
-    if documents[-1] % ring.size:
+    if documents[-1] % ranks.size:
         raise ValueError(
-            f"cu_seqlens ends at {documents[-1]}, which {ring.size} ranks cannot share equally; add "
-            f"a document of {-documents[-1] % ring.size} tokens of padding"
+            f"cu_seqlens ends at {documents[-1]}, which {ranks.size} ranks cannot share equally; add "
+            f"a document of {-documents[-1] % ranks.size} tokens of padding"
         )
     attention.documents = documents
     # Again, as kernels from the hub are registered when a model is loaded.

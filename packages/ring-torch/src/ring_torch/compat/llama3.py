@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import UnsupportedError, checks
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compat.call import (
     FlashAttnOptions,
@@ -94,7 +95,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
 # This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
 # function, as torch.compile ignores it on the function that it is given itself.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _prepare_on_host(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -229,16 +230,16 @@ def _longest(offsets: tuple[int, ...]) -> int:
     return max(stop - start for start, stop in pairwise(offsets))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,
     local_k_slice: slice, options: FlashAttnOptions, group: Group,
 ) -> Any:  # fmt: skip
     """Compute attention of contiguous shards ``[T_local, H, D]`` of a stream of documents."""
-    ring = ranks_of(group)
+    ranks = ranks_of(group)
     check_shards(q, k, v)
-    slice_start = _checked_start(local_k_slice, ring, causal=options.causal)
+    slice_start = _checked_start(local_k_slice, ranks, causal=options.causal)
     for name, tensor, longest, offsets, (returned, version) in (
         (
             "q",
@@ -263,7 +264,7 @@ def _attend(
     check_stride(heads_k_stride, k.shape[1])
     documents = slice_start.prepared.documents
     check_slopes(options.alibi_slopes, len(documents) - 1)
-    call, inputs = checked(ring, "contiguous", q[None], k[None], v[None], options, documents)
+    call, inputs = checked(ranks, "contiguous", q[None], k[None], v[None], options, documents)
     out, lse = run_call(call, inputs)
     return as_requested(out[0], lse[0], options)
 
@@ -281,7 +282,7 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
         )
 
 
-def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> DocumentSlice:
+def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> DocumentSlice:
     """Return the start of a slice, after checking that it was prepared for this call.
 
     Raises:
@@ -296,8 +297,8 @@ def _checked_start(local_k_slice: slice, ring: Ranks, *, causal: bool) -> Docume
         )
     prepared = slice_start.prepared
     facts = {
-        "causal": (prepared.causal, causal), "rank": (prepared.rank, ring.rank),
-        "world_size": (prepared.world_size, ring.size), "stop": (local_k_slice.stop, prepared.stop),
+        "causal": (prepared.causal, causal), "rank": (prepared.rank, ranks.rank),
+        "world_size": (prepared.world_size, ranks.size), "stop": (local_k_slice.stop, prepared.stop),
     }  # fmt: skip
     wrong = [f"{name}={a} there and {b} here" for name, (a, b) in facts.items() if a != b]
     if wrong or local_k_slice.step not in (None, 1):
@@ -324,4 +325,4 @@ def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
 
 def _version(x: Tensor) -> int | None:
     """Return a tensor's version counter, which each write raises; inference tensors have none."""
-    return None if not isinstance(x, Tensor) or x.is_inference() else x._version  # noqa: SLF001
+    return None if not isinstance(x, Tensor) or x.is_inference() else x._version  # noqa: SLF001 - counts writes in place

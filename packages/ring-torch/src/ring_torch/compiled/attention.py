@@ -36,7 +36,7 @@ from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
 from ring_torch.strategies import ask_ranks, strategy_names
 
-_LOW = (1 << 32) - 1
+_LOW_WORD = (1 << 32) - 1
 
 #: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
 _VARYING = ("seq_len", "window", "chunk_size", "cu_seqlens", "dropout_seed")
@@ -90,7 +90,8 @@ def _as_operands(options: CallOptions) -> CallOptions:
             x is not None for x in (options.window, options.chunk_size, options.cu_seqlens)
         ):
             raise ValueError(
-                "mask was given together with options that it has, too; put them there"
+                "mask was given together with causal, window, chunk_size or cu_seqlens; put them into the "
+                "Mask instead"
             )
         options = options._replace(
             mask=None, causal=mask.causal, window=mask.window, chunk_size=mask.chunk_size,
@@ -107,7 +108,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
     if documents is not None:
         options = options._replace(cu_seqlens=as_documents(documents))
     if isinstance(seed, int) and not isinstance(seed, bool):  # which is refused for that
-        halves: Any = (seed & _LOW, seed >> 32)
+        halves: Any = (seed & _LOW_WORD, seed >> 32)
         options = options._replace(dropout_seed=halves)
     elif isinstance(seed, (np.ndarray, np.generic, Tensor)):  # JSON cannot hold these
         raise ValueError(
@@ -242,11 +243,10 @@ def _call(
 
     def checked(options: CallOptions) -> tuple[Call, Inputs]:
         """Return the checked call with these options."""
-        given_mask: Any = (
-            options.mask
-        )  # anything in it is refused: the trace has taken a Mask apart
+        # The trace has taken a Mask apart, so any other object here is refused.
+        mask_option: Any = options.mask
         mask = checks.check_mask(
-            given_mask, causal=options.causal, window=options.window,
+            mask_option, causal=options.causal, window=options.window,
             chunk_size=options.chunk_size, cu_seqlens=options.cu_seqlens,
         )  # fmt: skip
         if options.seq_len is not None:  # otherwise it is checked in the trace

@@ -39,7 +39,7 @@ from ring_torch.movement.methods import (
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.sharding import check_dim
 
-_KINDS: dict[str, type[MoveKind]] = {
+_KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
 }
 
@@ -171,7 +171,7 @@ def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None) -
     fields = [from_json(x, tensors, numbers) for x in facts["fields"]]
     if facts["kind"] != "relayout":
         fields[-1] = offsets_of(fields[-1])
-    kind: MoveKind = _KINDS[facts["kind"]](*fields)
+    kind: MoveKind = _KIND_OF[facts["kind"]](*fields)
     return kind
 
 

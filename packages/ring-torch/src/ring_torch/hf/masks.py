@@ -176,11 +176,13 @@ def _cross_mask(
     """
     if lengths != (*mask.queries.shape, mask.keys.shape[1]):
         raise UnsupportedError(
-            f"cross attention of [B, T_local, T_kv_local] = {lengths}, where the batch holds "
-            f"{(*mask.queries.shape, mask.keys.shape[1])}"
+            f"cross attention of [B, T_local, T_kv_local] = {lengths} is not supported where the batch "
+            f"holds {(*mask.queries.shape, mask.keys.shape[1])}: give the model its whole sequences"
         )
     if not _is_same(mask_function, masking_utils.bidirectional_mask_function):
-        raise UnsupportedError("cross attention that does not see all of the other sequence")
+        raise UnsupportedError(
+            "cross attention in which a query does not see all of the other sequence is not supported"
+        )
     return LayerMask(mask.queries, causal=False, keys=mask.keys)
 
 

@@ -31,7 +31,7 @@ _IGNORED = frozenset({
     "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
 
-_REASONS = {
+_WHY_REFUSED = {
     "output_attentions": "the weights are never held; use eager attention on a short sequence",
     "output_router_logits": "the router's loss is no sum over ranks; hf.parallelize computes it of "
     "the whole sequence",
@@ -160,7 +160,7 @@ class HFAttention:
         if mask.batch.joins_router:
             kwargs.pop("output_router_logits", None)
         if reasons := [
-            f"{name} ({_REASONS.get(name, 'what it would do to the result is not known')})"
+            f"{name} ({_WHY_REFUSED.get(name, 'what it would do to the result is not known')})"
             for name, value in kwargs.items()
             if name not in _IGNORED
             and value is not None
@@ -270,12 +270,12 @@ def _check_pattern(mask: LayerMask, sliding_window: int | None, is_causal: bool 
     if sliding_window is not None and mask.causal and left != sliding_window - 1:
         raise UnsupportedError(
             f"the layer asks for sliding_window={sliding_window}, and its mask for "
-            f"{'no window' if left is None else left + 1}; kernels obey one or the other"
+            f"{'no window' if left is None else left + 1}; a model that contradicts itself is not supported"
         )
     if is_causal is not None and is_causal is not mask.causal:
         raise UnsupportedError(
             f"the layer asks for is_causal={is_causal}, and its mask for causal={mask.causal}; "
-            f"kernels obey one or the other"
+            f"a model that contradicts itself is not supported"
         )
 
 
@@ -285,7 +285,7 @@ def _check_positions(module: nn.Module, batch: ShardedMask) -> None:
     With ``longrope`` and ``dynamic`` the frequencies depend on the largest position in the input,
     which differs between ranks of a split sequence.
     """
-    if batch.sharding.ring.size == 1:
+    if batch.sharding.ranks.size == 1:
         return
     config = getattr(module, "config", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.classes import EagerAttentionSpec
 from ring_torch.hf.models.placeholders import AnyDevice, Placeholder, PlaceholderError
@@ -54,7 +55,7 @@ class ScoreBias(AnyDevice):
         """Return the shape or one of its sizes, as :meth:`torch.Tensor.size` does."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
 
-    def __getitem__(self, _: object) -> ScoreBias:  # type: ignore[override]
+    def __getitem__(self, _: object) -> ScoreBias:  # type: ignore[override]  # the base never returns
         """Return self: models index it to cut off columns past the last key, and it has none."""
         return self
 
@@ -70,7 +71,7 @@ class ScoreBias(AnyDevice):
             raise PlaceholderError(self._refusal)
         return ScoreBias(
             max(self.shape, other.shape, key=len),
-            **{name: one if two is None else two for name, (one, two) in pairs.items()},
+            **{name: left if right is None else right for name, (left, right) in pairs.items()},
         )
 
     __radd__ = __add__
@@ -334,7 +335,7 @@ class EagerAttentionHooks:
         """Return hooks for a copy of the module, with no forward under way."""
         return EagerAttentionHooks(self.spec, self.config)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -348,7 +349,7 @@ class EagerAttentionHooks:
             name: _as_score_bias(x) for name, x in kwargs.items()
         }
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def end(self, module: nn.Module, _args: object, _kwargs: object, output: object) -> None:
         """Stop watching after the forward, also when it raised, and check that it attended once.
 

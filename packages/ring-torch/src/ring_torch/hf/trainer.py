@@ -118,7 +118,7 @@ class TrainerHooks:
         self.owner: object = None
         self.evaluated: Any = None  # the model, while it is prepared for evaluation only
         self.firsts, self.ring_index = _first_ranks(hooks)
-        self.cp_size = hooks.sharding.ring.size
+        self.cp_size = hooks.sharding.ranks.size
         counts_all = trainer.args.average_tokens_across_devices
         # Since transformers 5.20 compute_loss divides the number of ranks by get_tp_size. Older
         # releases count the labels of each rank: the loss is divided by the count of all ranks, and
@@ -207,7 +207,7 @@ class TrainerHooks:
         """Gather results of all ranks as the Accelerator does, but only once from each ring."""
         original = self._original(self.accelerator, "gather_for_metrics")
         if use_gather_object:
-            is_first = self.hooks.sharding.ring.rank == 0
+            is_first = self.hooks.sharding.ranks.rank == 0
             return original(input_data if is_first else [], use_gather_object=True)
         undo = replace_attribute(self.accelerator, "gather", self._gather)
         try:
@@ -297,20 +297,20 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
     Raises:
         ValueError: The Trainer's ranks are not divided into rings of one size.
     """
-    ring = hooks.sharding.ring
+    ranks = hooks.sharding.ranks
     world = dist.get_world_size() if dist.is_initialized() else 1
-    first = 0 if ring.group is None else min(dist.get_process_group_ranks(ring.group))
-    firsts, sizes = [first], [ring.size]
+    first = 0 if ranks.group is None else min(dist.get_process_group_ranks(ranks.group))
+    firsts, sizes = [first], [ranks.size]
     # Every rank tells all others the first rank and the size of its ring.
     if world > 1:
         local = torch.tensor(
-            [first, ring.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
+            [first, ranks.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
         )
         by_rank = [torch.empty_like(local) for _ in range(world)]
         dist.all_gather(by_rank, local)
         firsts, sizes = torch.stack(by_rank, dim=1).tolist()
     starts = sorted({*firsts})
-    if len({*sizes}) > 1 or any(firsts.count(x) != ring.size for x in starts):
+    if len({*sizes}) > 1 or any(firsts.count(x) != ranks.size for x in starts):
         raise ValueError(
             f"each of the {world} ranks of the Trainer has to be in one ring, all of one size; the "
             f"first ranks of their rings are {firsts}, and the sizes {sizes}: give ContextParallel a "
@@ -381,7 +381,7 @@ class _LabelSmoother:
         if shift_labels:
             labels = pad(labels[:, 1:], (0, 1), value=ignored)
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
-        padding = logits.shape[1] * sharding.ring.size - labels.shape[1]
+        padding = logits.shape[1] * sharding.ranks.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
         local_sum = cross_entropy(
             logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),

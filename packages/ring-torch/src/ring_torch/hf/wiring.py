@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
 from ring_torch.hf.models.check import text_modules
 from ring_torch.hf.models.classes import (
@@ -96,14 +97,14 @@ class _MaskKeeper:
             )
         return self._mask
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the mask that the forward is given."""
         mask = by_name(module, args, kwargs).get("attention_mask")
         mask = mask.batch if isinstance(mask, LayerMask) else mask
         self._mask = mask if isinstance(mask, ShardedMask) else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def end(self, *_: object) -> None:
         """Forget the mask after the forward, also when it raised."""
         self._mask = None
@@ -115,7 +116,7 @@ class _WholeLayer(_MaskKeeper):
     Such a layer mixes tokens one after another, which no rank can do with its part alone.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -129,7 +130,7 @@ class _WholeLayer(_MaskKeeper):
             arguments["position_ids"] = self.mask.unshard(arguments["position_ids"])
         return (), arguments
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
         """Return this rank's part of the layer's output, after its forward.
 
@@ -138,7 +139,10 @@ class _WholeLayer(_MaskKeeper):
         """
         hidden_states = output[0] if isinstance(output, tuple) else output
         if hidden_states.shape[:2] != (self.mask.shape[0], self.mask.length):
-            raise UnsupportedError(f"{type(module).__name__} returns {tuple(hidden_states.shape)}")
+            raise UnsupportedError(
+                f"{type(module).__name__} must return [B, T, ...] = {(self.mask.shape[0], self.mask.length)} "
+                f"to be split after it, and returns {tuple(hidden_states.shape)}"
+            )
         local = self.mask.shard(hidden_states)
         return (local, *output[1:]) if isinstance(output, tuple) else local
 
@@ -150,7 +154,7 @@ class _Positions(_MaskKeeper):
         """Return the batch's position ids ``[B, T_local]`` instead of the module's own."""
         return self.mask.position_ids
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -167,7 +171,8 @@ class _Positions(_MaskKeeper):
         passed = bound.arguments.get("position_ids")
         if passed is not None and passed.shape != positions.shape:
             raise UnsupportedError(
-                f"{type(module).__name__} is given positions {tuple(passed.shape)}, other than from 0 on"
+                f"{type(module).__name__} is given positions of shape {tuple(passed.shape)}, and "
+                f"only those that count from 0, {tuple(positions.shape)}, can be split; leave them out"
             )
         # Padding of the layout lies past the last position: give it position 0.
         bound.arguments["position_ids"] = positions.where(positions < mask.length, 0)
@@ -214,7 +219,7 @@ class _PositionBias:
         self.has_bias: bool = module.has_relative_attention_bias
         self.mask: LayerMask | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the layer's mask, which says where its queries are, before the forward."""
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
@@ -235,7 +240,10 @@ class _PositionBias:
         del queries, keys, past_seen_tokens
         mask = self.mask
         if mask is None or (mask.keys is None) is not self.has_bias:
-            raise UnsupportedError("relative positions of tokens of two sequences, or of no batch")
+            raise UnsupportedError(
+                "relative positions need the mask of a split batch, and tokens of one sequence: call the whole "
+                "model, with a batch that hf.parallelize splits"
+            )
         if mask.keys is not None:
             return torch.zeros((), device=device)
         positions = mask.batch.sharding.positions(mask.batch.seq_len)
@@ -357,7 +365,10 @@ def _add_offsets(
     (cache,) = CACHES & parameters_of(type(module))
     masks = [x for x in arguments.values() if isinstance(x, LayerMask)]
     if len(masks) != 1 or arguments.get(cache) is not None:
-        raise UnsupportedError(f"{type(module).__name__} is given a cache, or no mask of the batch")
+        raise UnsupportedError(
+            f"{type(module).__name__} is given a cache, or no mask of the batch: a split sequence has no KV "
+            f"cache; call the whole model, with use_cache=False"
+        )
     batch = masks[0].batch
     positions = batch.sharding.positions(batch.seq_len, device=arguments["hidden_states"].device)
     return (), {

@@ -31,7 +31,7 @@ from ring_torch.records import (
 
 BLOCK_K = 256  # keys of a block
 BLOCK_SCORES = 1 << 19  # scores of all heads in a block: 2 MiB in float32
-_LOW = 0xFFFFFFFF
+_LOW_WORD = 0xFFFFFFFF
 
 
 class EagerKernel(AccumulatingKernel):
@@ -387,7 +387,7 @@ def _random_words(
         high0, low0 = _multiply(c0, philox.MULTIPLIERS[0])
         high1, low1 = _multiply(c2, philox.MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + philox.KEY_STEPS[0]) & _LOW, (k1 + philox.KEY_STEPS[1]) & _LOW
+        k0, k1 = (k0 + philox.KEY_STEPS[0]) & _LOW_WORD, (k1 + philox.KEY_STEPS[1]) & _LOW_WORD
     return c0, c1, c2, c3
 
 
@@ -397,4 +397,4 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     The product needs 64 bits and int64 has a sign, so the high half comes from two 48-bit products.
     """
     high, low = a * (b >> 16), a * (b & 0xFFFF)
-    return (high + (low >> 16)) >> 16, (a * b) & _LOW
+    return (high + (low >> 16)) >> 16, (a * b) & _LOW_WORD

@@ -50,7 +50,7 @@ def shift(
     sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
 ) -> Tensor:  # fmt: skip
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
-    ranks = sharding.ring
+    ranks = sharding.ranks
     number = ranks.next_call()
     check_dim(x, dim)
     fill = check_shift(x, n, fill)
@@ -63,7 +63,7 @@ def halo(
     cu_seqlens: Sequence[int] | None,
 ) -> Halo:  # fmt: skip
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
-    ranks, layout = sharding.ring, sharding.layout
+    ranks, layout = sharding.ranks, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
     check_halo(left, right, layout, ranks.size)

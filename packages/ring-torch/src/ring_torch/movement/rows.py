@@ -314,7 +314,7 @@ def _messages(buffer: Tensor, counts: tuple[tuple[int, int], ...]) -> list[tuple
     ]
 
 
-class _Move(torch.autograd.Function):
+class _MovementFunction(torch.autograd.Function):
     """Autograd function of a movement."""
 
     @staticmethod
@@ -331,4 +331,4 @@ class _Move(torch.autograd.Function):
 
 
 # Compiled graphs use `ring_torch.compiled.movement`. After a graph break this runs, untraced.
-move = torch.compiler.disable(_Move.apply)
+move = torch.compiler.disable(_MovementFunction.apply)

@@ -67,7 +67,7 @@ def ways(strategy: str = "auto", transport: str = "auto") -> Iterator[Way]:
 def choose_strategy(
     strategy: str,
     transport: str,
-    ring: Ranks,
+    ranks: Ranks,
     program: RingProgram,
     device: torch.device,
     *,
@@ -81,7 +81,7 @@ def choose_strategy(
     Args:
         strategy: A name, one of ``strategy_names()``.
         transport: A name, one of ``transport_names()``.
-        ring: The ranks that hold one sequence.
+        ranks: The ranks that hold one sequence.
         program: The call's plan in the order of a ring. On one rank, where nothing travels, the
             strategy it was made for is returned.
         device: The device of the call's tensors.
@@ -102,10 +102,10 @@ def choose_strategy(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
             f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(with_sessions)}"
         )
-    if ring.size == 1:
+    if ranks.size == 1:
         return next(ways(program.strategy))
     for spec, candidate in candidates:
-        reasons = _reasons(spec, candidate, ring, program, device, request, probe=probe)
+        reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
         if not reasons and (strategy, transport) == ("auto", "auto"):
             reasons = [*spec.automatic_refusals(program.plan, request)]
         if not reasons:
@@ -117,28 +117,28 @@ def choose_strategy(
 
 
 def _reasons(
-    spec: StrategySpec, transport: Transport, ring: Ranks, program: RingProgram,
+    spec: StrategySpec, transport: Transport, ranks: Ranks, program: RingProgram,
     device: torch.device, request: Request, *, probe: bool,
 ) -> list[str]:  # fmt: skip
     """Return the reasons why a strategy over a transport cannot do a call.
 
     A reason that only communication would find is missing where ``probe`` is false.
     """
-    unreachable = transport.refusals(ring, device, probe) or ()
-    of_heads = transport.head_refusals(ring) if spec.splits_heads else ()
+    unreachable = transport.refusals(ranks, device, probe) or ()
+    of_heads = transport.head_refusals(ranks) if spec.splits_heads else ()
     return [*spec.refusals(program.plan, request), *unreachable, *of_heads]
 
 
-def ask_ranks(ring: Ranks) -> None:
+def ask_ranks(ranks: Ranks) -> None:
     """Let the ranks find out now which transports they can use.
 
     It communicates, so all ranks have to call it together. A compiled call needs it beforehand:
     while a compiler traces, ranks cannot communicate.
     """
-    if ring.size > 1:
-        device = torch.device("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
+    if ranks.size > 1:
+        device = torch.device("cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu")
         for transport in transports.TRANSPORTS:
-            transport.refusals(ring, device, True)
+            transport.refusals(ranks, device, True)
 
 
 def describe_strategy(call: Call, inputs: Inputs) -> str:
@@ -146,16 +146,16 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
 
     They also say why the preferred strategy and transport were not taken. Nothing is sent.
     """
-    ring, transport = call.ranks, call.transport
+    ranks, transport = call.ranks, call.transport
     lines = [f"strategy {call.strategy.name}, transport {transport.name}"]
-    if ring.size == 1:
+    if ranks.size == 1:
         return f"{lines[0]} (one rank: nothing travels)"
-    if transport.refusals(ring, call.device, False) is None:
+    if transport.refusals(ranks, call.device, False) is None:
         lines[0] += f", if {transport.asks}"
     spec, fastest = next(ways())
     if transport is not fastest:
         reasons: list[str] | tuple[str, ...] = _reasons(
-            spec, fastest, ring, call.program, call.device, call.request, probe=False
+            spec, fastest, ranks, call.program, call.device, call.request, probe=False
         )
         reasons = reasons or spec.automatic_refusals(call.plan, call.request)
         reason_text = "; ".join(reasons) or "another one was named"

@@ -46,7 +46,7 @@ class OffloadPiece(NamedTuple):
     """A piece of the work that ranks do for each other in a step, as one rank sees it.
 
     Attributes:
-        helper: The rank that computes for this rank.
+        helper: The rank that computes for this rank, if any rows are sent there.
         sent_rows: Slices of this rank's query rows that are sent there.
         launches: Launches of this rank for other ranks' query rows, over its own K/V.
     """
@@ -271,7 +271,7 @@ class RemoteQueries:
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
 
     Args:
-        ring: The ranks that hold one sequence.
+        ranks: The ranks that hold one sequence.
         steps: The steps of the pass.
         take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
             equal shapes on all ranks, so it also gives the shapes of what other ranks send.
@@ -281,14 +281,14 @@ class RemoteQueries:
 
     def __init__(
         self,
-        ring: Ranks,
+        ranks: Ranks,
         steps: Sequence[BalancedStep],
         *,
         take: Callable[[slice], list[Tensor]],
         like: Callable[[slice], Sequence[Tensor]],
         add: Callable[[slice, list[Tensor]], None],
     ) -> None:
-        self._ring, self._take, self._like, self._add = ring, take, like, add
+        self._ranks, self._take, self._like, self._add = ranks, take, like, add
         self._to_send = iter([piece for step in steps for piece in step.pieces])
         self._returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
         self._arriving = self._send_next()
@@ -339,7 +339,7 @@ class RemoteQueries:
             for launch in piece.launches
         ]
         receives = [(x, launch.item.q_rank) for launch, tensors in arriving for x in tensors]
-        return self._ring.start(sends, receives), arriving
+        return self._ranks.start(sends, receives), arriving
 
     def _return_results(
         self, piece: OffloadPiece, results: Sequence[tuple[int, Sequence[Tensor]]]
@@ -351,7 +351,7 @@ class RemoteQueries:
         expected = [
             (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.sent_rows
         ]
-        transfer = self._ring.start(
+        transfer = self._ranks.start(
             [(x, owner) for owner, tensors in results for x in tensors],
             [(x, piece.helper) for _, tensors in expected for x in tensors],
         )

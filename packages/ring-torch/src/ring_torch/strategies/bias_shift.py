@@ -72,12 +72,12 @@ def sent_for_shift(call: Call, inputs: Inputs) -> int:
 
 def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     """Fetch the segment ids of all keys, ``[B, T_kv]`` in natural order; ``None`` without ids."""
-    k_ids, ring = inputs.k_ids, call.ranks
+    k_ids, ranks = inputs.k_ids, call.ranks
     if k_ids is None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
-    agree(ring, call.number, call.seed, call.forward_signature, call.device)
-    (ids_of_ranks,) = exchange(ring, [[k_ids] * ring.size], call.device)
+    agree(ranks, call.number, call.seed, call.forward_signature, call.device)
+    (ids_of_ranks,) = exchange(ranks, [[k_ids] * ranks.size], call.device)
     # Each rank's ids go to the columns of its keys, so that all are in natural order.
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)
     for rank, rank_ids in enumerate(ids_of_ranks):

@@ -9,22 +9,18 @@ supports. ``bench`` times a ring against one device that computes the whole sequ
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from ring_core import __version__  # all packages carry one version
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor
-from ring_core.tools.commands import add_command, check_not_launched
+from ring_core.tools.commands import framework_commands, is_refused
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
-from ring_torch.tools import bench as _bench_torch
+from ring_torch.tools import bench as _bench_torch, rates
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 from ring_torch.transports import transport_names
 
@@ -37,38 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; ``None`` for those of the process.
     """
-    parser = argparse.ArgumentParser(prog="python -m ring_torch", description="Ring for PyTorch.")
-    version = f"ring-torch {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add_command(
-        commands, "doctor", "Show what can run here, and test it.",
-        example="python -m ring_torch doctor", version=version,
-    ).add_argument("--json", action="store_true", help="print JSON")  # fmt: skip
-    add_command(
-        commands, "matrix", "Show what each kernel supports.",
-        example="python -m ring_torch matrix", version=version,
-    )  # fmt: skip
-    bench_parser = add_command(
-        commands, "bench", "Time a ring against one device that computes everything.",
-        example="python -m ring_torch bench --seq-len 16k --window 4096,0", version=version,
-    )  # fmt: skip
-    bench.add_options(bench_parser)
+    parser, bench_parser = framework_commands("ring_torch", "PyTorch")
     bench_parser.add_argument(
-        "--transport", choices=transport_names(), default="auto", help="default: auto"
+        "--transport",
+        choices=transport_names(),
+        default="auto",
+        help="how bytes get from rank to rank; default: auto",
     )
     bench_parser.add_argument(
         "--rates", type=Path, metavar="FILE",
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    if args.command != "matrix":
-        try:
-            check_not_launched(f"python -m ring_torch {args.command}")
-        except ValueError as error:
-            if os.environ.get("RANK", "0") == "0":  # say it once
-                print(f"ring_torch: error: {error}", file=sys.stderr)
-            return 2
+    if args.command != "matrix" and is_refused("ring_torch", args.command):
+        return 2
     if args.command == "bench":
         if args.rates is None:
             return _bench(args)
@@ -82,18 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(matrix())
         return 0
     diagnosis = diagnose()
-    print(
-        json.dumps(asdict(diagnosis) | {"healthy": diagnosis.healthy}, indent=2)
-        if args.json
-        else shown(diagnosis)
-    )
+    print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
 
 
 def _renew(path: Path, length: int | None) -> int:
     """Run ``bench --rates``, and return the exit code."""
     try:
-        _bench_torch.renew(path, length, versions())
+        rates.renew(path, length, versions())
     except (ValueError, OSError) as error:
         print(f"ring_torch: error: {error}", file=sys.stderr)
         return 2
@@ -113,12 +87,5 @@ def _bench(args: argparse.Namespace) -> int:
         print("\n".join(doctor.shown_checks("the ring to be timed", checks, healthy=False)))
         return 1
     hardware = "GPUs" if torch.cuda.is_available() else "processes of one thread each"
-    facts = {
-        "versions": versions(), "setting": asdict(setting), "where": hardware,
-        "timings": [
-            asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
-            for timing in results
-        ],
-    }  # fmt: skip
-    print(json.dumps(facts, indent=2) if args.json else bench.shown(setting, hardware, results))
+    print(bench.report(setting, hardware, results, versions(), as_json=args.json))
     return 0

@@ -39,7 +39,7 @@ from ring_torch.transports.api import (
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
-_HEADER = 1024  # bytes; enough for MOST_RANKS
+_HEADER_BYTES = 1024  # enough for MOST_RANKS
 _FIRST = 2  # index of the next exchange's number in a header
 _MOST_TABLES = 1024
 
@@ -88,15 +88,15 @@ class ExchangeState:
 
     def _new_setup(self) -> exchange_kernel.ExchangeSetup:
         """Make the setup of this rank in new memory, whose first exchange has number 1."""
-        headers, ring = self.memory.headers(), self.memory.ring
-        assert ring.group is not None
-        device = headers[ring.rank].device
-        headers[ring.rank][_FIRST] = 1
+        headers, ranks = self.memory.headers(), self.memory.ranks
+        assert ranks.group is not None
+        device = headers[ranks.rank].device
+        headers[ranks.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
-        patience = timeout_of(ring.group, device) // timedelta(microseconds=1)
+        patience = timeout_of(ranks.group, device) // timedelta(microseconds=1)
         header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         return exchange_kernel.ExchangeSetup(
-            header_addresses, addresses[ring.rank], ring.rank, _programs(device), 1000 * patience
+            header_addresses, addresses[ranks.rank], ranks.rank, _programs(device), 1000 * patience
         )
 
     def _forget(self) -> None:
@@ -135,8 +135,8 @@ class ExchangeState:
         if len(self._tables) > _MOST_TABLES:
             self._forget()
         if key not in self._tables:
-            found = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = found.to(self._setup.headers.device)
+            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
+            self._tables[key] = values.to(self._setup.headers.device)
         if is_capturing():
             self._kept.append(self._tables[key])
         return self._tables[key]
@@ -152,12 +152,12 @@ def _programs(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
 
 
-def exchange_state_of(ring: Ranks) -> ExchangeState:
+def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
-    assert ring.group is not None
-    if ring.group not in _state_of:
-        _state_of[ring.group] = ExchangeState(SymmetricMemory(ring, _HEADER))
-    return _state_of[ring.group]
+    assert ranks.group is not None
+    if ranks.group not in _state_of:
+        _state_of[ranks.group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
+    return _state_of[ranks.group]
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,11 @@ class OneKernel:
                 )
                 rows.setdefault(fetch.rank, []).extend(
                     (
-                        keys_of_rank.data_ptr() + at,
-                        offset + at,
-                        min(exchange_kernel.CHUNK, size - at),
+                        keys_of_rank.data_ptr() + start,
+                        offset + start,
+                        min(exchange_kernel.CHUNK, size - start),
                     )
-                    for at in range(0, size, exchange_kernel.CHUNK)
+                    for start in range(0, size, exchange_kernel.CHUNK)
                 )
         return _mixed(list(rows.values()))
 

@@ -57,26 +57,27 @@ class Messages:
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
         """Start the messages of one group of heads, whose tensors ``inputs`` holds."""
-        ring, keys = self.spec.ranks, self.spec.keys
+        ranks, keys = self.spec.ranks, self.spec.keys
         # Own K/V side by side, as they travel, in a new buffer: the caller's tensors are not read
         # after this call.
         own = keys.message.views(keys.message.buffer(self.spec.device))
         write_keys(keys, own, inputs)
         tensors = [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own]
         # Own K/V go into the buffer by copies.
-        for one in (fetch for fetch in gather.fetches if fetch.rank == ring.rank):
-            for x, own_tensor in zip(tensors, own, strict=True):
-                x[:, one.target] = own_tensor[:, one.source]
+        for fetch in gather.fetches:
+            if fetch.rank == ranks.rank:
+                for x, own_tensor in zip(tensors, own, strict=True):
+                    x[:, fetch.target] = own_tensor[:, fetch.source]
         # Peers have derived from the plan that these messages come, and in which order.
         sends = [
-            (x[:, one.source].contiguous(), peer)
-            for peer, one in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
+            (x[:, fetch.source].contiguous(), peer)
+            for peer, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
             for x in own
         ]
         destinations = [
-            (x[:, one.target], one.rank)
-            for one in gather.fetches
-            if one.rank != ring.rank
+            (x[:, fetch.target], fetch.rank)
+            for fetch in gather.fetches
+            if fetch.rank != ranks.rank
             for x in tensors
         ]
         # Messages are contiguous. Columns of a buffer are so only for a batch of one; otherwise
@@ -90,7 +91,7 @@ class Messages:
         ]
         # In flight from here on: what is sent is kept alive by the transfer, and kernels may read
         # nothing of `tensors` but own columns until it is waited for.
-        pending = [(ring.start(sends, receives), staged)]
+        pending = [(ranks.start(sends, receives), staged)]
 
         def wait(fetches: int | None) -> None:
             if fetches == 0:
@@ -121,12 +122,12 @@ class Messages:
     ) -> PendingGrads:  # fmt: skip
         """Start the messages of :meth:`fetch` in the other direction, with gradients."""
         del group, overlapped  # messages are matched by their order, and always run beside kernels
-        ring = self.spec.ranks
+        ranks = self.spec.ranks
         # Send each owner the sums for its keys: views of `grads` where those are contiguous.
         sends = [
             (block.contiguous(), fetch.rank)
             for fetch in some_fetches(gather, before_last_item)
-            if fetch.rank != ring.rank
+            if fetch.rank != ranks.rank
             for block in sums.parts(grads, gather.length, fetch.target)
         ]
         requests = requests_to(
@@ -140,7 +141,7 @@ class Messages:
             for (peer, _), blocks in zip(requests, staged, strict=True)
             for block in blocks
         ]
-        transfer = ring.start(sends, receives)
+        transfer = ranks.start(sends, receives)
 
         def add_to(total: torch.Tensor, length: int, index_map: IndexMap) -> None:
             # All peers' parts are here; they are added in the plan's order, so sums are repeatable.

@@ -2,7 +2,7 @@
 
 It is for GPUs of one host that reach each other's memory (NVLink, PCIe), and built on PyTorch's
 symmetric memory. In a pass a rank writes its K/V into its buffer, all ranks meet at a barrier on a
-stream of their own, and then each copies what it needs. Copy engines do that: no multiprocessor is
+stream of its own, then each copies what it needs. Copy engines do that: no multiprocessor is
 taken from the kernels that run meanwhile. After its copies each rank comes to a second barrier,
 after which the next pass may overwrite the buffers.
 
@@ -32,7 +32,7 @@ from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 
-_HEADER = 64  # bytes at the start of a buffer: the digest of the call whose K/V it holds
+_HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
 _MOST_VIEWS = 1024
 _CHANNEL, _CAPTURE_CHANNEL = 0, 1  # barriers of captured passes must not meet those of others
 
@@ -44,7 +44,7 @@ _buffer_of: WeakKeyDictionary[dist.ProcessGroup, SymmBuffer] = WeakKeyDictionary
 class SymmetricMemory:
     """A growing buffer of equal size on every rank, which all ranks can read: header, then data."""
 
-    ring: Ranks
+    ranks: Ranks
     header: int  # bytes; filled with zeros when allocated
     handle: Any = None  # PyTorch's handle of all ranks' buffers, with their barriers
     _memory: torch.Tensor | None = None
@@ -69,11 +69,11 @@ class SymmetricMemory:
         """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        assert self.ring.group is not None
+        assert self.ranks.group is not None
         # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
         # have, too, so nobody reads what is freed here.
         torch.cuda.synchronize()
-        dist.barrier(group=self.ring.group)
+        dist.barrier(group=self.ranks.group)
         if self._in_graphs:
             self._kept.append((self._memory, self.handle))
         self._views.clear()
@@ -82,7 +82,7 @@ class SymmetricMemory:
         self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
         self._memory[: self.header].zero_()
         torch.cuda.synchronize()  # it is zero before any peer writes there
-        self.handle = symm_mem.rendezvous(self._memory, self.ring.group)
+        self.handle = symm_mem.rendezvous(self._memory, self.ranks.group)
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
@@ -90,7 +90,7 @@ class SymmetricMemory:
         with torch.inference_mode(mode=False):
             return [
                 self.handle.get_buffer(rank, (num_words,), torch.int64, 0)
-                for rank in range(self.ring.size)
+                for rank in range(self.ranks.size)
             ]
 
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
@@ -110,27 +110,27 @@ class SymmetricMemory:
         return self._views[key]
 
 
-def symm_buffer_of(ring: Ranks) -> SymmBuffer:
+def symm_buffer_of(ranks: Ranks) -> SymmBuffer:
     """Return the symmetric buffer of a group; the first time, ranks find out if they can have one.
 
     That is a collective, so all ranks have to call it then.
     """
-    assert ring.group is not None
-    if ring.group not in _buffer_of:
-        _buffer_of[ring.group] = SymmBuffer(ring)
-    return _buffer_of[ring.group]
+    assert ranks.group is not None
+    if ranks.group not in _buffer_of:
+        _buffer_of[ranks.group] = SymmBuffer(ranks)
+    return _buffer_of[ranks.group]
 
 
-def known_buffer(ring: Ranks) -> SymmBuffer | None:
+def known_buffer(ranks: Ranks) -> SymmBuffer | None:
     """Return the symmetric buffer of a group, or ``None`` if its ranks have not made one yet."""
-    return None if ring.group is None else _buffer_of.get(ring.group)
+    return None if ranks.group is None else _buffer_of.get(ranks.group)
 
 
 class SymmBuffer:
     """A buffer of this rank that its peers read, with the streams and barriers of its passes.
 
     Attributes:
-        ring: The ranks of the group.
+        ranks: The ranks of the group.
         device: Index of this rank's CUDA device.
         refusals: Reasons why ranks cannot read each other's memory; empty if they can.
         stream: Stream of barriers, and of what is written into the buffer.
@@ -140,17 +140,17 @@ class SymmBuffer:
         memory: The memory itself.
     """
 
-    def __init__(self, ring: Ranks) -> None:
-        assert ring.group is not None
-        self.ring, self.device = ring, torch.cuda.current_device()
+    def __init__(self, ranks: Ranks) -> None:
+        assert ranks.group is not None
+        self.ranks, self.device = ranks, torch.cuda.current_device()
         locations = [DeviceLocation(*x) for x in self._gathered(device_location(self.device))]
-        reaches = [int(_reaches(self.device, other, locations[ring.rank])) for other in locations]
+        reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
         self.refusals = tuple(refusals(locations, self._gathered(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
         self.stream, self.local_stream, self.peer_stream = streams
-        self.memory = SymmetricMemory(ring, _HEADER)
-        self._patience = timeout_of(ring.group, torch.device("cuda"))
+        self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
+        self._patience = timeout_of(ranks.group, torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
         self._reusable_event: torch.cuda.Event | None = None
         # Likewise, in the pass that is being captured.
@@ -160,8 +160,8 @@ class SymmBuffer:
     def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks, by rank."""
         local = torch.tensor(numbers, device=torch.device("cuda", self.device))
-        by_rank = [torch.empty_like(local) for _ in range(self.ring.size)]
-        dist.all_gather(by_rank, local, group=self.ring.group)
+        by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
+        dist.all_gather(by_rank, local, group=self.ranks.group)
         rows: list[list[int]] = torch.stack(by_rank).tolist()
         return rows
 
@@ -179,14 +179,14 @@ class SymmBuffer:
         """
         # Written before the barrier, so all headers are there behind it. No peer reads the former
         # digest any more: `wait_reusable` came before.
-        self._headers[self.ring.rank].fill_(digest)
+        self._headers[self.ranks.rank].fill_(digest)
         arrived = self.barrier()
         is_same = (torch.cat(self._headers) == digest).all()
-        torch._assert_async(is_same, "ranks of a ring make different calls")  # noqa: SLF001
+        torch._assert_async(is_same, "ranks of a ring make different calls")  # noqa: SLF001 - no public way
         return arrived
 
     def barrier(self) -> torch.cuda.Event:
-        """Queue a barrier on the current stream and return an event after it.
+        """Queue a barrier on the current stream, which has to be ``stream``, and an event after it.
 
         It compares nothing: it is for ranks that have met in this pass already.
         """
@@ -196,7 +196,7 @@ class SymmBuffer:
 
     def stream_for(self, rank: int, *, after: torch.cuda.Event) -> torch.cuda.Stream:
         """Make the stream for copies from a rank the current one, and let it wait for an event."""
-        stream = self.local_stream if rank == self.ring.rank else self.peer_stream
+        stream = self.local_stream if rank == self.ranks.rank else self.peer_stream
         stream.wait_event(after)
         torch.cuda.set_stream(stream)
         return stream

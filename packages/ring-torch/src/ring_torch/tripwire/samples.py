@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ring_core.base.arguments import not_none
+from ring_core.base.arguments import Ints, not_none
 from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.comm.ranks import exchange
@@ -37,7 +36,6 @@ from ring_torch.tripwire.dense import (
 )
 from ring_torch.tripwire.traffic import CheckedPass, Watch
 
-Ints = npt.NDArray[np.int64]
 _NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
 
 #: Result of the call, exact result, plain result and root of the summed squares of terms that were
@@ -101,12 +99,12 @@ class Sample(NamedTuple):
         Each is ``[4, K, 2 * (D + Dv) + 1]``: dK, dV, squares of rounded terms and sums of weights,
         side by side; see :func:`ring_torch.tripwire.dense.key_sums`.
         """
-        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
+        call, inputs, b, ranks = self.call, self.inputs, self.batch, self.call.ranks
         columns = self.local_rows("keys")
         local = [x[b, columns] for x in (inputs.k, inputs.v, inputs.k_ids) if x is not None]
         # Every rank receives the sampled keys of all ranks, in ascending order of positions.
         k, v, *ids = (
-            torch.cat(x) for x in exchange(ring, [[x] * ring.size for x in local], call.device)
+            torch.cat(x) for x in exchange(ranks, [[x] * ranks.size for x in local], call.device)
         )
         position = self._all_positions(call.plan.k_positions, "keys")
         order = position.argsort()
@@ -115,7 +113,7 @@ class Sample(NamedTuple):
         if inputs.bias is not None:
             bias = self._added(slice(None), keys.position)
         index, q_position = (
-            torch.as_tensor(x(ring.rank), device=call.device)
+            torch.as_tensor(x(ranks.rank), device=call.device)
             for x in (call.plan.positions, call.plan.q_positions)
         )
         queries = SampledQueries(
@@ -128,8 +126,8 @@ class Sample(NamedTuple):
         sums = key_sums(self.rule, queries, keys, results, (EXACT, plain_precision(call.dtype)))
         # Undo the sorting, send each rank the sums over this rank's queries for its keys, and
         # receive those of this rank's keys from every rank: their total is over all queries.
-        by_rank = [list(x[order.argsort()].chunk(ring.size)) for x in sums]
-        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ring, by_rank, call.device))
+        by_rank = [list(x[order.argsort()].chunk(ranks.size)) for x in sums]
+        exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ranks, by_rank, call.device))
         return exact, plain
 
     def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
@@ -147,19 +145,19 @@ class Sample(NamedTuple):
         They are means over the keys of all ranks, sinks included: of V, which is the output, or
         with ``dout`` the two means that dQ is made of; see :func:`query_means`.
         """
-        call, inputs, b, ring = self.call, self.inputs, self.batch, self.call.ranks
+        call, inputs, b, ranks = self.call, self.inputs, self.batch, self.call.ranks
         rows = self.local_rows("queries")
         tensors = {"q": inputs.q, "dout": dout, "ids": inputs.q_ids}
-        sent = {name: [x[b, rows]] * ring.size for name, x in tensors.items() if x is not None}
+        sent = {name: [x[b, rows]] * ranks.size for name, x in tensors.items() if x is not None}
         if inputs.bias is not None:
             k_positions = (
                 torch.as_tensor(call.plan.k_positions(x), device=call.device)
-                for x in range(ring.size)
+                for x in range(ranks.size)
             )
             sent["bias"] = [self._added(rows, columns) for columns in k_positions]
         # Every rank receives the sampled queries of all ranks (of their bias only the columns of
         # its own keys) ...
-        received = map(torch.cat, exchange(ring, list(sent.values()), call.device))
+        received = map(torch.cat, exchange(ranks, list(sent.values()), call.device))
         queries_of_all = dict(zip(sent, received, strict=True))
         index = self._all_positions(call.plan.positions, "queries")
         queries = SampledQueries(
@@ -168,21 +166,21 @@ class Sample(NamedTuple):
         )  # fmt: skip
         keys = SampledKeys(
             inputs.k[b], inputs.v[b],
-            torch.as_tensor(call.plan.k_positions(ring.rank), device=call.device),
+            torch.as_tensor(call.plan.k_positions(ranks.rank), device=call.device),
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
         # ... computes their means over its own keys ...
         partials = query_means(self.rule, queries, keys, (EXACT, plain_precision(call.dtype)))
-        by_rank = [list(x.chunk(ring.size)) for partial in partials for x in partial]
+        by_rank = [list(x.chunk(ranks.size)) for partial in partials for x in partial]
         # ... and sends them back. Each rank merges the parts that it receives for its queries.
-        returned = exchange(ring, by_rank, call.device)
+        returned = exchange(ranks, by_rank, call.device)
         exact, plain = (
             merged([Partial(*x) for x in zip(*fields, strict=True)])
             for fields in (returned[:3], returned[3:])
         )
         if inputs.sinks is not None:
             exact, plain = (x.with_sinks(folded(inputs.sinks, x.lse.dtype)) for x in (exact, plain))
-            tokens = int(call.plan.q_layout.num_tokens(ring.rank))  # padding sees no sink either
+            tokens = int(call.plan.q_layout.num_tokens(ranks.rank))  # padding sees no sink either
             exact, plain = (
                 x._replace(lse=x.lse.masked_fill((rows >= tokens)[:, None], -torch.inf))
                 for x in (exact, plain)
@@ -215,10 +213,10 @@ class Sample(NamedTuple):
 
     def agree(self, messages: list[str], pass_name: str) -> str | None:
         """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
-        call, ring = self.call, self.call.ranks
+        call, ranks = self.call, self.call.ranks
         note = "; ".join(messages).encode()[:_NOTE].ljust(_NOTE, b"\0")
         local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
-        by_rank = exchange(ring, [[local] * ring.size], call.device)[0]
+        by_rank = exchange(ranks, [[local] * ranks.size], call.device)[0]
         notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
         if not any(notes):
             return None
@@ -227,7 +225,7 @@ class Sample(NamedTuple):
             f"call {call.checked} ({pass_name}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
             f"{call.transport.name!r}, layout {str(call.plan.q_layout.name)!r}, mask "
-            f"{call.plan.mask.describe()!r}, {ring.size} ranks. Every rank of the group raises this. "
+            f"{call.plan.mask.describe()!r}, {ranks.size} ranks. Every rank of the group raises this. "
             f"To find out more: python -m ring_torch doctor, and the same call with kernel='eager' and "
             f"strategy='ring'"
         )

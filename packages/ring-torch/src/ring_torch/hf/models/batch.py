@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
+from ring_core.base.arguments import Ints
 from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.hf.models.check import ModelReport
-from ring_torch.hf.models.documents import STATED, Ints, check_positions, stated_documents
+from ring_torch.hf.models.documents import STATED, check_positions, stated_documents
 from ring_torch.hf.models.placeholders import (
     IGNORED,
     Placeholder,
@@ -37,13 +38,13 @@ _SPLIT = {
 }
 
 #: Arguments that are passed on unchanged: they mean the same for a part of a sequence.
-_KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
+_PASSED_ON = ("num_items_in_batch", "output_hidden_states", "return_dict", "use_cache")
 
 _NO_CACHE = (
     "there is no cache of a split sequence; to generate call remove() of the handle of hf.parallelize "
     "first, or use another attn_implementation"
 )
-_REASONS = {
+_WHY_REFUSED = {
     "past_key_values": _NO_CACHE,
     "output_attentions": "weights are never held; leave it out",
     "start_positions": "it counts from a sequence's start, and the loss is a softmax over all of it: "
@@ -107,13 +108,15 @@ def split_batch(
     entries.pop("attention_mask", None)
     # Shift labels and count them before the split, as both need the whole sequence.
     _set_labels(entries, segments, report)
-    _check_same(sharding.ring, {**(also_compared or {}), **entries}, segments, dropout_seed, weight)
+    _check_same(
+        sharding.ranks, {**(also_compared or {}), **entries}, segments, dropout_seed, weight
+    )
 
     gathers = "recurrent" in report.hooks
     # Recurrent models take a forward of one token for a step of decoding, and give it no mask. So
     # pad to at least two tokens a rank.
-    min_length = max(length, sharding.ring.size + 1) if gathers else length
-    padding = min_length - length + -min_length % divisor_of(sharding.layout, sharding.ring.size)
+    min_length = max(length, sharding.ranks.size + 1) if gathers else length
+    padding = min_length - length + -min_length % divisor_of(sharding.layout, sharding.ranks.size)
     # Pad each tensor to a length that the layout can divide, and keep this rank's tokens of it.
     for name in _SPLIT.keys() & entries.keys():
         if isinstance(entries[name], Placeholder):
@@ -129,7 +132,7 @@ def split_batch(
         int(_array(positions)[:, indices[indices < length]].max(initial=0))
         for indices in (
             sharding.layout_of(length + padding).positions(rank)
-            for rank in range(sharding.ring.size)
+            for rank in range(sharding.ranks.size)
         )
     ]
     single, cu_seqlens, needs_ids = _documents(segments)
@@ -138,7 +141,7 @@ def split_batch(
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
     entries["attention_mask"] = ShardedMask(
         sharding,
-        (size, (length + padding) // sharding.ring.size),
+        (size, (length + padding) // sharding.ranks.size),
         length + padding,
         single,
         cu_seqlens,
@@ -226,11 +229,11 @@ def _check_names(entries: Mapping[str, Any]) -> None:
     """
     if ("input_ids" in entries) == ("inputs_embeds" in entries):
         raise ValueError("a batch must have one of input_ids [B, T] and inputs_embeds [B, T, dim]")
-    supported = {*_SPLIT, *_KEPT, *STATED, "attention_mask"}
+    supported = {*_SPLIT, *_PASSED_ON, *STATED, "attention_mask"}
     if entries.get("use_cache"):
         raise UnsupportedError(f"use_cache=True: {_NO_CACHE}")
     if reasons := [
-        f"{name} ({_REASONS.get(name, 'how it lies along the sequence is not known')})"
+        f"{name} ({_WHY_REFUSED.get(name, 'how it lies along the sequence is not known')})"
         for name in entries
         if name not in supported
     ]:
@@ -248,7 +251,7 @@ def _check_shapes(entries: Mapping[str, Any], tokens: Any) -> None:
     """
     token_name = "input_ids" if "input_ids" in entries else "inputs_embeds"
     for name, value in ({token_name: tokens} | dict(entries)).items():
-        if name in _KEPT or name in STATED:
+        if name in _PASSED_ON or name in STATED:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -338,7 +341,7 @@ def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
 
 
 def _check_same(
-    ring: Ranks,
+    ranks: Ranks,
     entries: Mapping[str, Any],
     segments: Ints,
     dropout_seed: int | None,
@@ -352,7 +355,7 @@ def _check_same(
     Raises:
         RankMismatchError: Batches or weights differ.
     """
-    if ring.size == 1:
+    if ranks.size == 1:
         return
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted({**entries, "segments": torch.from_numpy(segments)}.items()):
@@ -365,22 +368,22 @@ def _check_same(
     digest.update(f"dropout_seed {dropout_seed}".encode())
     local = torch.frombuffer(
         bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
-    ).to("cuda" if dist.get_backend(ring.group) == "nccl" else "cpu")
+    ).to("cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu")
     # Every rank receives the two numbers of all ranks, and compares them with its own.
-    by_rank = [torch.empty_like(local) for _ in range(ring.size)]
-    with collective(ring, "shard_batch"):
-        dist.all_gather(by_rank, local, group=ring.group)
+    by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
+    with collective(ranks, "shard_batch"):
+        dist.all_gather(by_rank, local, group=ranks.group)
     own_digest, own_weight = local.tolist()
     digests, weights = zip(*(x.tolist() for x in by_rank), strict=True)
     if differing := [rank for rank, x in enumerate(digests) if x != own_digest]:
         raise RankMismatchError(
             f"shard_batch must be given the same whole batch on all ranks of the group, and rank "
-            f"{ring.rank}'s is not that of {', '.join(map(str, differing))}; let the ranks of a group "
+            f"{ranks.rank}'s is not that of {', '.join(map(str, differing))}; let the ranks of a group "
             f"draw the same samples"
         )
     if differing := [rank for rank, x in enumerate(weights) if x != own_weight]:
         raise RankMismatchError(
-            f"weights of rank {ring.rank} are not those of {', '.join(map(str, differing))}: they were "
+            f"weights of rank {ranks.rank} are not those of {', '.join(map(str, differing))}: they were "
             f"not alike from the start, or gradients were not reduced over the ranks of the ring; "
             f"call ContextParallel.reduce_gradients before each step (reduction='sum'), or train in "
             f"DDP or fully_shard over them (reduction='mean')"

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ring_core import UnsupportedError
-
-Ints = npt.NDArray[np.int64]
+from ring_core.base.arguments import Ints
 
 #: Batch entries that state documents: for flash attention, and (``seq_idx``) for Mamba layers.
 STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -48,12 +47,14 @@ def stated_documents(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | No
     stated = {name: x for name, x in by_entry.items() if x is not None}
     if "attention_mask" in batch and stated:
         raise UnsupportedError(
-            f"attention_mask with padding beside {' and '.join(stated)}: transformers takes a row "
-            f"for one document then; leave the mask out"
+            f"attention_mask with padding beside {' and '.join(stated)}: transformers reads such a row "
+            f"as one document; leave the mask out"
         )
     for name, x in stated.items():
         if not np.array_equal(x, next(iter(stated.values()))):
-            raise ValueError(f"{name} and {next(iter(stated))} state other documents")
+            raise ValueError(
+                f"{name} and {next(iter(stated))} state different documents; give one of them"
+            )
     return next(iter(stated.values()), None)
 
 
@@ -65,7 +66,9 @@ def check_positions(segments: Ints, positions: Ints) -> None:
     """
     same = np.diff(segments, axis=1) == 0
     if (np.diff(np.broadcast_to(positions, segments.shape), axis=1) != 1)[same].any():
-        raise ValueError("position_ids start again where the documents that are stated do not")
+        raise ValueError(
+            "position_ids start again where no stated document begins; leave one of the two out"
+        )
 
 
 def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
@@ -78,10 +81,14 @@ def _check_longest(longest: dict[str, Any], offsets: Any) -> None:
         if length is None:
             continue
         if offsets is None:
-            raise ValueError(f"{name} says nothing without cu_seq_lens_q and cu_seq_lens_k")
+            raise ValueError(
+                f"{name} says nothing without cu_seq_lens_q and cu_seq_lens_k; give these, too"
+            )
         cuts = offsets.detach().cpu() if isinstance(offsets, Tensor) else offsets
         if int(length) < int(np.diff(np.asarray(cuts)).max(initial=0)):
-            raise ValueError(f"{name} is {int(length)}, and a document of cu_seq_lens_q is longer")
+            raise ValueError(
+                f"{name} is {int(length)}, and a document of cu_seq_lens_q is longer; give the longest length"
+            )
 
 
 def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
@@ -135,7 +142,8 @@ def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
         ValueError: It has another shape.
     """
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
-        raise ValueError(f"seq_idx must be int [B, T] = {shape}")
+        shown = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"seq_idx must be a tensor [B, T] = {shape}, got {shown}")
     return _runs(ids.detach().cpu().numpy())
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.comm.ranks import collective
 from ring_torch.gradients import ReductionChoice, hooks_in
 from ring_torch.hf.models.batch import split_batch
@@ -112,7 +113,7 @@ class ModelHooks(ReductionChoice):
     @property
     def factor(self) -> int:
         """Factor of the gradients, so that a mean over the ranks of the ring becomes their sum."""
-        return self.sharding.ring.size if self.reduction == "mean" else 1
+        return self.sharding.ranks.size if self.reduction == "mean" else 1
 
     @property
     def is_pair(self) -> bool:
@@ -144,7 +145,7 @@ class ModelHooks(ReductionChoice):
         finally:
             undo()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -182,7 +183,9 @@ class ModelHooks(ReductionChoice):
         for name in ("position_ids", "decoder_position_ids"):
             if name not in parameters and self.report.hooks:
                 if batch.get(name) is not None:
-                    raise UnsupportedError(f"{name}: {type(module).__name__} takes none")
+                    raise UnsupportedError(
+                        f"{name}: {type(module).__name__} takes none; leave it out of the batch"
+                    )
                 shard.pop(name, None)
         return (), {**switches, **shard}
 
@@ -205,7 +208,7 @@ class ModelHooks(ReductionChoice):
         shard = split_batch(self.sharding, batch, self.report, seed, weight)
         return shard, shard["attention_mask"], False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split_text(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -215,7 +218,7 @@ class ModelHooks(ReductionChoice):
         self.state = replace(self.state, is_whole=False)
         return split_text(self.state.mask, module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -241,7 +244,7 @@ class ModelHooks(ReductionChoice):
             raise UnsupportedError(lacks(f"the output of {type(module).__name__}", "loss"))
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def split_mask(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -250,7 +253,7 @@ class ModelHooks(ReductionChoice):
             kwargs = {**kwargs, "attention_mask": replace(self.state.mask, joins_router=True)}
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join_router(
         self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -274,7 +277,7 @@ class ModelHooks(ReductionChoice):
         )
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Join the per-token output of a classifier's ``score``, of which one row is picked."""
         return self.whole(output, self._take_state().mask.length)
@@ -290,10 +293,10 @@ class ModelHooks(ReductionChoice):
 
     def total_of(self, local_loss: Tensor) -> Tensor:
         """Return the sum of a loss over the ranks, whose gradient is that of this rank's part."""
-        total, ring = local_loss.detach().clone(), self.sharding.ring
-        if ring.size > 1:
-            with collective(ring, "loss"):
-                dist.all_reduce(total, group=ring.group)
+        total, ranks = local_loss.detach().clone(), self.sharding.ranks
+        if ranks.size > 1:
+            with collective(ranks, "loss"):
+                dist.all_reduce(total, group=ranks.group)
         joined: Tensor = _ReplaceValue.apply(local_loss, total, self.factor)
         return joined
 
@@ -330,7 +333,7 @@ class ModelHooks(ReductionChoice):
         config = getattr(unwrapped(module), "config", None)
         if batch.get("return_dict", getattr(config, "return_dict", True)) is False:
             raise UnsupportedError("return_dict=False: outputs are joined by name; leave it out")
-        is_summed = self.reduction == "sum" and self.sharding.ring.size > 1
+        is_summed = self.reduction == "sum" and self.sharding.ranks.size > 1
         if is_summed and torch.is_grad_enabled() and (wrapper := averaging_wrapper(module)):
             raise ValueError(
                 f"reduction='sum' was given to hf.parallelize, and {wrapper} takes the mean of "
@@ -381,7 +384,7 @@ class ModelHooks(ReductionChoice):
 
     def check_reduction(self) -> None:
         """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
-        if self.reduction == "mean" and self.sharding.ring.size > 1:
+        if self.reduction == "mean" and self.sharding.ranks.size > 1:
             raise ValueError(
                 "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
                 "reduction='mean': give reduction='sum', or leave it to DDP or fully_shard"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_core import UnsupportedError
+from ring_torch.capture import untraced
 from ring_torch.hf.models.batch import split_batch, tokens_of
 from ring_torch.hf.models.check import ModelReport, takes_embeddings
 from ring_torch.hf.models.code import by_name, parameters_of
@@ -33,9 +34,9 @@ _SOURCE = {name: name for name in ("input_ids", "inputs_embeds", "attention_mask
 _TARGET = {f"decoder_{name}": name for name in _SOURCE} | {
     name: name for name in ("labels", "num_items_in_batch")
 }
-_KEPT = ("return_dict", "output_hidden_states", "use_cache")
+_MODEL_FLAGS = ("return_dict", "output_hidden_states", "use_cache")
 
-_ROWS = 3  # dimensions of multimodal RoPE positions, [n, B, T]
+_ROPE_AXES = 3  # dimensions of multimodal RoPE positions, [n, B, T]
 _WITH_TEXT_ROW = 4  # n, where the first row holds the plain text positions
 
 #: Entries of a multimodal batch that are split as those of a text batch are.
@@ -78,7 +79,7 @@ def split_pair(
             raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
         batch["decoder_input_ids"] = _shifted(model, batch["labels"])
     report = replace(report, shifts_labels=False)
-    supported = {*_SOURCE, *_TARGET, *_KEPT}
+    supported = {*_SOURCE, *_TARGET, *_MODEL_FLAGS}
     if unsupported := sorted(batch.keys() - supported):
         raise UnsupportedError(
             f"an encoder-decoder's batch is split where it holds {', '.join(sorted(supported))} "
@@ -93,10 +94,10 @@ def split_pair(
         _check_padding(model, sequence)
         shard = split_batch(sharding, sequence, report, seed, weight, with_ids=True)
         shards.append({name: shard[inner] for name, inner in names.items() if inner in shard})
-    return {name: batch[name] for name in _KEPT if name in batch} | shards[0] | shards[1]
+    return {name: batch[name] for name in _MODEL_FLAGS if name in batch} | shards[0] | shards[1]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def tell_keys(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
@@ -156,7 +157,7 @@ def is_merged(batch: Mapping[str, Any]) -> bool:
     names = {name for name, x in batch.items() if x is not None}
     positions = batch.get("position_ids")
     return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
-        isinstance(positions, Tensor) and positions.ndim == _ROWS
+        isinstance(positions, Tensor) and positions.ndim == _ROPE_AXES
     )
 
 
@@ -184,16 +185,20 @@ def split_labels(
     """
     batch = {name: x for name, x in batch.items() if x is not None}
     if unknown := sorted(batch.keys() - parameters_of(type(module)) - {*_TEXT}):
-        raise UnsupportedError(f"{type(module).__name__} takes no {', '.join(unknown)}")
+        raise UnsupportedError(
+            f"{type(module).__name__} takes no {', '.join(unknown)}; leave it out"
+        )
     text = {name: batch[name] for name in _TEXT if name in batch}
     positions = text.get("position_ids")
-    if isinstance(positions, Tensor) and positions.ndim == _ROWS:
+    if isinstance(positions, Tensor) and positions.ndim == _ROPE_AXES:
         del text["position_ids"]
         if len(positions) == _WITH_TEXT_ROW:
             text["position_ids"] = positions[0]
     mask = text.get("attention_mask")
     if isinstance(mask, Tensor) and int(mask.max()) > 1:
-        raise UnsupportedError("attention_mask that numbers documents, beside images")
+        raise UnsupportedError(
+            "an attention_mask that numbers documents is not supported beside images; give one of 0 and 1"
+        )
     other_entries = {name: x for name, x in batch.items() if name not in text}
     shard = split_batch(sharding, text, report, dropout_seed, weight, other_entries)
     unsplit = {name: x for name, x in batch.items() if name not in (*_LABELS, *STATED)}
@@ -245,7 +250,7 @@ def _split(mask: ShardedMask, module: nn.Module, name: str, x: Any, visual: Tens
     if name == "attention_mask" and isinstance(x, Tensor) and x.ndim == 2:
         return None  # replaced by the split batch's mask
     if name == "position_ids" and isinstance(x, Tensor):
-        return mask.shard(x, dim=2) if x.ndim == _ROWS else mask.position_ids
+        return mask.shard(x, dim=2) if x.ndim == _ROPE_AXES else mask.position_ids
     if name in _ALONG and isinstance(x, Tensor):
         return mask.shard(x)
     if name == "deepstack_visual_embeds" and visual is not None:

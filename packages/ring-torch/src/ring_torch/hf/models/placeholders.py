@@ -78,7 +78,7 @@ class ShiftedLabels(AnyDevice):
 
 @dataclass(frozen=True, eq=False)
 class UnshiftedLabels(Placeholder):
-    """Labels of this rank, whose cross entropy is divided by the label count of the whole batch.
+    """Labels of this rank, whose mean cross entropy is over all labels of the whole batch.
 
     Many models take the mean over the labels that they are given, whatever ``num_items_in_batch``
     says. Means of ranks do not add up to the mean of the batch; sums divided by its count do.
@@ -135,21 +135,21 @@ class UnshiftedLabels(Placeholder):
     def __torch_function__(
         cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Tensor:
-        """Return this rank's part of the cross entropy; refuse all other functions of torch."""
+        """Return this rank's part of the cross entropy, mean or sum; refuse other functions."""
         if func is not cross_entropy or len(args) > len(("input", "target")):
             raise PlaceholderError(cls._refusal)
-        given = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
-        target, reduction = given.get("target"), given.get("reduction", "mean")
+        kwargs = {**dict(zip(("input", "target"), args, strict=False)), **(kwargs or {})}
+        target, reduction = kwargs.get("target"), kwargs.get("reduction", "mean")
         if (
             not isinstance(target, UnshiftedLabels)
-            or any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
-            or given.get("ignore_index", IGNORED) != IGNORED
+            or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
+            or kwargs.get("ignore_index", IGNORED) != IGNORED
             or reduction not in ("mean", "sum")
         ):
             raise PlaceholderError(cls._refusal)
         total: Tensor = cross_entropy(
-            given["input"], target.values, ignore_index=IGNORED, reduction="sum",
-            label_smoothing=given.get("label_smoothing", 0.0),
+            kwargs["input"], target.values, ignore_index=IGNORED, reduction="sum",
+            label_smoothing=kwargs.get("label_smoothing", 0.0),
         )  # fmt: skip
         return total if reduction == "sum" else total / target.items
 
@@ -218,7 +218,7 @@ class ShardedMask(Placeholder):
 
     __hash__ = object.__hash__
 
-    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]
+    def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]  # the base never returns
         """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make."""
         if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
             return self

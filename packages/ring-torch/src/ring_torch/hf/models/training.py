@@ -30,7 +30,7 @@ def averaging_wrapper(module: nn.Module) -> str | None:
         return "fully_shard"
     is_wrapped = any(isinstance(x, FullyShardedDataParallel) for x in module.modules())
     is_flat = any(
-        isinstance(x, FlatParameter) or isinstance(x._base, FlatParameter)  # noqa: SLF001
+        isinstance(x, FlatParameter) or isinstance(x._base, FlatParameter)  # noqa: SLF001 - FSDP1 leaves views of it
         for x in module.parameters()
     )
     return "FullyShardedDataParallel" if is_wrapped or is_flat else None

@@ -221,7 +221,7 @@ def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
             f"backward, is of {name}, by {fault.difference} of its size"
         )
     return (
-        f"verify: {name_of(runner.inner)}, split over {runner.ring.size} ranks, does not compute what "
+        f"verify: {name_of(runner.inner)}, split over {runner.ranks.size} ranks, does not compute what "
         f"it does whole: {description}. {report}. A module that mixes tokens by other means than attention "
         f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns"
     )

@@ -72,7 +72,7 @@ class Runner:
     def __init__(self, target: Target, batch: Mapping[str, Any]) -> None:
         self.target, self.model, self.hooks = target, target.model, target.hooks
         self.inner: Any = unwrapped(target.model)
-        self.ring = target.hooks.sharding.ring
+        self.ranks = target.hooks.sharding.ranks
         self.rows = len(tokens_of(batch))
         self.sequences = [*_sequences(target.hooks, batch)]
         self.recorder = Recorder(target.model, self.sequences, self.rows)
@@ -81,7 +81,7 @@ class Runner:
         self.parameters = {
             name: x for name, x in target.model.named_parameters() if x.requires_grad
         }
-        ranks = {*dist.get_process_group_ranks(self.ring.group)} if self.ring.group else {0}
+        ranks = {*dist.get_process_group_ranks(self.ranks.group)} if self.ranks.group else {0}
         # Parameters whose gradients `fully_shard` reduces over ranks of this ring.
         self.fsdp_names = {
             name
@@ -117,7 +117,8 @@ class Runner:
             perturbs: Change modules' outputs by a unit in the last place, at random.
 
         Raises:
-            UnsupportedError: A rank has too little memory; raised on all ranks of the ring alike.
+            UnsupportedError: A rank has too little memory. It is raised on all ranks of the ring,
+                but with FSDP on that rank alone.
         """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
@@ -129,7 +130,7 @@ class Runner:
             if not _is_out_of_memory(error):
                 raise
         self.model.zero_grad(set_to_none=True)
-        is_full = torch.tensor(float(run is None), device=_device_of(self.ring))
+        is_full = torch.tensor(float(run is None), device=_device_of(self.ranks))
         # Tell the other ranks if this one ran out of memory. With FSDP they are waiting in one of
         # its own collectives instead, and would never meet this one.
         if not self.fsdp_names:
@@ -182,11 +183,14 @@ class Runner:
         return total
 
     def _summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum the gradients of a split run over the ranks. FSDP has reduced its own already."""
+        """Sum the gradients of a split run over the ranks, and divide by the factor in its loss.
+
+        FSDP has reduced its own already.
+        """
         summed = {}
         for name, weight in self.parameters.items():
             gradient = gradients.get(name)
-            if name in self.fsdp_names or self.ring.size == 1:
+            if name in self.fsdp_names or self.ranks.size == 1:
                 if gradient is not None:
                     summed[name] = gradient
                 continue
@@ -204,7 +208,7 @@ class Runner:
             run: A run; ``None`` for zeros, which gives the norms of the whole run's gradients.
             whole: A whole run.
         """
-        squares = [torch.zeros((), dtype=torch.float64, device=_device_of(self.ring))]
+        squares = [torch.zeros((), dtype=torch.float64, device=_device_of(self.ranks))]
         for name, weight in self.parameters.items():
             gradients = [x.gradients.get(name) for x in (run, whole) if x is not None]
             a, b = (0 if x is None else _local(x).double() for x in ([None, *gradients])[-2:])
@@ -216,19 +220,19 @@ class Runner:
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of every rank of the ring, by rank."""
-        local = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ring))
-        if self.ring.size == 1:
+        local = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ranks))
+        if self.ranks.size == 1:
             return [local.tolist()]
-        by_rank = [torch.empty_like(local) for _ in range(self.ring.size)]
-        with collective(self.ring, "verify"):
-            dist.all_gather(by_rank, local, group=self.ring.group)
+        by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
+        with collective(self.ranks, "verify"):
+            dist.all_gather(by_rank, local, group=self.ranks.group)
         return [x.tolist() for x in by_rank]
 
     def _all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks of the ring, in place."""
-        if self.ring.size > 1:
-            with collective(self.ring, "verify"):
-                dist.all_reduce(x, op, group=self.ring.group)
+        if self.ranks.size > 1:
+            with collective(self.ranks, "verify"):
+                dist.all_reduce(x, op, group=self.ranks.group)
 
 
 def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
@@ -242,7 +246,7 @@ def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
         if tokens is None:
             continue
         length, device = tokens.shape[1], tokens.device
-        padded = length + -length % divisor_of(sharding.layout, sharding.ring.size)
+        padded = length + -length % divisor_of(sharding.layout, sharding.ranks.size)
         positions = sharding.positions(padded, device=device)
         local_positions = (positions < length).nonzero().flatten()
         real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=device)
@@ -258,9 +262,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _device_of(ring: Ranks) -> torch.device:
+def _device_of(ranks: Ranks) -> torch.device:
     """Return the device on which the ring's backend communicates."""
-    is_nccl = ring.group is not None and dist.get_backend(ring.group) == "nccl"
+    is_nccl = ranks.group is not None and dist.get_backend(ranks.group) == "nccl"
     return torch.device("cuda" if is_nccl else "cpu")
 
 

@@ -58,7 +58,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     weights = [*model.parameters()]
     gradients = [x.grad for x in weights]
     # Hooks may step an optimizer as soon as there is a gradient. Torch has no public name for them.
-    hooks = [x._post_accumulate_grad_hooks or {} for x in weights]  # noqa: SLF001
+    hooks = [x._post_accumulate_grad_hooks or {} for x in weights]  # noqa: SLF001 - torch has no other list
     saved_hooks = [dict(x) for x in hooks]
     devices = {x.device for x in weights if x.device.type not in ("cpu", "meta")}
     device_type = next((x.type for x in devices), "cuda")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ring_torch.capture import untraced
+
 #: Relative differences that rounding alone makes in a few operations, by dtype.
 _FLOORS = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 #: Relative difference of other dtypes. Models of transformers compute some parts in float32
@@ -178,7 +180,7 @@ class Recorder:
         yield module.register_forward_pre_hook(partial(self._take, name), with_kwargs=True)
         yield module.register_forward_hook(partial(self._leave, name))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _enter(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -187,7 +189,7 @@ class Recorder:
         self._open.append((name, self._started[name], caller_arguments))
         self._started[name] += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _take(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -202,7 +204,7 @@ class Recorder:
         )
         caller_arguments.clear()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
         """Record a module's output after its forward and every other hook."""
         if (

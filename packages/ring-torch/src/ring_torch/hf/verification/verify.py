@@ -22,16 +22,18 @@ from ring_torch.hf.verification.runs import Runner, Target
 from ring_torch.hf.verification.state import unchanged
 from ring_torch.hf.verification.trace import compare_traces
 
-_DOCUMENTS = (
-    "verify: {}: a whole model with attention of transformers is not told of documents so; give "
-    "position_ids that start again, and no attention_mask"
+_NO_DOCUMENTS = (
+    "verify: {}: with transformers' own attention the whole model does not read documents from it; "
+    "give position_ids that start again with each document, and no attention_mask"
 )
 
 
 def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
     """Run a batch split and whole, and compare; see :meth:`ring_torch.hf.Handle.verify`."""
     if not target.undo:
-        raise ValueError("verify: remove() was called, the model is not parallelized any more")
+        raise ValueError(
+            "verify: remove() was called, so the model is not parallelized; call hf.parallelize again"
+        )
     _check_batch(batch)
     _check_wrappers(target.model)
     runner = Runner(target, batch)
@@ -70,9 +72,9 @@ def _check_batch(batch: object) -> None:
     mask = batch.get("attention_mask")
     numbers_documents = isinstance(mask, Tensor) and mask.ndim == 2 and int(mask.max()) > 1
     if stated := sorted({*STATED} & {name for name, x in batch.items() if x is not None}):
-        raise UnsupportedError(_DOCUMENTS.format(", ".join(stated)))
+        raise UnsupportedError(_NO_DOCUMENTS.format(", ".join(stated)))
     if numbers_documents:
-        raise UnsupportedError(_DOCUMENTS.format("attention_mask that numbers documents"))
+        raise UnsupportedError(_NO_DOCUMENTS.format("attention_mask that numbers documents"))
 
 
 def _check_wrappers(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ from ring_torch.options import Window
 from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
 
 KEYS = 128  # keys of a tile; inside one the sums have an order of their own and cannot be cut
-_WIDE = 128  # head dims above this have kernels of their own, on Hopper alone
+_WIDEST_COMMON = 128  # wider head dims have kernels of their own, on Hopper alone
 _VERSIONS = " or ".join(private.VERSIONS)
 
 
@@ -136,13 +136,13 @@ def _head_dims(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims
     wrong with documents.
     """
     widest = max(head_dim, v_head_dim)
-    if widest > _WIDE and capability()[0] != 9:
+    if widest > _WIDEST_COMMON and capability()[0] != 9:
         return None
     if direction == "forward" and capability()[0] == 9:
         return HeadDims(padded_to(head_dim, 16), padded_to(v_head_dim, 16))
-    if v_head_dim <= _WIDE < head_dim <= 192:
-        return HeadDims(192, _WIDE)
-    dim = padded_to(widest, 32 if widest <= _WIDE else 16)
+    if v_head_dim <= _WIDEST_COMMON < head_dim <= 192:
+        return HeadDims(192, _WIDEST_COMMON)
+    dim = padded_to(widest, 32 if widest <= _WIDEST_COMMON else 16)
     return HeadDims(dim, dim)
 
 
@@ -204,9 +204,11 @@ class HopperSplitBackward:
             (item.q_start, item.q_stop) == (n * count, (n + 1) * count)
             for n, item in enumerate(items)
         )
-        covered = in_turn and count * len(items) == q.shape[1]
+        whole_rows = in_turn and count * len(items) == q.shape[1]
         tensors = q, k, columns.v, upstream.dout, upstream.out
-        if not (covered and all(map(is_aligned, tensors))) or (q.shape[0] > 1 and len(items) > 1):
+        if not (whole_rows and all(map(is_aligned, tensors))) or (
+            q.shape[0] > 1 and len(items) > 1
+        ):
             return None
         functions = [_split_functions(q, k, item) for item in items]
         first = functions[0][0]

@@ -37,7 +37,9 @@ from ring_core.masks.expression import OPERATORS, Expression, evaluated
 #: ``read`` subtracts positions read from memory.
 Alibi = Literal["causal", "counted", "read"]
 _OPERATORS = {**OPERATORS, "max": maximum}
-_MOST = 1 << 30  # length of a tensor without bounds: its layout needs one, and nothing reads it
+_UNBOUNDED = (
+    1 << 30
+)  # length of a tensor without bounds: its layout needs one, and nothing reads it
 
 
 class Numbers(NamedTuple):
@@ -223,4 +225,4 @@ def _load(address, index, *, loc=None, ip=None):
 def _at(address, dtype):
     """Return a tensor of the numbers that begin at an address, without bounds."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
-    return cute.make_tensor(pointer, cute.make_layout(_MOST))
+    return cute.make_tensor(pointer, cute.make_layout(_UNBOUNDED))

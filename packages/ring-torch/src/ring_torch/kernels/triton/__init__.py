@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ring_core import KernelConfig, Request, RingProgram, UnsupportedError, WorkItem
 from ring_core.base.config import EVERYTHING
-from ring_core.triton.tile_configs import Pass, choose_blocks, stages_that_fit
+from ring_core.triton.tile_configs import KernelPass, choose_blocks, stages_that_fit
 from ring_torch.kernels.api import Kernel
 from ring_torch.kernels.flash import old_gpu_reason
 from ring_torch.kernels.library import capability
-from ring_torch.kernels.triton.launch import Launch, backward_tensors
+from ring_torch.kernels.triton.launch import ItemLaunch, backward_tensors
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -72,7 +72,7 @@ class TritonKernel(Kernel):
     ) -> AttentionState:  # fmt: skip
         """Return attention over the item's keys, in ``out`` if it is given."""
         into = out or unseen_state(rows.q, columns.v.shape[3], fully_written=True)
-        Launch(rows, columns, item, params).run("fwd", into._asdict(), overwrite=True)
+        ItemLaunch(rows, columns, item, params).run("fwd", into._asdict(), overwrite=True)
         return into
 
     def attend_into(
@@ -84,14 +84,14 @@ class TritonKernel(Kernel):
         into: AttentionState,
     ) -> None:
         """Attend to the item's keys and merge into ``into``, in one launch."""
-        Launch(rows, columns, item, params).run("fwd", into._asdict())
+        ItemLaunch(rows, columns, item, params).run("fwd", into._asdict())
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         row_grads: QueryGrads, column_grads: KeyGrads,
     ) -> None:  # fmt: skip
         """Compute the item's gradients and add them to the accumulators."""
-        launch = Launch(rows, columns, item, params)
+        launch = ItemLaunch(rows, columns, item, params)
         _differentiate(launch, upstream, row_grads, column_grads, overwrite=False)
 
     def grads(
@@ -105,13 +105,13 @@ class TritonKernel(Kernel):
         )
         dq = dq if out is None else out
         dbias = zero_bias_grad(rows, params, torch.float32)
-        launch, query_grads = Launch(rows, columns, item, params), QueryGrads(dq, dbias)
+        launch, query_grads = ItemLaunch(rows, columns, item, params), QueryGrads(dq, dbias)
         _differentiate(launch, upstream, query_grads, KeyGrads(dk, dv), overwrite=True)
         return Grads(dq, dk, dv, dbias)
 
 
 def _differentiate(
-    launch: Launch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
+    launch: ItemLaunch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
     overwrite: bool,
 ) -> None:  # fmt: skip
     """Launch a backward that adds to the accumulators or, if ``overwrite``, overwrites them.
@@ -133,7 +133,7 @@ def _differentiate(
 
 def _size_refusals(config: KernelConfig, request: Request) -> tuple[str, ...]:
     """Return why blocks of the sizes that a call asks for do not fit on this GPU."""
-    passes: tuple[Pass, ...] = ("fwd",)
+    passes: tuple[KernelPass, ...] = ("fwd",)
     if request.grad:
         passes += ("bwd_fused",) if config.fused_backward else ("bwd_dq", "bwd_dkv")
         passes += ("bwd_dbias",) if request.bias else ()

@@ -17,7 +17,7 @@ from ring_core.philox import dropout_threshold
 from ring_core.plan.tile_mask import BlockGeometry
 from ring_core.triton.tile_configs import (
     Blocks,
-    Pass,
+    KernelPass,
     choose_blocks,
     heads_per_swizzle,
     padded,
@@ -42,11 +42,11 @@ _NO_STRIDES = (
     "bias_batch", "bias_head", "bias_row", "bias_shift_batch", "bias_shift_head", "slopes_batch",
 )  # fmt: skip
 #: Tensors whose strides have another tensor's name, as they lie alike.
-_KINDS = {"dout": "out", "delta": "lse"}
+_STRIDES_OF = {"dout": "out", "delta": "lse"}
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class ItemLaunch:
     """Launches of the Triton kernels over one work item."""
 
     rows: QueryBlock
@@ -55,7 +55,7 @@ class Launch:
     params: KernelParams
 
     def run(
-        self, name: Pass, pass_tensors: Mapping[str, Tensor], *, overwrite: bool = False
+        self, name: KernelPass, pass_tensors: Mapping[str, Tensor], *, overwrite: bool = False
     ) -> None:
         """Launch the kernel of a pass.
 
@@ -99,7 +99,7 @@ class Launch:
             _capability(q.device), q.device,
         )  # fmt: skip
 
-    def blocks(self, name: Pass) -> Blocks:
+    def blocks(self, name: KernelPass) -> Blocks:
         """Return the block sizes of a pass, with its number of warps."""
         q, v, params = self.rows.q, self.columns.v, self.params
         per_score_inputs = (
@@ -116,13 +116,13 @@ class Launch:
         return by_host or self.rows.segments is not None or self.params.bias_masks
 
     def _consts(
-        self, name: Pass, blocks: Blocks, tensors: Mapping[str, Tensor], *, overwrite: bool
+        self, name: KernelPass, blocks: Blocks, tensors: Mapping[str, Tensor], *, overwrite: bool
     ) -> dict[str, Any]:
         """Return the constants for which a kernel is compiled, by name."""
         q, k, v, params = *(tensors[name] for name in "qkv"), self.params
         steps = {f"{name.upper()}_STEP": 0 for name in ("q", "k", "v", "out", "dq", "dk", "dv")}
         for tensor_name, x in tensors.items():
-            step = f"{_KINDS.get(tensor_name, tensor_name).upper()}_STEP"
+            step = f"{_STRIDES_OF.get(tensor_name, tensor_name).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
         p = params.dropout_p
@@ -223,7 +223,7 @@ def backward_tensors(upstream: BackwardInputs) -> dict[str, Tensor]:
 
 
 def _launch(
-    name: Pass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
+    name: KernelPass, programs: tuple[int, int, int], values: Mapping[str, Any], consts: Mapping[str, Any],
     blocks: Blocks, capability: int, device: torch.device,
 ) -> None:  # fmt: skip
     """Launch a pass's kernel, with only those arguments that it takes."""
@@ -269,7 +269,7 @@ def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the strides of the batch and head dimensions of all tensors, by name."""
     strides: dict[str, int] = {}
     for name, x in tensors.items():
-        stride_name, head_dim = _KINDS.get(name, name), 2 if x.ndim == 4 else 1
+        stride_name, head_dim = _STRIDES_OF.get(name, name), 2 if x.ndim == 4 else 1
         if name != "dbias":
             strides |= {
                 f"{stride_name}_batch": x.stride(0),
