@@ -6,13 +6,15 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ring_torch import ring_attention
+from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.local import LocalRanks
 
@@ -36,6 +38,14 @@ LOSSES = [
     Loss("cut off", "forward", "before"),
     Loss("cut off", "backward", "during"),
 ]  # fmt: skip
+
+
+#: Movements over which every rank sends to another one, forward and backward.
+MOVEMENTS: dict[str, Callable[[ContextParallel, Tensor], Tensor]] = {
+    "shift": lambda cp, x: cp.shift(x, 1),
+    "halo": lambda cp, x: cp.halo(x, 3, 1).rows,
+    "relayout": lambda cp, x: cp.relayout(x, to="striped"),
+}
 
 
 class Steps(NamedTuple):
@@ -85,10 +95,14 @@ def _at(point: tuple[str, str], loss: Loss | None) -> None:
 
 
 def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
-    """Make steps, with ``device`` and other options, until something ends them."""
+    """Make steps, with ``device`` and other options, until something ends them.
+
+    With ``movement`` a step is one of these instead of attention.
+    """
     x = torch.randn(1, 64, 2, 16, generator=torch.Generator().manual_seed(rank))
     call_options: dict[str, Any] = {"causal": True, "layout": "zigzag"} | options
     x = x.to(call_options.pop("device", "cpu"))
+    movement = MOVEMENTS.get(call_options.pop("movement", ""))
     sums: list[float] = []
     for step in range(STEPS):
         local = x.clone().requires_grad_()
@@ -96,7 +110,10 @@ def steps(rank: int, loss: Loss | None, options: dict[str, Any]) -> Steps:
         try:
             _at(("forward", "before"), loss_now)
             _at(("forward", "during"), loss_now)
-            out = ring_attention(local, local, local, **call_options)
+            if movement is None:
+                out = ring_attention(local, local, local, **call_options)
+            else:
+                out = movement(ContextParallel(), local)
             _at(("forward", "after"), loss_now)
             _at(("backward", "before"), loss_now)
             _at(("backward", "during"), loss_now)

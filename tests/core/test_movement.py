@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ring_core import ChunkLayout, Layout, LayoutSpec, UnsupportedError
-from ring_core.movement import Movement, RowCopy, halo, halo_ids, hops, relayout, shift
+from ring_core.movement import (
+    Movement,
+    RowCopy,
+    halo,
+    halo_ids,
+    hops,
+    pack_documents,
+    relayout,
+    shift,
+)
 
 Rows = npt.NDArray[np.int64]
 #: Chunks that are neighbours on a rank, and some that are far apart.
@@ -47,7 +56,8 @@ def move(movement: Movement, parts: list[Rows]) -> list[Rows]:
             messages[rank, peer] = rows
     results = []
     for rank, (x, part) in enumerate(zip(parts, exchanges, strict=True)):
-        out = np.full(movement.target_rows, FILL)
+        assert len(x) == movement.rows_of(rank)[0]
+        out = np.full(movement.rows_of(rank)[1], FILL)
         copy(out, x, part.local)
         arrived = [messages.pop((peer, rank)) for peer, _ in part.received]
         assert [len(rows) for rows in arrived] == [rows for _, rows in part.received]
@@ -163,6 +173,53 @@ def test_a_relayout_goes_to_other_layouts_of_as_many_ranks_or_others(cp_size: in
             for rank in range(cp_size):
                 owner[0][source.positions(rank)] = owner[1][target.positions(rank)] = rank
             assert leaving == (owner[0] != owner[1]).sum()
+
+
+#: Ranks that exchange rows, and of these the ones that hold the sequence and that get it.
+RANKS: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
+    "to some": (4, (0, 1, 2, 3), (1, 3)), "from some": (4, (3, 0), (0, 1, 2, 3)),
+    "to one": (3, (0, 1, 2), (2,)), "from one": (3, (1,), (0, 1, 2)),
+    "another order": (4, (0, 1, 2, 3), (2, 0, 3, 1)), "both": (4, (2, 0, 3, 1), (3, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_relayout_goes_to_other_ranks(name: str) -> None:
+    size, source_ranks, target_ranks = RANKS[name]
+    whole = np.arange(T)
+    for source in layouts(len(source_ranks)):
+        for target in layouts(len(target_ranks)):
+            held, wanted = [np.empty(0, np.int64)] * size, [np.empty(0, np.int64)] * size
+            for rank, rows in zip(source_ranks, shards(source, whole), strict=True):
+                held[rank] = rows
+            for rank, rows in zip(target_ranks, shards(target, whole), strict=True):
+                wanted[rank] = rows
+            movement = relayout(source, target, source_ranks, target_ranks)
+            for out, like in zip(move(movement, held), wanted, strict=True):
+                np.testing.assert_array_equal(out, like)
+            stay = sum(
+                len(np.intersect1d(one, other)) for one, other in zip(held, wanted, strict=True)
+            )
+            leaving = sum(movement.exchange(rank).pack.rows for rank in range(size))
+            assert leaving == T - stay
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_documents_that_all_ranks_share_move_to_the_layout_of_their_pack(
+    cp_size: int, name: LayoutSpec
+) -> None:
+    offsets = (0, 6, 6, 8, 18, 24)
+    pieces = [
+        [cp_size * start + Layout(name, cp_size * (stop - start), cp_size).positions(rank)
+         for start, stop in pairwise(offsets) if stop > start]
+        for rank in range(cp_size)
+    ]  # fmt: skip
+    pack = Layout(name, cp_size * offsets[-1], cp_size)
+    movement = pack_documents(pack, offsets)
+    moved = move(movement, [np.concatenate(of_rank) for of_rank in pieces])
+    for out, like in zip(moved, shards(pack, np.arange(pack.seq_len)), strict=True):
+        np.testing.assert_array_equal(out, like)
 
 
 @given(st.data())

@@ -120,16 +120,32 @@ def movements(layout: LayoutSpec) -> dict[str, Callable[[jax.Array], jax.Array]]
     place: Any = {"axis_name": "cp", "layout": layout}
     return {
         "shift": lambda x: ring_jax.shift(x, -3, cu_seqlens=DOCUMENTS, **place),
+        "far shift": lambda x: ring_jax.shift(x, 17, **place),
         "relayout": lambda x: ring_jax.relayout(x, to="contiguous", **place),
+        "relayout to striped": lambda x: ring_jax.relayout(x, to="striped", **place),
         "halo": lambda x: ring_jax.halo(x, 5, 9, **place).rows,
+        "causal halo": lambda x: ring_jax.halo(x, 3, 0, **place).rows,
     }
 
 
-@pytest.mark.parametrize("name", ["shift", "relayout", "halo"])
-def test_derivatives_and_transforms(name: str) -> None:
+#: Each movement in each layout that has it.
+MATRIX = [
+    (layout, name)
+    for layout in LAYOUTS
+    for name in movements("contiguous")
+    if layout != "striped" or "halo" not in name
+]
+
+
+@pytest.mark.nightly(
+    unless=["contiguous-far shift", "zigzag-causal halo", "striped-shift", "chunks-relayout",
+            "chunks-halo"]
+)  # fmt: skip
+@pytest.mark.parametrize(("layout", "name"), MATRIX)
+def test_derivatives_and_transforms(layout: str, name: str) -> None:
     """``<M x, y> == <x, M' y>``, ``M`` is its own tangent, and it goes through vmap and scan."""
-    along = {"shift": P(None, "cp"), "relayout": P(None, "cp"), "halo": P("cp")}[name]
-    move = local(movements(CHUNKS)[name], out=along)
+    along = P("cp") if "halo" in name else P(None, "cp")
+    move = local(movements(LAYOUTS[layout])[name], out=along)
     x, tangent = numbers(0, 2, T, 3), numbers(1, 2, T, 3)
     moved, of_tangent = jax.jvp(move, (x,), (tangent,))
     np.testing.assert_array_equal(of_tangent, move(tangent))
@@ -141,6 +157,10 @@ def test_derivatives_and_transforms(name: str) -> None:
     np.testing.assert_array_equal(jax.vmap(move)(many), jnp.stack([moved, of_tangent]))
     scanned = jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(move)(x)), 0, many)[1]
     np.testing.assert_array_equal(scanned, jnp.stack([moved, of_tangent]))
+    # Under remat the gradient of what was squared, which needs the movement again.
+    (grad,) = jax.vjp(jax.checkpoint(lambda x: move(x) ** 2), x)[1](y)
+    (expected,) = jax.vjp(move, x)[1](2 * moved * y)
+    np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_rows_that_are_sent_twice_may_not_race() -> None:

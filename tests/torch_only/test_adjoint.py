@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, gather_program
+from ring_core import gather_program
 from ring_torch import ContextParallel
 from ring_torch.comm import head_exchange
 from ring_torch.comm.ranks import ranks_of
-from ring_torch.comm.relayout import relayout_between
+from ring_torch.compat.documents import PackMove
 from ring_torch.options import CallOptions
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.prepare import check_call
@@ -77,18 +76,16 @@ def _unshard_sum(rank: int, layout: Any) -> None:
         same([(moved.detach(), y)], [(x.detach(), grad)])
 
 
-def _relayout(rank: int, layout: Any) -> None:
-    ring = ranks_of(None)
-    source, target = (
-        torch.stack([torch.as_tensor(Layout(x, TOKENS, SIZE).positions(r)) for r in range(SIZE)])
-        for x in (layout, "contiguous")
-    )
-    there = relayout_between(ring, source.numpy(), target.numpy(), torch.device("cpu"))
+def _pack(rank: int, layout: Any) -> None:
+    """Documents that all ranks share, to the layout of their pack and back."""
+    if layout == "striped":
+        return
+    ring, pack = ranks_of(None), PackMove(layout, (0, 4, 4, 10, TOKENS // SIZE))
     x, y = numbers(rank, *2 * [(TOKENS // SIZE, 4)])
-    moved = there(x.requires_grad_(), nullcontext)
+    moved = pack.run(ring, x.requires_grad_())
     (grad,) = torch.autograd.grad(moved, x, y)
     same([(moved.detach(), y)], [(x.detach(), grad)])
-    assert torch.equal(there.inverse()(moved.detach(), nullcontext), x)
+    assert torch.equal(pack.run(ring, moved.detach(), back=True), x)
 
 
 def _ulysses(rank: int, layout: Any) -> None:
@@ -136,7 +133,7 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
 
 
-MOVEMENTS = (_shard, _unshard_slice, _unshard_sum, _relayout, _ulysses)
+MOVEMENTS = (_shard, _unshard_slice, _unshard_sum, _pack, _ulysses)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

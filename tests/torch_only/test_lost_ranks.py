@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from lost import LONGEST, LOSSES, STEPS, Loss, Steps, lose, steps
+from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Steps, lose, steps
 
 from ring_torch.local import LocalRanks
 
@@ -34,3 +34,16 @@ def test_others_end_in_an_error_in_time(loss: Loss, right: list[Steps]) -> None:
         assert answer.error is not None
     else:  # by gloo
         assert answer == f"died with exit code {-signal.SIGABRT}"
+
+
+@pytest.mark.nightly(unless=["killed-forward-during-shift", "killed-backward-during-halo"])
+@pytest.mark.parametrize("movement", MOVEMENTS)
+@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
+def test_movements_end_in_an_error_in_time(loss: Loss, movement: str) -> None:
+    outcome = lose(loss, 3, {"movement": movement})
+    assert outcome.seconds < LONGEST
+    assert outcome.staying == []
+    for ok, answer in outcome.survivors.values():
+        assert ok, answer
+        assert 1 <= len(answer.sums) < STEPS
+        assert answer.error is not None

@@ -16,6 +16,7 @@ import ring_torch.compat as ring_flash_attn
 from ring_core import reference
 from ring_torch.compat import documents as _documents
 from ring_torch.local import LocalRankError, LocalRanks
+from ring_torch.movement.rows import MoveCall
 
 B, H, K, D = 2, 4, 2, 8
 BOTH, LLAMA3 = "documents", "stream"
@@ -316,9 +317,9 @@ def test_group(pools: dict[int, LocalRanks]) -> None:
 
 
 def _exchanges(_: int, local: tuple[int, ...]) -> tuple[int, int]:
-    """All-to-alls in forward and backward."""
+    """Exchanges of rows in forward and backward."""
     counts = [0]
-    exchange = dist.all_to_all_single
+    exchange = MoveCall.run
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts[-1] += 1
@@ -326,7 +327,7 @@ def _exchanges(_: int, local: tuple[int, ...]) -> tuple[int, int]:
 
     q = torch.ones(local[-1], H, D, requires_grad=True)
     patch = pytest.MonkeyPatch()
-    patch.setattr(dist, "all_to_all_single", counted)
+    patch.setattr(MoveCall, "run", counted)
     out = ring_flash_attn.zigzag_ring_flash_attn_varlen_func(q, q, q, local, 10, causal=True)
     counts.append(0)
     out.sum().backward()
@@ -359,7 +360,9 @@ def _unlike(rank: int, what: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "word"), [("seed", "dropout_seed is"), ("documents", "plan is")])
+@pytest.mark.parametrize(
+    ("what", "word"), [("seed", "dropout_seed is"), ("documents", "offsets is")]
+)
 def test_ranks_that_differ_are_told(what: str, word: str) -> None:
     with LocalRanks(2) as pool, pytest.raises(LocalRankError, match=word) as error:
         pool.run(_unlike, what)

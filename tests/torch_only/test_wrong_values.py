@@ -112,6 +112,8 @@ DIM: Values = {
     "too large": 4, "too small": -5, "float": 1.0, "flag": True, "word": "1", "none": None,
     "list": [1], "huge": 2**70,
 }  # fmt: skip
+#: ``seq_len`` may be missing.
+LENGTH: Values = {name: x for name, x in SIZE.items() if x is not None}
 GRAD: Values = {"word": "mean", "flag": True, "number": 1, "list": ["sum"], "class": Tensor}
 SHARD: Values = {
     "none": None, "list": [1.0], "word": "x", "number": 3.0, "scalar": zeros(()), "class": Tensor,
@@ -187,18 +189,18 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_torch.ContextParallel.shift": Subject(
         cp.shift, {"x": zeros(Q).half(), "n": 1},
-        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_torch.ContextParallel.halo": Subject(
         cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
-        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_torch.ContextParallel.join": Subject(
         cp.join, {"y": zeros(Q)}, {"y": SHARD, "dim": DIM}
     ),
     "ring_torch.ContextParallel.relayout": Subject(
         cp.relayout, {"x": zeros(Q), "to": "contiguous"},
-        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM},
+        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": LENGTH},
     ),
 }  # fmt: skip
 #: Checked with ring_core; those of other libraries' names have tests of their own.

@@ -176,13 +176,13 @@ class _Runs(NamedTuple):
 class Movement:
     """Rows of a source and of a target on all ranks, and which of the target's come from where.
 
-    :func:`shift`, :func:`halo` and :func:`relayout` make one.
+    :func:`shift`, :func:`halo`, :func:`relayout` and :func:`pack_documents` make one.
 
     Attributes:
         source: Runs that the ranks hold.
         target: Runs that the ranks want.
-        source_rows: Number of rows that each rank holds.
-        target_rows: Number of rows that each rank wants.
+        source_rows: Number of rows that each rank holds, if it holds any.
+        target_rows: Number of rows that each rank wants, if it wants any.
         allowed: Ranges of positions that move; ``None`` for all.
         repeats: True if a source row may be copied to several places.
     """
@@ -193,6 +193,11 @@ class Movement:
     target_rows: int
     allowed: _Runs | None = None
     repeats: bool = False
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """Return how many rows a rank holds, and how many it wants."""
+        holds, wants = ((runs.rank == rank).any() for runs in (self.source, self.target))
+        return self.source_rows * int(holds), self.target_rows * int(wants)
 
     def exchange(self, rank: int) -> Exchange:
         """Return one rank's part.
@@ -308,6 +313,10 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     source = _runs_of(layout)
     allowed = None
     offsets = check_documents(layout, cu_seqlens)
+    if (
+        offsets is None and layout.pad_to is not None
+    ):  # no token leaves the sequence for its padding
+        offsets = np.array([0, layout.seq_len])
     if offsets is not None:
         # Positions whose shifted position is in the same document.
         start = np.maximum(offsets[:-1], offsets[:-1] - n)
@@ -337,7 +346,8 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
     target = source._replace(
         local=local, length=np.full_like(local, width), start=source.start - left
     )
-    return Movement(source, target, layout.local_len, rows, repeats=left + right > 0)
+    tokens = _tokens_of(layout)
+    return Movement(source, target, layout.local_len, rows, tokens, repeats=left + right > 0)
 
 
 def halo_ids(
@@ -361,17 +371,61 @@ def halo_ids(
     return np.where(inside, positions, -1), np.where(inside, documents, -1)
 
 
-def relayout(source: Layout, target: Layout) -> Movement:
+def relayout(
+    source: Layout, target: Layout, source_ranks: tuple[int, ...] | None = None,
+    target_ranks: tuple[int, ...] | None = None,
+) -> Movement:  # fmt: skip
     """Return the movement from one layout of a sequence to another.
+
+    Args:
+        source: The layout that the rows have.
+        target: The layout that they get.
+        source_ranks: For each rank of the source, its number among the ranks that exchange rows;
+            ``None`` if both are counted alike.
+        target_ranks: For each rank of the target, likewise.
 
     Raises:
         ValueError: They have unlike lengths.
+
+    >>> from ring_core import Layout
+    >>> from ring_core.movement import relayout
+    >>> whole, half = Layout("contiguous", 8, 4), Layout("contiguous", 8, 2)
+    >>> [relayout(whole, half, (0, 1, 2, 3), (1, 3)).exchange(rank).sent for rank in range(4)]
+    [((1, 2),), (), ((3, 2),), ()]
     """
     if source.seq_len != target.seq_len:
         raise ValueError(
             f"both layouts must be of one sequence, got {source.seq_len} and {target.seq_len} tokens"
         )
-    return Movement(_runs_of(source), _runs_of(target), source.local_len, target.local_len)
+    held, wanted = _runs_of(source), _runs_of(target)
+    if source_ranks is not None:
+        held = held._replace(rank=np.asarray(source_ranks, dtype=np.int64)[held.rank])
+    if target_ranks is not None:
+        wanted = wanted._replace(rank=np.asarray(target_ranks, dtype=np.int64)[wanted.rank])
+    return Movement(held, wanted, source.local_len, target.local_len, _tokens_of(source))
+
+
+def pack_documents(layout: Layout, offsets: tuple[int, ...]) -> Movement:
+    """Return the movement of documents, each of which all ranks share, to the layout of their pack.
+
+    Args:
+        layout: The layout of each document, and of the pack: all documents as one sequence.
+        offsets: Offsets of the documents' pieces among a rank's rows, ``(0, ..., T_local)``.
+    """
+    chunks = layout.num_runs
+    starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets) // chunks
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    # Number of each of a rank's chunks among a document's, [P, 1, chunks].
+    numbers = layout.run_positions(np.arange(layout.cp_size)) // layout.run_length
+    local = starts[:, None] + lengths[:, None] * np.arange(chunks)
+    start = layout.cp_size * starts[:, None] + lengths[:, None] * numbers[:, None]
+    shape = start.shape  # [P, documents, chunks]
+    rank = np.arange(layout.cp_size, dtype=np.int64)[:, None, None]
+    rank, local, length, start = (
+        np.broadcast_to(x, shape).reshape(-1) for x in (rank, local, lengths[:, None], start)
+    )
+    source = _Runs(rank, local, length, start, 1)
+    return Movement(source, _runs_of(layout), layout.local_len, layout.local_len)
 
 
 def check_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
@@ -422,11 +476,12 @@ def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
     Raises:
         ValueError: It is no number, or not one of this dtype.
     """
+    number = fill.item() if isinstance(fill, np.generic) else fill
     whole = isinstance(low, int)
     fits = (
-        isinstance(fill, int | float)
-        and (low <= fill <= high or (isinstance(fill, float) and not is_finite(fill)))
-        and not (whole and isinstance(fill, float))
+        isinstance(number, int | float)
+        and (low <= number <= high or (isinstance(number, float) and not is_finite(number)))
+        and not (whole and isinstance(number, float))
     )
     if not fits:
         raise ValueError(
@@ -517,6 +572,13 @@ def _runs_of(layout: Layout) -> _Runs:
     start = layout.run_positions(ranks).reshape(-1)
     length = np.full_like(local, layout.run_length)
     return _Runs(np.repeat(ranks, size), local, length, start, layout.stride)
+
+
+def _tokens_of(layout: Layout) -> _Runs | None:
+    """Return the positions of tokens, if there is padding behind them; else ``None``."""
+    if layout.pad_to is None:
+        return None
+    return _ranges(np.array([0]), np.array([layout.seq_len]))
 
 
 def _ranges(start: Ints, stop: Ints) -> _Runs:

@@ -74,6 +74,19 @@ def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) 
     return spread(x, mesh, PartitionSpec(*others))
 
 
+def transfer(x: Array, mesh: AnyMesh, dim: int, axis: str) -> Array:
+    """Move an array to another mesh, one dimension sharded along an axis there.
+
+    Others are sharded along axes of the same names, where these divide them.
+    """
+    others = [
+        None if part is PartitionSpec.UNCONSTRAINED or size % size_of(mesh, part) else part
+        for part, size in zip((_without(y, (axis,)) for y in _parts(x, mesh)), x.shape, strict=True)
+    ]
+    others[dim] = axis
+    return cast("Array", jax.device_put(x, NamedSharding(mesh, PartitionSpec(*others))))
+
+
 def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
     """Reshard an array over the mesh, by ``reshard`` on explicit axes, else by a constraint."""
     explicit = AxisType.Explicit in mesh.axis_types

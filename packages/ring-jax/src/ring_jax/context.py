@@ -36,6 +36,7 @@ from ring_jax.collectives import (
     size_of,
     split,
     spread,
+    transfer,
 )
 from ring_jax.kernels import Selection, xla
 from ring_jax.movement import Halo
@@ -178,7 +179,7 @@ class ContextParallel:
 
     def shift(
         self, x: Array, n: int, *, dim: int = 1, fill: float = 0,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Array:  # fmt: skip
         """Move tokens of a global array in layout order ``n`` positions on: ``out[t] = x[t - n]``.
 
@@ -189,15 +190,16 @@ class ContextParallel:
 
             labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
         """
-        dim = self._check_move(x, dim)
+        dim = self._check_move(x, dim, seq_len)
         movement.check_shift(x, n, fill)
-        options = {"n": int(n), "fill": fill, "cu_seqlens": movement.offsets_of(cu_seqlens)}
+        documents = movement.offsets_of(cu_seqlens)
+        options = {"n": int(n), "fill": fill, "cu_seqlens": documents, "seq_len": seq_len}
         spec = self._spec(x, dim)
         return cast("Array", self._over_shards(movement.shift, x, dim, options, spec, spec))
 
     def halo(
         self, x: Array, left: int, right: int, *, dim: int = 1,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Halo:  # fmt: skip
         """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
@@ -210,10 +212,12 @@ class ContextParallel:
             rows, positions, documents = cp.halo(x, 3, 0)
             y = cp.join(convolution(rows))
         """
-        dim = self._check_move(x, dim)
+        dim = self._check_move(x, dim, seq_len)
         movement.check_halo(left, right, self.layout, self.cp_size)
         documents = movement.offsets_of(cu_seqlens)
-        options = {"left": int(left), "right": int(right), "cu_seqlens": documents}
+        options = {
+            "left": int(left), "right": int(right), "cu_seqlens": documents, "seq_len": seq_len,
+        }  # fmt: skip
         spec = self._spec(x, dim)
         rows = self._row_spec(spec, dim)
         ids = PartitionSpec(rows[0], None)
@@ -240,26 +244,76 @@ class ContextParallel:
             spec = PartitionSpec(*parts)
         return cast("Array", self._over_shards(movement.join, y, dim, {}, y_spec, spec))
 
-    def relayout(self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Array:
+    def relayout(
+        self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1,
+        seq_len: int | None = None,
+    ) -> Array:  # fmt: skip
         """Return a global array in another layout, for layers that want other tokens on a device.
 
         Args:
             x: A global array in layout order, ``[..., T, ...]``.
-            to: The layout, or a ``ContextParallel`` that has it. Over the same axis of the same
-                mesh only rows that change device are sent; over another the array is gathered.
+            to: The layout, or a ``ContextParallel`` that has it, over the same axis, another axis
+                or another mesh, of as many devices or not.
             dim: Dimension of the sequence.
+            seq_len: ``T``, if there may be padding behind it in both layouts, each with the least
+                that it needs; rows of padding are zeros in the result.
+
+        On the same axis only rows that change device are sent. To another axis or mesh pieces move:
+        those of the new layout, or of consecutive tokens where the numbers of devices differ; the
+        array is not gathered.
 
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
+            UnsupportedError: ``to`` is over another axis or mesh, and ``seq_len`` is given; or over
+                other devices, or over the same in another order, inside ``jax.jit``, whose programs run on one list of devices, or ``jax.vmap``.
+
+        Example::
+
+            half = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
+            x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
-        dim = self._check_move(x, dim)
-        if isinstance(to, ContextParallel):
-            if (to.mesh, to.axis_name) != (self.mesh, self.axis_name):
-                return to.shard(self.unshard(x, dim=dim), dim=dim)
-            to = to.layout
-        Layout(check_layout(to), x.shape[dim], self.cp_size)
-        spec = self._spec(x, dim)
-        return cast("Array", self._over_shards(movement.relayout, x, dim, {"to": to}, spec, spec))
+        dim = self._check_move(x, dim, seq_len)
+        if isinstance(to, ContextParallel) and (to.mesh, to.axis_name) != (
+            self.mesh, self.axis_name,
+        ):  # fmt: skip
+            if seq_len is not None:
+                raise UnsupportedError(
+                    "relayout to another axis or mesh takes no seq_len. Instead: "
+                    "to.shard(cp.unshard(x, seq_len=T), pad=True)"
+                )
+            return self._relayout_over(x, to, dim)
+        layout = to.layout if isinstance(to, ContextParallel) else check_layout(to)
+        if seq_len is None:
+            Layout(layout, x.shape[dim], self.cp_size)
+        spec, options = self._spec(x, dim), {"to": layout, "seq_len": seq_len}
+        return cast("Array", self._over_shards(movement.relayout, x, dim, options, spec, spec))
+
+    def _relayout_over(self, x: Array, to: ContextParallel, dim: int) -> Array:
+        """Return an array in the layout of another axis or mesh.
+
+        Devices exchange rows until each piece is one of a device there, and the pieces move. Where
+        the numbers of devices differ, pieces of consecutive tokens do, and devices there exchange
+        rows.
+        """
+        to.layout_of(x.shape[dim])
+        is_elsewhere = _devices_of(to.mesh) != _devices_of(self.mesh)
+        if is_elsewhere and isinstance(x, jax.core.Tracer) and x.to_concrete_value() is None:
+            raise UnsupportedError(
+                f"relayout from the devices {_devices_of(self.mesh)} to {_devices_of(to.mesh)} inside "
+                f"jax.jit or jax.vmap: one program runs on one list of devices. Instead: call it "
+                f"between two jitted functions; or make both meshes of the same devices in the same "
+                f"order"
+            )
+        layout: LayoutSpec = to.layout if to.cp_size == self.cp_size else "contiguous"
+        pieces = self.relayout(x, to=layout, dim=dim)
+        if to.mesh == self.mesh:
+            moved = split(pieces, to.mesh, dim, to.axis_name)
+        else:
+            moved = transfer(pieces, to.mesh, dim, to.axis_name)
+        if layout == to.layout:
+            return moved
+        there = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
+        return there.relayout(moved, to=to.layout, dim=dim)
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.
@@ -414,11 +468,13 @@ class ContextParallel:
     def _is_explicit(self) -> bool:
         return AxisType.Explicit in self.mesh.axis_types
 
-    def _check_move(self, x: Array, dim: int) -> int:
+    def _check_move(self, x: Array, dim: int, seq_len: int | None) -> int:
         """Check an array in layout order, and return the dimension of its tokens, not negative."""
         self._check_not_in_shard_map()
         dim = movement.check_dim(x, dim)
         self.layout_of(x.shape[dim])
+        if seq_len is not None:
+            checks.padded_layout(seq_len, x.shape[dim] // self.cp_size, self.layout, self.cp_size)
         return dim
 
     def _spec(self, x: Array, dim: int) -> PartitionSpec:
@@ -475,6 +531,11 @@ class ContextParallel:
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
             x = permute(x, layout, dim, inverse=whole)
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
+
+
+def _devices_of(mesh: AnyMesh) -> list[int] | None:
+    """Return the numbers of a mesh's devices in their order; ``None`` of an abstract mesh."""
+    return None if isinstance(mesh, AbstractMesh) else mesh.device_ids.flatten().tolist()
 
 
 class _NumberedMesh(NamedTuple):

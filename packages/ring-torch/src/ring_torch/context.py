@@ -185,7 +185,7 @@ class ContextParallel:
 
     def shift(
         self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
@@ -198,6 +198,8 @@ class ContextParallel:
             dim: Dimension of the sequence.
             fill: Number in rows that no token moves to.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+            seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
+                no token moves to or from: its rows are ``fill``.
 
         Returns:
             A tensor like ``x``.
@@ -214,13 +216,16 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return shift_in_graph(
-                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
-            )
-        return methods.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
+                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens,
+                seq_len=seq_len,
+            )  # fmt: skip
+        return methods.shift(
+            self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens, seq_len=seq_len
+        )
 
     def halo(
         self, x: Tensor, left: int, right: int, *, dim: int = 1,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Halo:  # fmt: skip
         """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
@@ -238,6 +243,8 @@ class ContextParallel:
             dim: Dimension of the sequence.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
                 ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
+            seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
+                is outside of the sequence.
 
         Returns:
             ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
@@ -260,9 +267,12 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return halo_in_graph(
-                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens
-            )
-        return methods.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
+                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens,
+                seq_len=seq_len,
+            )  # fmt: skip
+        return methods.halo(
+            self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens, seq_len=seq_len
+        )
 
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
@@ -287,23 +297,35 @@ class ContextParallel:
             return methods.join(y, dim, self.layout, size_of(self.group))
         return methods.join(y, dim, self.layout, self.cp_size)
 
-    def relayout(self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Tensor:
+    def relayout(
+        self, x: Tensor, *, to: LayoutSpec | ContextParallel, dim: int = 1,
+        seq_len: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return this rank's tokens in another layout, for layers that want other tokens on a rank.
 
         All ranks must call it, and if ``x`` requires a gradient run its backward, which moves
         gradients back. Only rows that change rank are sent.
 
+        To other ranks, one of the two groups must have all ranks of the other, and every rank of
+        that one calls. A rank outside of the smaller group makes its ``ContextParallel`` over a
+        ``DeviceMesh`` of the group's ranks, and gives or gets a tensor of 0 tokens.
+
         Args:
-            x: This rank's slice, ``[..., T_local, ...]``, of any dtype.
-            to: The layout, or a ``ContextParallel`` of the same ranks that has it.
+            x: This rank's slice, ``[..., T_local, ...]``, of any dtype; on a rank that holds none
+                of the sequence ``[..., 0, ...]``.
+            to: The layout, or a ``ContextParallel`` that has it.
             dim: Dimension of the sequence.
+            seq_len: Length of the whole sequence, ``T``. If ranks call that hold none of it, all
+                ranks must give it. With it there may be padding behind ``T`` in both layouts, each
+                with the least that it needs; rows of padding are zeros in the result.
 
         Returns:
             A tensor like ``x``, its tokens those of this rank in the layout ``to``.
 
         Raises:
-            ValueError: An argument is malformed, ``to`` is over other ranks, or the size of ``x``
-                is no rank's part in one of the layouts.
+            ValueError: An argument is malformed, or the size of ``x`` is no rank's part in one of
+                the layouts.
+            UnsupportedError: Neither of the two groups has all ranks of the other.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -311,13 +333,20 @@ class ContextParallel:
             plain = ContextParallel(group, layout="contiguous")
             x = cp.relayout(x, to=plain)  # a rank's tokens are consecutive now
             x = plain.relayout(scan(x), to=cp)
+
+            half = ContextParallel(DeviceMesh("cuda", [0, 1]))  # on all four ranks of cp
+            x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
+            x = half.relayout(x, to=cp, seq_len=4096)
         """
-        group = to.group if isinstance(to, ContextParallel) else self.group
-        layout = to.layout if isinstance(to, ContextParallel) else to
         if torch.compiler.is_compiling():
+            other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
-            return relayout_in_graph(self.group, self.layout, x, layout, group_of_to=group, dim=dim)
-        return methods.relayout(self._sharding, x, layout, group_of_to=group, dim=dim)
+            other._sharding.check_group()  # noqa: SLF001 - of the same class
+            layout = to.layout if isinstance(to, ContextParallel) else to
+            groups = (self.group, other.group)
+            return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)
+        target = to._sharding if isinstance(to, ContextParallel) else Sharding(self.group, to)  # noqa: SLF001
+        return methods.relayout(self._sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens, int64 ``[T_local]``, as for RoPE.

@@ -32,6 +32,15 @@ def check_backward(*grads: Tensor | None) -> None:
             "create_graph=True (as in gradient penalties, hvp and hessian of torch.autograd.functional). Instead: "
             "pass create_graph=False, or use torch's own attention for what is differentiated twice"
         )
+    check_no_batch(*grads)
+
+
+def check_no_batch(*grads: Tensor | None) -> None:
+    """Refuse a backward whose gradients are a batch under vmap.
+
+    Raises:
+        UnsupportedError: They are one; nothing was sent.
+    """
     for grad in grads:
         if grad is not None and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad)):
             refuse_batch()
@@ -44,7 +53,7 @@ def refuse_batch(*_: Any) -> NoReturn:
         UnsupportedError: Always; nothing was sent.
     """
     raise UnsupportedError(
-        "the backward of ring attention and of unshard has no rule for vmap, which is_grads_batched=True and "
-        "jacobian(vectorize=True) use. Instead: call torch.autograd.grad once for each gradient, with "
+        "the backward of ring attention, of unshard and of movements has no rule for vmap, which is_grads_batched=True "
+        "and jacobian(vectorize=True) use. Instead: call torch.autograd.grad once for each gradient, with "
         "retain_graph=True"
     )

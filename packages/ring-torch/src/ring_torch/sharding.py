@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,15 +18,18 @@ from ring_torch.capture import on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import (
     Group,
+    Members,
     Ranks,
     check_device,
+    is_foreign,
+    members_of,
     others,
     peer_errors,
     ranks_of,
     warn_if_alone,
 )
 from ring_torch.comm.store import CallSignature
-from ring_torch.derivatives import check_backward
+from ring_torch.derivatives import check_no_batch
 
 UnshardGrad = Literal["sum", "slice"]
 UNSHARD_GRADS: tuple[str, ...] = get_args(UnshardGrad)
@@ -48,7 +51,9 @@ class Sharding:
         self.group = group
         self.layout = check_layout(layout)
         self._bound: Ranks | None = None
-        if group is not None or (dist.is_available() and dist.is_initialized()):
+        if is_foreign(group):
+            divisor_of(self.layout, len(self.members.ranks))
+        elif group is not None or (dist.is_available() and dist.is_initialized()):
             self.ring  # noqa: B018 - refuses what these ranks cannot run
 
     @property
@@ -71,6 +76,17 @@ class Sharding:
             )
         return ring
 
+    @property
+    def members(self) -> Members:
+        """The group and its ranks, also of a ``DeviceMesh`` that this rank is not in.
+
+        Raises:
+            ValueError: As of :attr:`ring`, if this rank is in it.
+        """
+        if not is_foreign(self.group):
+            self.ring  # noqa: B018 - refuses another group than at the first use
+        return members_of(self.group)
+
     def check_group(self) -> None:
         """Refuse a group other than at the first use; in a compiled graph, when it is traced."""
         # Reading the id makes the compiler guard on it, so a graph is used for this object alone.
@@ -80,7 +96,7 @@ class Sharding:
     @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
     def _check_group(self, _: int) -> None:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
-        self.ring  # noqa: B018 - the property checks
+        self.members  # noqa: B018 - the property checks
 
     def layout_of(self, seq_len: int, *, pad: bool = False) -> Layout:
         """Return the layout of ``seq_len`` tokens; with ``pad`` they may need padding behind."""
@@ -92,7 +108,7 @@ class Sharding:
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        check_fill(x, fill)
+        fill = check_fill(x, fill)
         checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
         return _slice_of(x, dim, layout, self.ring.rank, fill)
@@ -138,6 +154,7 @@ class Unsharding:
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
         seq_len: Number of tokens of the whole tensor; the slices have padding behind them. ``None``
             is no padding.
+        order: 0 of the call itself, 1 of its backward, 2 of the backward of that, and so on.
     """
 
     ring: Ranks
@@ -147,6 +164,15 @@ class Unsharding:
     needs_grad: bool
     number: int
     seq_len: int | None = None
+    order: int = 0
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the whole tensor from this rank's slice, or in a backward the other way round."""
+        return self.grad_of_slice(x) if self.order % 2 else self.join(x)
+
+    def backward(self, *, needs_grad: bool) -> Unsharding:
+        """Return the call that is this one's backward."""
+        return replace(self, order=self.order + 1, needs_grad=needs_grad)
 
     def join(self, x: Tensor) -> Tensor:
         """Return the whole tensor, all-gathered from this rank's slice ``x`` and the others'.
@@ -156,7 +182,7 @@ class Unsharding:
                 ``seq_len`` tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
-        signature = self._signature("unshard", x)
+        signature = self._signature(x)
         self._agree(signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = self._layout_of_slices(x.shape[self.dim])
@@ -196,7 +222,7 @@ class Unsharding:
         layout = Layout.padded(self.layout, grad.shape[self.dim], size)
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ring.rank)
-        signature = self._signature("unshard backward", grad)
+        signature = self._signature(grad)
         self._agree(signature, grad.device)
         # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them up,
         # and gives each rank the sum of its own.
@@ -207,14 +233,14 @@ class Unsharding:
             dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ring.group)
         return total.to(grad.dtype)
 
-    def _signature(self, name: str, x: Tensor) -> CallSignature:
+    def _signature(self, x: Tensor) -> CallSignature:
         """Return the facts of the call that must be equal on all ranks."""
         return CallSignature.of(
             {
                 "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."),
                 "dim": self.dim, "layout": str(self.layout),
                 "sums_gradients": self.needs_grad and self.grad == "sum", "seq_len": self.seq_len,
-            }, name,
+            }, "unshard" + " backward" * self.order,
         )  # fmt: skip
 
     def _agree(self, signature: CallSignature, device: torch.device) -> None:
@@ -239,13 +265,16 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, unsharding: Unsharding) -> Tensor:
         ctx.unsharding = unsharding
-        return unsharding.join(x)
+        return unsharding.run(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        check_backward(grad)
-        return ctx.unsharding.grad_of_slice(grad), None
+        check_no_batch(grad)
+        # Under create_graph=True gradients have gradients: a sum's are a call too, and those of a
+        # slice are torch's.
+        needs_grad = grad.requires_grad and torch.is_grad_enabled()
+        backward = ctx.unsharding.backward(needs_grad=needs_grad)
+        return _unshard(grad, backward) if backward.grad == "sum" else backward.run(grad), None
 
 
 # Compiled graphs use `ring_torch.compiled.unshard`. After a graph break this runs, untraced.
@@ -266,8 +295,8 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         )
 
 
-def check_fill(x: Tensor, fill: object) -> None:
-    """Check a number that rows like those of ``x`` are filled with.
+def check_fill(x: Tensor, fill: Any) -> float:
+    """Check a number that rows like those of ``x`` are filled with; return it in one form by dtype.
 
     Raises:
         ValueError: It is no number, or not one of the dtype.
@@ -279,6 +308,8 @@ def check_fill(x: Tensor, fill: object) -> None:
     elif x.dtype != torch.bool:
         low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
     movement.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+    # 0, 0.0 and False are equal keys, but not equal texts of a call.
+    return float(fill) if isinstance(low, float) else int(fill)
 
 
 def check_grad(x: Tensor, grad: object) -> bool:

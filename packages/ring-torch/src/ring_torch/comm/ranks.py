@@ -320,6 +320,39 @@ def others(ring: Ranks) -> list[int]:
     return [rank for rank in range(ring.size) if rank != ring.rank]
 
 
+class Members(NamedTuple):
+    """A group as any rank knows it, also one that it has no part in.
+
+    Attributes:
+        group: Process group, one-dimensional ``DeviceMesh``, or ``None``.
+        ranks: Global ranks of its members, in the order of the group.
+    """
+
+    group: Any
+    ranks: tuple[int, ...]
+
+
+def members_of(group: Any) -> Members:
+    """Return the members of a group, or of a one-dimensional ``DeviceMesh`` of any ranks.
+
+    Raises:
+        ValueError: It is neither, or a process group that this rank is not in.
+    """
+    if is_foreign(group):
+        return Members(
+            group, tuple(sorted(group.mesh.flatten().tolist()))
+        )  # as torch orders groups
+    ranks = ranks_of(group)
+    if ranks.group is None:
+        return Members(None, (0,))
+    return Members(group, tuple(dist.get_process_group_ranks(ranks.group)))
+
+
+def is_foreign(group: Any) -> bool:
+    """Return True for a one-dimensional ``DeviceMesh`` that this rank is not in."""
+    return isinstance(group, DeviceMesh) and group.ndim == 1 and group.get_coordinate() is None
+
+
 def ranks_of(group: Any) -> Ranks:
     """Return the ranks of a process group, of a one-dimensional ``DeviceMesh``, or of ``None``.
 
@@ -343,6 +376,11 @@ def ranks_of(group: Any) -> Ranks:
             raise ValueError(
                 f"group must be a process group or a one-dimensional DeviceMesh, got a mesh of {group.ndim} dimensions; "
                 f"slice it: mesh['cp']"
+            )
+        if is_foreign(group):
+            raise ValueError(
+                f"this rank is not in the DeviceMesh of the ranks {group.mesh.flatten().tolist()}; a "
+                f"ContextParallel over it can only take part in relayout here, to it or from it"
             )
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):

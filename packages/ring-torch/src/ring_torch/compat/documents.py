@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
+from ring_core.movement import Movement, pack_documents
 from ring_torch.call import Call
-from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
-from ring_torch.comm.relayout import Ints, Relayout, relayout_between
-from ring_torch.comm.store import CallSignature
 from ring_torch.compat.call import (
     FlashAttnOptions,
     as_requested,
@@ -26,6 +23,7 @@ from ring_torch.compat.call import (
     qkvpacked,
     run_call,
 )
+from ring_torch.movement.rows import MoveCall, move
 from ring_torch.records import Inputs
 
 #: Tokens a rank from which a document gets a call of its own. On two H200 (32 query heads, 8
@@ -242,27 +240,19 @@ def _attend(
     ):  # no exchange: the rows are in layout order already
         out, lse = run_call(call, inputs)
         return out[0], lse[0]
-    moves = _moves(ring, layout, shared_call.offsets, call.device)
-    fields = call.forward_signature.fields | {
-        "pass": "exchange", "documents split": layout, "lse": options.return_attn_probs,
-    }  # fmt: skip
-    signature = CallSignature.of(fields, "exchange")
-    guard = partial(with_peer_errors, ring, call.number, signature)
-    # Before rows are exchanged, check that all ranks make this call with the same documents.
-    with guard():
-        agree(ring, call.number, call.seed, signature, call.device)
     # Move the rows of Q, K and V, side by side in one tensor, to the ranks where the layout of the
     # packed documents has them.
+    pack = PackMove(layout, shared_call.offsets)
     qkv = (inputs.q, inputs.k, inputs.v)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
-    moved = moves(torch.cat([x[0].flatten(1) for x in qkv], dim=1), guard).split(widths, dim=1)
-    q, k, v = (rows.view(x.shape) for rows, x in zip(moved, qkv, strict=True))
+    rows = pack.run(ring, torch.cat([x[0].flatten(1) for x in qkv], dim=1))
+    moved = zip(rows.split(widths, dim=1), qkv, strict=True)
+    q, k, v = (rows.view(x.shape) for rows, x in moved)
     out, lse = run_call(call, inputs._replace(q=q, k=k, v=v))
     # Move the rows of the result back to the ranks that hold their documents' pieces.
-    move_back = moves.inverse()
     return (
-        move_back(out[0], guard),
-        move_back(lse[0].t(), guard).t() if options.return_attn_probs else lse[0],
+        pack.run(ring, out[0], back=True),
+        pack.run(ring, lse[0].t(), back=True).t() if options.return_attn_probs else lse[0],
     )
 
 
@@ -336,45 +326,35 @@ def check_slopes(slopes: Tensor | None, documents: int) -> None:
         )
 
 
-@lru_cache(maxsize=16)
-def _moves(
-    ring: Ranks, layout: LayoutName, offsets: tuple[int, ...], device: torch.device
-) -> Relayout:
-    """Return the exchange that moves rows from split documents to the layout of their pack.
+@dataclass(frozen=True)
+class PackMove:
+    """Movement of rows from split documents to the layout of their pack.
 
-    It is made once for each pack, and cached.
+    Attributes:
+        layout: Layout of each document, and of the pack.
+        offsets: Offsets of the documents' pieces among a rank's tokens.
     """
-    pack = Layout(layout, ring.size * offsets[-1], ring.size)
-    target = np.stack([pack.positions(rank) for rank in range(ring.size)])
-    return relayout_between(
-        ring, positions_in_documents(layout, offsets, ring.size), target, device
-    )
+
+    name: ClassVar[str] = "pack of documents"
+    fill: ClassVar[float] = 0
+    layout: LayoutName
+    offsets: tuple[int, ...]
+
+    def movement(self, tokens: int, size: int) -> Movement:
+        """Return the plan for a pack of ``tokens``."""
+        return pack_documents(Layout(self.layout, tokens, size), self.offsets)
+
+    def run(self, ring: Ranks, x: Tensor, *, back: bool = False) -> Tensor:
+        """Return this rank's rows after the movement of ``x [T_local, ...]``, or its return."""
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        call = MoveCall(ring, self, 0, needs_grad, ring.next_call(), int(back))
+        moved: Tensor = move(x, call, ring.size * self.offsets[-1])
+        return moved
 
 
 def _chunks_a_rank(layout: LayoutName) -> int:
     """Return the number of chunks of a document that each rank holds: 2 for zigzag, else 1."""
     return divisor_of(layout, 2) // 2
-
-
-def positions_in_documents(layout: LayoutName, offsets: Sequence[int], cp_size: int) -> Ints:
-    """Return the position in the pack of each token of each rank, ``[P, T_local]``.
-
-    Args:
-        layout: Layout in which each document is split.
-        offsets: Offsets of the documents' pieces among a rank's tokens.
-        cp_size: Number of ranks, ``P``.
-    """
-    starts, lengths = np.asarray(offsets[:-1], dtype=np.int64), np.diff(offsets)
-    start, length = np.repeat(starts, lengths), np.repeat(lengths, lengths)  # of each token's shard
-    chunks_per_rank = _chunks_a_rank(layout)
-    chunk, offset = np.divmod(np.arange(offsets[-1]) - start, length // chunks_per_rank)
-    chunks = np.stack(
-        [
-            Layout(layout, chunks_per_rank * cp_size, cp_size).positions(rank)
-            for rank in range(cp_size)
-        ]
-    )
-    return cp_size * start + chunks[:, chunk] * (length // chunks_per_rank) + offset
 
 
 def _shortened(offsets: tuple[int, ...]) -> str:

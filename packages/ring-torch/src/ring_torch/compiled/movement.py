@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_core import LayoutSpec
-from ring_torch.comm.ranks import Ranks, ranks_of
+from ring_core import LayoutSpec, divisor_of
+from ring_core.layouts.layout import check_layout
+from ring_torch.comm.ranks import Ranks, members_of, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
     from_json,
@@ -27,11 +29,12 @@ from ring_torch.movement.methods import (
     Halo,
     check_halo,
     check_shift,
-    check_target,
     halo_ids_of,
+    meeting_of,
     offsets_of,
     rows_of_runs,
     runs_a_rank,
+    tokens_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.sharding import check_dim
@@ -42,30 +45,32 @@ _KINDS: dict[str, type[MoveKind]] = {
 
 
 def shift_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Any
-) -> Tensor:
+    group: Any, layout: LayoutSpec, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Any,
+    seq_len: int | None,
+) -> Tensor:  # fmt: skip
     """Add a shift to the graph that is being traced.
 
     Raises:
         ValueError: An argument is malformed, as far as the trace can see.
     """
     check_dim(x, dim)
-    check_shift(x, n, fill)
+    fill = check_shift(x, n, fill)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
         to_json(layout), to_json(n, tensors, numbers), to_json(fill),
-        to_json(documents, tensors, numbers),
+        to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
-    text = _text(group, "shift", fields, dim % x.ndim, x.requires_grad and torch.is_grad_enabled())
-    moved: Tensor = move(x, tensors, numbers, text)
+    text = _text((group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
+    moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0)
     return moved
 
 
 def halo_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, left: int, right: int, *, dim: int, cu_seqlens: Any
-) -> Halo:
+    group: Any, layout: LayoutSpec, x: Tensor, left: int, right: int, *, dim: int,
+    cu_seqlens: Any, seq_len: int | None,
+) -> Halo:  # fmt: skip
     """Add a halo to the graph that is being traced.
 
     Raises:
@@ -80,36 +85,59 @@ def halo_in_graph(
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
         to_json(layout), to_json(left, tensors, numbers), to_json(right, tensors, numbers),
-        to_json(documents, tensors, numbers),
+        to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     dim %= x.ndim
-    text = _text(group, "halo", fields, dim, x.requires_grad and torch.is_grad_enabled())
-    rows = rows_of_runs(move(x, tensors, numbers, text), dim, runs_a_rank(layout, size))
+    text = _text((group,), "halo", fields, index(dim), _needs_grad(x))
+    moved = move(x, tensors, numbers, text, x.shape[dim] * size, 0)
+    rows = rows_of_runs(moved, dim, runs_a_rank(layout, size))
     return Halo(rows, *halo_ids(x, tensors, numbers, text))
 
 
 def relayout_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, to: LayoutSpec, *, group_of_to: Any, dim: int
-) -> Tensor:
+    groups: tuple[Any, Any], layout: LayoutSpec, x: Tensor, to: LayoutSpec, *, dim: int,
+    seq_len: int | None,
+) -> Tensor:  # fmt: skip
     """Add a relayout to the graph that is being traced.
 
     Args:
-        group: Process group that holds the rows.
+        groups: Process groups that hold the rows, and that get them.
         layout: Their layout.
         x: The rows of this rank.
         to: The layout that they get.
-        group_of_to: Process group that ``to`` was given for.
         dim: Dimension of the sequence.
+        seq_len: Length of the whole sequence, if the call states it.
 
     Raises:
         ValueError: An argument is malformed.
+        UnsupportedError: Neither group has all ranks of the other.
     """
     check_dim(x, dim)
-    _check_target(group, to_json(to), group_of_to)
-    fields = [to_json(layout), to_json(to)]
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    moved: Tensor = move(x, [], [], _text(group, "relayout", fields, dim % x.ndim, needs_grad))
+    numbers: list[int] = []
+    size, ranks = _meeting(*groups, to_json(to))
+    tokens = tokens_of(x.shape[dim], size, ranks[0], seq_len)
+    states_tokens = seq_len is not None or ranks[0] is not None
+    fields = [
+        to_json(layout), to_json(to), *ranks,
+        to_json(tokens if states_tokens else None, [], numbers), seq_len is not None,
+    ]  # fmt: skip
+    text = _text(groups, "relayout", fields, index(dim % x.ndim), _needs_grad(x))
+    moved: Tensor = move(x, [], numbers, text, tokens, 0)
     return moved
+
+
+def _needs_grad(x: Tensor) -> bool:
+    """Return True if there will be a backward."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+def _meeting(source: Any, target: Any, to: Any) -> tuple[int, tuple[tuple[int, ...] | None, ...]]:
+    """Check a relayout, and return how many ranks exchange its rows and who holds which part."""
+    members = members_of(target)
+    divisor_of(check_layout(from_json(to)), len(members.ranks))
+    ranks, *numbers = meeting_of(members_of(source), members)
+    return ranks.size, tuple(numbers)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
@@ -119,16 +147,19 @@ def size_of(group: Any) -> int:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _check_target(group: Any, to: Any, group_of_to: Any) -> None:
-    """Check the target of a relayout while a graph is traced."""
-    check_target(ranks_of(group), from_json(to), ranks_of(group_of_to))
+def _text(groups: tuple[Any, ...], kind: str, fields: list[Any], dim: int, needs_grad: bool) -> str:
+    """Return the constant part of a movement as JSON; the compiler takes it for a constant.
 
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _text(group: Any, kind: str, fields: list[Any], dim: int, needs_grad: bool) -> str:
-    """Return the constant part of a movement as JSON; the compiler takes it for a constant."""
+    Args:
+        groups: The process group, or the two of a relayout.
+        kind: Name of the movement.
+        fields: Its arguments, ready for JSON.
+        dim: Dimension of the sequence, not negative.
+        needs_grad: True if there will be a backward.
+    """
+    ranks, *_ = meeting_of(members_of(groups[0]), members_of(groups[-1]))
     return json.dumps({
-        **group_fields(ranks_of(group)),
+        **group_fields(ranks),
         "kind": kind,
         "fields": fields,
         "dim": dim,
@@ -136,59 +167,71 @@ def _text(group: Any, kind: str, fields: list[Any], dim: int, needs_grad: bool) 
     })  # fmt: skip
 
 
-def _call(text: str, tensors: Sequence[Tensor], numbers: Sequence[int], *, new: bool) -> MoveCall:
-    """Return the movement that a text describes, as a ``new`` call of its group or as none."""
+def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None) -> MoveKind:
+    """Return the movement that a text describes; without numbers, with zeros in their place."""
     facts: dict[str, Any] = json.loads(text)
-    ranks: Ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
-    number = ranks.next_call() if new else 0
     fields = [from_json(x, tensors, numbers) for x in facts["fields"]]
     if facts["kind"] != "relayout":
         fields[-1] = offsets_of(fields[-1])
     kind: MoveKind = _KINDS[facts["kind"]](*fields)
-    return MoveCall(ranks, kind, facts["dim"], facts["needs_grad"], number)
+    return kind
+
+
+def _ranks(text: str) -> Ranks:
+    """Return the ranks that exchange the rows of a movement."""
+    facts: dict[str, Any] = json.loads(text)
+    return ranks_named(facts["group"], tuple(facts["ranks"]))
 
 
 @torch.library.custom_op("ring_torch::move", mutates_args=())
-def move(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
-    """Return the rows of this rank after a movement."""
-    return _call(text, tensors, numbers, new=True).forward(x)
+def move(
+    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int, order: int
+) -> Tensor:
+    """Return the rows of this rank after a movement, or after its return.
+
+    Args:
+        x: The rows.
+        tensors: Tensors that the text names by their indices.
+        numbers: Numbers that it names likewise.
+        text: The constant part of the movement.
+        tokens: Length of the whole sequence.
+        order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
+    """
+    facts, ranks = json.loads(text), _ranks(text)
+    number = ranks.next_call()
+    kind = _kind(text, tensors, numbers)
+    needs_grad = facts["needs_grad"] and order == 0
+    call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order)
+    return call.run(x, tokens)
 
 
 @move.register_fake
-def _move_like(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
+def _move_like(
+    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int, order: int
+) -> Tensor:
     """Return a tensor of the result's shape, while a graph is traced."""
     facts, shape = json.loads(text), list(x.shape)
-    if facts["kind"] == "halo":
-        layout, left, right, _ = (from_json(field, tensors, numbers) for field in facts["fields"])
-        shape[facts["dim"]] += runs_a_rank(layout, facts["ranks"][1]) * (left + right)
+    rank, size = facts["ranks"]
+    fields = [from_json(field, tensors, numbers) for field in facts["fields"]]
+    rows = tokens // size
+    if facts["kind"] == "relayout":
+        side = 0 if order % 2 else 1
+        layout, holders = fields[side], fields[2 + side] or range(size)
+        unit = divisor_of(layout, len(holders))
+        rows = -(-tokens // unit) * unit // len(holders) if rank in holders else 0
+    elif facts["kind"] == "halo" and order % 2 == 0:
+        layout, left, right, *_ = fields
+        rows += runs_a_rank(layout, size) * (left + right)
+    shape[facts["dim"]] = rows
     return x.new_empty(shape)
-
-
-@torch.library.custom_op("ring_torch::move_backward", mutates_args=())
-def move_backward(
-    grad: Tensor, rows: int, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> Tensor:
-    """Return the gradient of this rank's ``rows`` from that of its result."""
-    return _call(text, tensors, numbers, new=True).backward(grad, rows)
-
-
-@move_backward.register_fake
-def _move_backward_like(
-    grad: Tensor, rows: int, tensors: Sequence[Tensor], numbers: Sequence[int], text: str
-) -> Tensor:
-    """Return a tensor of the operand's shape, while a graph is traced."""
-    del tensors, numbers
-    shape = list(grad.shape)
-    shape[json.loads(text)["dim"]] = rows
-    return grad.new_empty(shape)
 
 
 @torch.library.custom_op("ring_torch::halo_ids", mutates_args=())
 def halo_ids(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
     """Return positions and documents of a halo of ``x``, ``[2, B * R, left + L + right]``."""
-    call = _call(text, tensors, numbers, new=False)
-    assert isinstance(call.kind, HaloMove)
-    return halo_ids_of(call.kind, x, call.dim, call.ranks)
+    kind = _kind(text, tensors, numbers)
+    assert isinstance(kind, HaloMove)
+    return halo_ids_of(kind, x, json.loads(text)["dim"], _ranks(text))
 
 
 @halo_ids.register_fake
@@ -197,29 +240,29 @@ def _halo_ids_like(
 ) -> Tensor:
     """Return a tensor of the result's shape, while a graph is traced."""
     facts = json.loads(text)
-    layout, left, right, _ = (from_json(field, tensors, numbers) for field in facts["fields"])
+    layout, left, right, *_ = (from_json(field, tensors, numbers) for field in facts["fields"])
     dim, runs = facts["dim"], runs_a_rank(layout, facts["ranks"][1])
     shape = (2, runs * (1 if dim == 0 else x.shape[0]), x.shape[dim] // runs + left + right)
     return x.new_empty(shape, dtype=torch.int64)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the backward needs: no rows, only how many there were."""
+    """Save what the backward needs: no rows."""
     del output
-    x, tensors, ctx.numbers, ctx.text = inputs
-    ctx.rows = x.shape[json.loads(ctx.text)["dim"]]
+    _, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Run the backward operation."""
-    moved = move_backward(grad, ctx.rows, ctx.saved_tensors, ctx.numbers, ctx.text)
+    tensors = ctx.saved_tensors
+    moved = move(grad, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order + 1)
     # To torch a list of no numbers is a list of no tensors, and wants as many gradients.
-    return moved, [None] * len(ctx.saved_tensors), None if ctx.numbers else [], None
+    return moved, [None] * len(tensors), None if ctx.numbers else [], None, None, None
 
 
 move.register_autograd(_backward, setup_context=_keep)
-move_backward.register_vmap(refuse_batch)
+move.register_vmap(refuse_batch)
 # is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
-_LIBRARY.impl("move_backward", refuse_batch, "Batched")
+_LIBRARY.impl("move", refuse_batch, "Batched")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import index
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def unshard_in_graph(
     check_dim(x, dim)
     if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
         raise ValueError("seq_len must be an integer, the number of tokens of the whole sequence")
-    text = _unshard_text(group, to_json(layout), dim % x.ndim, grad, check_grad(x, grad))
+    text = _unshard_text(group, to_json(layout), index(dim % x.ndim), grad, check_grad(x, grad))
     whole: Tensor = unshard(x, seq_len, text)
     return whole
 

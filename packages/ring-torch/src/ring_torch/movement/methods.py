@@ -7,24 +7,24 @@ the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec, divisor_of
-from ring_core.layouts.layout import check_layout
+from ring_core import Layout, LayoutSpec, UnsupportedError, divisor_of
+from ring_core.base.arguments import check_size
 from ring_core.masks.mask import mask_of
 from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
 from ring_torch.capture import capture_safe_cache
-from ring_torch.comm.ranks import Group, Ranks, ranks_of
+from ring_torch.comm.ranks import Members, Ranks, ranks_of
 from ring_torch.movement.rows import (
     HaloMove,
     MoveCall,
     MoveKind,
     RelayoutMove,
     ShiftMove,
+    layout_of,
     move,
 )
 from ring_torch.sharding import Sharding, check_dim, check_fill
@@ -48,44 +48,49 @@ class Halo(NamedTuple):
 
 
 def shift(
-    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
+    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Tensor:  # fmt: skip
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
     ranks = sharding.ring
     number = ranks.next_call()
     check_dim(x, dim)
-    check_shift(x, n, fill)
-    # 0, 0.0 and False are equal keys, but not equal texts of a call.
-    fill = float(fill) if x.is_floating_point() or x.is_complex() else int(fill)
-    kind = ShiftMove(sharding.layout, int(n), fill, offsets_of(cu_seqlens))
-    return _moved(ranks, x, dim, kind, number)
+    fill = check_shift(x, n, fill)
+    length = None if seq_len is None else check_size("seq_len", seq_len)
+    kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
+    return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
 
 
 def halo(
     sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
-    cu_seqlens: Sequence[int] | None,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Halo:  # fmt: skip
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
     ranks, layout = sharding.ring, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
     check_halo(left, right, layout, ranks.size)
-    kind = HaloMove(layout, int(left), int(right), offsets_of(cu_seqlens))
+    length = None if seq_len is None else check_size("seq_len", seq_len)
+    kind = HaloMove(layout, int(left), int(right), length, offsets_of(cu_seqlens))
     dim %= x.ndim
-    rows = rows_of_runs(_moved(ranks, x, dim, kind, number), dim, runs_a_rank(layout, ranks.size))
+    moved = _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
+    rows = rows_of_runs(moved, dim, runs_a_rank(layout, ranks.size))
     return Halo(rows, *halo_ids_of(kind, x, dim, ranks))
 
 
 def relayout(
-    sharding: Sharding, x: Tensor, to: LayoutSpec, *, group_of_to: Group, dim: int
+    sharding: Sharding, x: Tensor, to: Sharding, *, dim: int, seq_len: int | None
 ) -> Tensor:
-    """Return this rank's rows in the layout ``to``; see :meth:`ContextParallel.relayout`."""
-    ranks = sharding.ring
+    """Return this rank's rows in the layout of ``to``; see :meth:`ContextParallel.relayout`."""
+    ranks, source_ranks, target_ranks = meeting_of(sharding.members, to.members)
     number = ranks.next_call()
     check_dim(x, dim)
-    check_target(ranks, to, ranks_of(group_of_to))
-    kind = RelayoutMove(sharding.layout, to)
-    return _moved(ranks, x, dim, kind, number)
+    tokens = tokens_of(x.shape[dim], ranks.size, source_ranks, seq_len)
+    stated = None if seq_len is None and source_ranks is None else tokens
+    kind = RelayoutMove(
+        sharding.layout, to.layout, source_ranks, target_ranks, stated, seq_len is not None
+    )
+    return _moved(ranks, x, dim, kind, number, tokens)
 
 
 def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
@@ -105,14 +110,14 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
     return split.movedim(1, dim).flatten(dim, dim + 1)
 
 
-def check_shift(x: Tensor, n: object, fill: object) -> None:
-    """Check how far a shift of ``x`` goes, and what it fills with.
+def check_shift(x: Tensor, n: object, fill: Any) -> float:
+    """Check how far a shift of ``x`` goes, and return what it fills with, in one form by dtype.
 
     Raises:
         ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
     """
     check_steps(n)
-    check_fill(x, fill)
+    return check_fill(x, fill)
 
 
 def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
@@ -126,23 +131,64 @@ def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> No
     check_consecutive(layout, size)
 
 
-def check_target(ranks: Ranks, to: LayoutSpec, others: Ranks) -> None:
-    """Check that a relayout leads to a layout of these ranks.
+def meeting_of(
+    source: Members, target: Members
+) -> tuple[Ranks, tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Return the ranks that exchange the rows of a relayout, and who of them holds which part.
+
+    They are the ranks of the larger group, which has all of the other's.
 
     Args:
-        ranks: The ranks that hold the rows.
-        to: The layout.
-        others: The ranks that ``to`` was given for.
+        source: The ranks that hold rows.
+        target: The ranks that get them.
+
+    Returns:
+        The ranks; and for each rank of the source, and of the target, its number among them, or
+        ``None`` twice if both are these ranks in this order.
 
     Raises:
-        ValueError: It is no layout of as many ranks, or one over others.
+        UnsupportedError: Neither group has all ranks of the other.
+        ValueError: This rank is in neither of them.
     """
-    divisor_of(check_layout(to), ranks.size)
-    if _ranks_in(others) != _ranks_in(ranks):
-        raise ValueError(
-            f"to must be a layout, or a ContextParallel over the same ranks, {_ranks_in(ranks)}; "
-            f"this one is over {_ranks_in(others)}. Instead: to.shard(cp.unshard(x, grad='sum'))"
+    if source.ranks == target.ranks:
+        return ranks_of(source.group), None, None
+    wider, other = (source, target) if set(source.ranks) >= set(target.ranks) else (target, source)
+    if not set(wider.ranks) >= set(other.ranks):
+        raise UnsupportedError(
+            f"relayout exchanges rows within one group, so one of the two must have all ranks of the "
+            f"other; these are over the ranks {list(source.ranks)} and {list(target.ranks)}. Instead: "
+            f"go through a ContextParallel over a group that has all of them, as in "
+            f"everyone.relayout(cp.relayout(x, to=everyone, seq_len=T), to=other)"
         )
+    source_ranks, target_ranks = (
+        tuple(wider.ranks.index(rank) for rank in members.ranks) for members in (source, target)
+    )
+    return ranks_of(wider.group), source_ranks, target_ranks
+
+
+def tokens_of(
+    rows: int, size: int, source_ranks: tuple[int, ...] | None, seq_len: int | None
+) -> int:
+    """Return the length of a sequence that is relaid.
+
+    Args:
+        rows: Number of tokens on this rank.
+        size: Number of ranks that exchange rows.
+        source_ranks: Numbers of those that hold the sequence; ``None`` for all of them.
+        seq_len: The length, if the call states it.
+
+    Raises:
+        ValueError: It is no length, or ranks that hold no tokens would need it.
+    """
+    if seq_len is not None:
+        return check_size("seq_len", seq_len)
+    holders = size if source_ranks is None else len(source_ranks)
+    if holders < size:
+        raise ValueError(
+            f"relayout from {holders} of {size} ranks: the others hold no tokens, and do not know how "
+            f"many there are. Give seq_len, the length of the whole sequence, on all ranks"
+        )
+    return rows * holders
 
 
 def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -167,7 +213,7 @@ def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
 
 def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
-    layout = Layout(kind.layout, x.shape[dim] * ranks.size, ranks.size)
+    layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
     batch = 1 if dim == 0 else x.shape[0]
     return ids.repeat(1, batch, 1)  # a copy: the caller may write to it
@@ -180,13 +226,8 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
     return torch.stack([torch.as_tensor(x) for x in ids]).to(device)
 
 
-def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int) -> Tensor:
+def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
     """Run a checked movement as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    moved: Tensor = move(x, MoveCall(ranks, kind, dim % x.ndim, needs_grad, number))
+    moved: Tensor = move(x, MoveCall(ranks, kind, dim % x.ndim, needs_grad, number), tokens)
     return moved
-
-
-def _ranks_in(ranks: Ranks) -> list[int]:
-    """Return the global ranks of a group; rank 0 for a process that is alone."""
-    return [0] if ranks.group is None else dist.get_process_group_ranks(ranks.group)

@@ -2,30 +2,54 @@
 
 The plan is :mod:`ring_core.movement`'s. A pass packs the rows that leave into one buffer, sends
 each peer its piece, copies the rows that stay meanwhile, and unpacks what arrives. The backward is
-the same pass with the exchange reversed. Nothing here knows of attention.
+the same pass with the exchange reversed; a movement is linear, so that the backward of the backward
+is the forward again, without its fill. Nothing here knows of attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutSpec
+from ring_core.checks import padded_layout
 from ring_core.movement import Movement, RowCopy, check_documents, halo, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device
 from ring_torch.comm.store import CallSignature
-from ring_torch.derivatives import check_backward
+from ring_torch.derivatives import check_no_batch
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
 _MOST_SLICES = 32
+
+
+class MoveKind(Hashable, Protocol):
+    """Movement with its arguments, which are fields: numbers, texts and layouts."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        ...
+
+    @property
+    def fill(self) -> float:
+        """Number in rows that no row moves to."""
+        ...
+
+    def movement(self, tokens: int, size: int) -> Movement:
+        """Return the plan for a sequence of ``tokens``, over ``size`` ranks that exchange rows.
+
+        Raises:
+            ValueError: The layout cannot divide the length, or documents end elsewhere.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,11 +60,12 @@ class ShiftMove:
     layout: LayoutSpec
     n: int
     fill: float
+    seq_len: int | None
     cu_seqlens: tuple[int, ...] | None
 
-    def movement(self, layout: Layout) -> Movement:
-        """Return the plan for a sequence in this layout."""
-        return shift(layout, self.n, self.cu_seqlens)
+    def movement(self, tokens: int, size: int) -> Movement:
+        """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
+        return shift(layout_of(self, tokens, size), self.n, self.cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -52,29 +77,58 @@ class HaloMove:
     layout: LayoutSpec
     left: int
     right: int
+    seq_len: int | None
     cu_seqlens: tuple[int, ...] | None
 
-    def movement(self, layout: Layout) -> Movement:
-        """Return the plan for a sequence in this layout."""
+    def movement(self, tokens: int, size: int) -> Movement:
+        """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
+        layout = layout_of(self, tokens, size)
         check_documents(layout, self.cu_seqlens)
         return halo(layout, self.left, self.right)
 
 
+def layout_of(kind: ShiftMove | HaloMove, tokens: int, size: int) -> Layout:
+    """Return the layout of a sequence of ``tokens``, of which those behind ``seq_len`` are padding.
+
+    Raises:
+        ValueError: The layout cannot divide the length, or pads ``seq_len`` to another.
+    """
+    if kind.seq_len is None:
+        return Layout(kind.layout, tokens, size)
+    return padded_layout(kind.seq_len, tokens // size, kind.layout, size)
+
+
 @dataclass(frozen=True)
 class RelayoutMove:
-    """Change to another layout of the same ranks."""
+    """Change to another layout, of the same ranks or of others.
+
+    Attributes:
+        layout: The layout that rows have.
+        to: The layout that they get.
+        source_ranks: For each rank that holds rows its number in the group that exchanges them;
+            ``None``, as in ``target_ranks``, if these are the ranks of the group.
+        target_ranks: For each rank that gets rows, likewise.
+        tokens: Length of the sequence, if ranks may hold unlike parts of it.
+        pads: True if the call states the length, behind which there may be padding.
+    """
 
     name: ClassVar[str] = "relayout"
     fill: ClassVar[float] = 0
     layout: LayoutSpec
     to: LayoutSpec
+    source_ranks: tuple[int, ...] | None = None
+    target_ranks: tuple[int, ...] | None = None
+    tokens: int | None = None
+    pads: bool = False
 
-    def movement(self, layout: Layout) -> Movement:
-        """Return the plan for a sequence in this layout."""
-        return relayout(layout, Layout(self.to, layout.seq_len, layout.cp_size))
-
-
-MoveKind = ShiftMove | HaloMove | RelayoutMove
+    def movement(self, tokens: int, size: int) -> Movement:
+        """Return the plan for a sequence of ``tokens``."""
+        make = Layout.padded if self.pads else Layout
+        source, target = (
+            make(layout, tokens, size if ranks is None else len(ranks))
+            for layout, ranks in ((self.layout, self.source_ranks), (self.to, self.target_ranks))
+        )
+        return relayout(source, target, self.source_ranks, self.target_ranks)
 
 
 class _Copy(NamedTuple):
@@ -159,28 +213,28 @@ class _Passes(NamedTuple):
 
 
 @capture_safe_cache(maxsize=64)
-def _passes(kind: MoveKind, rows: int, place: tuple[int, int], device: torch.device) -> _Passes:
-    """Return the passes of a movement of ``rows`` local rows, for a rank and number of ranks.
+def _passes(kind: MoveKind, tokens: int, place: tuple[int, int], device: torch.device) -> _Passes:
+    """Return the passes of a movement of a sequence, for a rank and number of ranks.
 
     Raises:
         ValueError: The layout cannot divide the length, or documents end elsewhere.
     """
     rank, size = place
-    movement = kind.movement(Layout(kind.layout, rows * size, size))
-    part = movement.exchange(rank)
+    movement = kind.movement(tokens, size)
+    part, (held, wanted) = movement.exchange(rank), movement.rows_of(rank)
     local, pack, unpack = (_Copy.of(copies, device) for copies in part[:3])
     return _Passes(
-        _Pass(local, pack, unpack, part.sent, part.received, movement.target_rows, add=False),
+        _Pass(local, pack, unpack, part.sent, part.received, wanted, add=False),
         _Pass(
-            local.reversed(), unpack.reversed(), pack.reversed(), part.received, part.sent,
-            movement.source_rows, add=movement.repeats,
+            local.reversed(), unpack.reversed(), pack.reversed(), part.received, part.sent, held,
+            add=movement.repeats,
         ),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MoveCall:
-    """Call of a movement, with its forward and backward.
+    """Call of a movement, or of one of its derivatives.
 
     Attributes:
         ranks: Ranks of the group.
@@ -188,6 +242,7 @@ class MoveCall:
         dim: Dimension of the rows, not negative.
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
+        order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
     """
 
     ranks: Ranks
@@ -195,36 +250,54 @@ class MoveCall:
     dim: int
     needs_grad: bool
     number: int
+    order: int = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the rows of this rank after the movement.
+    def backward(self, *, needs_grad: bool) -> MoveCall:
+        """Return the call that is this one's backward."""
+        return replace(self, order=self.order + 1, needs_grad=needs_grad)
+
+    def run(self, x: Tensor, tokens: int) -> Tensor:
+        """Return the rows of this rank after the movement, or after its return.
+
+        Args:
+            x: This rank's rows.
+            tokens: Length of the whole sequence.
 
         Raises:
             ValueError: The size of ``x`` is no rank's part in this layout, or documents end
                 elsewhere.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
-        return self._run(x, self.kind.name, x.shape[self.dim], backward=False)
-
-    def backward(self, grad: Tensor, rows: int) -> Tensor:
-        """Return the gradient of this rank's ``rows`` from that of its result."""
-        return self._run(grad, f"{self.kind.name} backward", rows, backward=True)
-
-    def _run(self, x: Tensor, name: str, rows: int, *, backward: bool) -> Tensor:
-        """Agree with the other ranks, and run one pass."""
-        ranks = self.ranks
+        ranks, kind = self.ranks, self.kind
+        name = kind.name + " backward" * self.order
         dtype = str(x.dtype).removeprefix("torch.")
-        signature = _signature(name, self.kind, tuple(x.shape), dtype, self.dim, self.needs_grad)
+        signature = _signature(name, kind, self._shape(x), dtype, self.dim, self.needs_grad)
         if ranks.size > 1:
             check_device(ranks, x.device)
             check_graph(ranks, signature, x.device)
         with self._guard(signature, x.device):
             agree(ranks, self.number, 0, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
-        passes = _passes(self.kind, rows, (ranks.rank, ranks.size), x.device)
+        passes = _passes(kind, tokens, (ranks.rank, ranks.size), x.device)
+        forth, back = passes if self.order % 2 == 0 else reversed(passes)
+        if x.shape[self.dim] != back.rows:
+            raise ValueError(
+                f"x has {x.shape[self.dim]} tokens, and the part that this rank holds of a sequence "
+                f"of {tokens} is {back.rows}"
+            )
         with self._guard(signature, x.device):
-            fill = 0 if backward else self.kind.fill
-            return passes[int(backward)].run(ranks, x, self.dim, fill)
+            return forth.run(ranks, x, self.dim, 0 if self.order else kind.fill)
+
+    def _shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of ``x`` on all ranks: where they hold unlike parts, the whole one."""
+        kind, rows = self.kind, x.shape[self.dim]
+        if not isinstance(kind, RelayoutMove) or kind.tokens is None:
+            return tuple(x.shape)
+        holders = (kind.source_ranks, kind.target_ranks)[self.order % 2] or range(self.ranks.size)
+        layout = (kind.layout, kind.to)[self.order % 2]
+        part = Layout.padded(layout, kind.tokens, len(holders)).local_len
+        is_part = rows == (part if self.ranks.rank in holders else 0)
+        return (*x.shape[: self.dim], kind.tokens if is_part else rows, *x.shape[self.dim + 1 :])
 
     @contextmanager
     def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
@@ -263,15 +336,16 @@ class _Move(torch.autograd.Function):
     """Autograd function of a movement."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: MoveCall) -> Tensor:
-        ctx.call, ctx.rows = call, x.shape[call.dim]
-        return call.forward(x)
+    def forward(ctx: Any, x: Tensor, call: MoveCall, tokens: int) -> Tensor:
+        ctx.call, ctx.tokens = call, tokens
+        return call.run(x, tokens)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        check_backward(grad)
-        return ctx.call.backward(grad, ctx.rows), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        check_no_batch(grad)
+        # Under create_graph=True gradients have gradients, and the return of rows is a call too.
+        call = ctx.call.backward(needs_grad=grad.requires_grad and torch.is_grad_enabled())
+        return move(grad, call, ctx.tokens), None, None
 
 
 # Compiled graphs use `ring_torch.compiled.movement`. After a graph break this runs, untraced.

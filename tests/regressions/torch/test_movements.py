@@ -1,0 +1,181 @@
+"""Movements under ``create_graph=True``, fills of every kind of number, dimensions in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import functional
+
+from ring_core import LayoutSpec
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+T = 24
+Move = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout=20) as ranks:
+        yield ranks
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def _shifted(x: Tensor, n: int, fill: float) -> Tensor:
+    filled = torch.full_like(x[:, : abs(n)], fill)
+    return torch.cat([filled, x[:, :-n]] if n > 0 else [x[:, -n:], filled], 1)
+
+
+#: A movement of a rank's slice, and the tokens of the whole sequence that the rank gets by it.
+MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Callable[[ContextParallel], Move]]] = {
+    "shift": (
+        lambda cp: lambda x: cp.shift(x, 5, fill=0.5),
+        lambda cp: lambda x: cp.shard(_shifted(x, 5, 0.5)),
+    ),
+    "halo": (
+        lambda cp: lambda x: cp.halo(x, 3, 2).rows.flatten(0, 1)[None],
+        lambda cp: lambda x: torch.nn.functional.pad(x, (0, 0, 0, 1))[:, cp.halo(cp.shard(x), 3, 2).positions.flatten()],
+    ),
+    "relayout": (
+        lambda cp: lambda x: cp.relayout(x, to="contiguous"),
+        lambda _: lambda x: ContextParallel(layout="contiguous").shard(x),
+    ),
+    "unshard": (lambda cp: lambda x: cp.unshard(x, grad="sum"), lambda _: lambda x: x),
+}  # fmt: skip
+
+
+def _weighted(move: Move, rank: int) -> Move:
+    """A loss of third order, which each rank weights by another number."""
+    return lambda x: (rank + 1) * move(x).pow(3).sum()
+
+
+def _second(rank: int, name: str, layout: LayoutSpec) -> None:
+    """A gradient penalty and a product with the Hessian, against whole sequences."""
+    cp = ContextParallel(layout=layout)
+    mine, of_whole = MOVES[name]
+    whole = numbers(0, 1, T, 2).requires_grad_()
+    # The loss of all ranks, which every rank computes from whole sequences.
+    of_rank = _weighted(of_whole(cp), rank)(whole)
+    (grad,) = torch.autograd.grad(of_rank, whole, create_graph=True)
+    total = grad.detach().clone()
+    dist.all_reduce(total)
+    (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # of the sum's square
+    dist.all_reduce(penalty)
+    x = cp.shard(whole.detach()).requires_grad_()
+    loss = _weighted(mine(cp), rank)
+    (own,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(own.detach(), cp.shard(total))
+    (found,) = torch.autograd.grad(own.square().sum(), x)
+    torch.testing.assert_close(found, cp.shard(penalty))
+    _, product = functional.hvp(loss, x.detach(), 2 * own.detach())
+    torch.testing.assert_close(product, cp.shard(penalty))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("name", MOVES)
+def test_second_derivatives_are_exact(name: str, layout: LayoutSpec, pool: LocalRanks) -> None:
+    pool.run(_second, name, layout)
+
+
+def _slice(_: int) -> None:
+    """A loss that every rank computes whole: each has the second derivatives of its slice."""
+    cp = ContextParallel()
+    whole = numbers(0, 1, T, 2).requires_grad_()
+    (grad,) = torch.autograd.grad(whole.pow(3).sum(), whole)
+    x = cp.shard(whole.detach()).requires_grad_()
+    (own,) = torch.autograd.grad(cp.unshard(x, grad="slice").pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(own.detach(), cp.shard(grad))
+    (found,) = torch.autograd.grad(own.sum(), x)
+    torch.testing.assert_close(found, cp.shard(6 * whole.detach()))
+
+
+def test_second_derivatives_of_slices_stay_on_their_rank(pool: LocalRanks) -> None:
+    pool.run(_slice)
+
+
+def _third(_: int) -> None:
+    cp, whole = ContextParallel(), numbers(0, 1, T, 2)
+    x = cp.shard(whole).requires_grad_()
+    (one,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
+    (two,) = torch.autograd.grad(one.sum(), x, create_graph=True)
+    (three,) = torch.autograd.grad(two.sum(), x)
+    inside = cp.positions(T) < T - 1  # the last token is moved out of the sequence
+    torch.testing.assert_close(three, 24 * x.detach() * inside[None, :, None])
+
+
+def test_derivatives_of_every_order_are_exact(pool: LocalRanks) -> None:
+    pool.run(_third)
+
+
+def _batched(_: int) -> list[str]:
+    cp, messages = ContextParallel(), []
+    calls: list[Move] = [move(cp) for move, _ in MOVES.values()]
+    compiled = torch.compile(MOVES["shift"][0](cp), backend="aot_eager", fullgraph=True)
+    for call in [*calls, compiled]:
+        x = cp.shard(numbers(0, 1, T, 2)).requires_grad_()
+        out = call(x)
+        grads = torch.stack([torch.ones_like(out)] * 2)
+        try:
+            torch.autograd.grad(out, x, grads, is_grads_batched=True)
+        except RuntimeError as error:
+            messages.append(str(error))
+        except ValueError as error:
+            messages.append(f"refused: {error}")
+    return messages
+
+
+def test_batches_of_gradients_are_refused_by_name(pool: LocalRanks) -> None:
+    for messages in pool.run(_batched):
+        assert len(messages) == len(MOVES) + 1
+        for message in messages:
+            assert message.startswith("refused: the backward of ring attention, of unshard and of")
+
+
+FLOATS = (torch.bfloat16, torch.float64, torch.complex64)
+INTEGERS = (torch.uint8, torch.int64, torch.bool)
+
+
+def test_a_fill_may_be_any_number_of_the_dtype() -> None:
+    cp = ContextParallel()
+    whole = (np.int64(1), np.uint8(1), np.bool_(True), 1, True)
+    real = (np.float32(1), np.float64(1), np.float16(1), 1.0)
+    for dtype in FLOATS + INTEGERS:
+        fills: tuple[Any, ...] = whole + (real if dtype in FLOATS else ())
+        for fill in fills:
+            out = cp.shift(torch.zeros(1, 4, dtype=dtype), 1, fill=fill)
+            assert torch.equal(out, torch.tensor([[1, 0, 0, 0]], dtype=dtype)), repr(fill)
+    wrong: tuple[Any, ...] = (np.float32(0.5), np.int64(256), "1", None, torch.tensor(1))
+    for fill in wrong:
+        with pytest.raises(ValueError, match=r"fill must be an integer in \[0, 255\]"):
+            cp.shift(torch.zeros(1, 4, dtype=torch.uint8), 1, fill=fill)
+
+
+def _dims(rank: int) -> None:
+    cp = ContextParallel()
+    torch._dynamo.reset()
+
+    def moves(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return (
+            cp.shift(x, 1, dim=dim), cp.halo(x, 1, 0, dim=dim).rows,
+            cp.relayout(x, to="contiguous", dim=dim), cp.unshard(x, dim=dim),
+        )  # fmt: skip
+
+    run = torch.compile(moves, backend="eager", fullgraph=True)
+    x = numbers(rank, 4, 8, 4)
+    for dim in (0, 1, 2, -1, -2):
+        for one, other in zip(run(x, dim), moves(x, dim), strict=True):
+            assert torch.equal(one, other), dim
+
+
+def test_a_dimension_may_change_from_call_to_call_of_a_graph(pool: LocalRanks) -> None:
+    pool.run(_dims)

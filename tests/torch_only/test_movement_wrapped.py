@@ -1,0 +1,165 @@
+"""Movements inside what torch wraps round models, against one process with whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import LayoutSpec
+from ring_torch import ContextParallel
+from ring_torch.local import LocalRanks
+
+T, DIM = 32, 6
+Move = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[LocalRanks]:
+    """Two groups of two ranks: data x context parallel."""
+    with LocalRanks(4, timeout=30) as ranks:
+        yield ranks
+
+
+class Layer(nn.Module):
+    """Projections round a movement and round its return."""
+
+    def __init__(self, move: Move, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.move = move
+        self.before, self.behind = (
+            nn.Linear(DIM, DIM, dtype=dtype),
+            nn.Linear(DIM, DIM, dtype=dtype),
+        )
+        generator = torch.Generator().manual_seed(7)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.4, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved: Tensor = self.behind(self.move(self.before(x)).tanh())
+        return moved
+
+
+def _taps(rows: Tensor, size: int) -> Tensor:
+    """The sum of each token and of the two before it, weighted; rows begin two tokens earlier."""
+    return sum((n + 1) * rows[:, n : n + size] for n in range(3))  # type: ignore[return-value]
+
+
+def _convolve(cp: ContextParallel) -> Move:
+    def move(x: Tensor) -> Tensor:
+        rows = cp.halo(x, 2, 0).rows
+        return cp.join(_taps(rows, rows.shape[1] - 2))
+
+    return move
+
+
+def _return(cp: ContextParallel) -> Move:
+    plain = ContextParallel(cp.group, "contiguous")
+    return lambda x: plain.relayout(cp.relayout(x, to=plain).sin(), to=cp)
+
+
+#: Movements of a rank's slice, and what they do to whole sequences.
+MOVES: dict[str, tuple[Callable[[ContextParallel], Move], Move]] = {
+    "shift": (
+        lambda cp: lambda x: cp.shift(x, 3, fill=0.5),
+        lambda x: torch.cat([torch.full_like(x[:, :3], 0.5), x[:, :-3]], 1),
+    ),
+    "halo": (_convolve, lambda x: _taps(nn.functional.pad(x, (0, 0, 2, 0)), T)),
+    "relayout": (lambda cp: lambda x: cp.relayout(x, to="contiguous"), lambda x: x),
+    "there and back": (_return, torch.sin),
+}  # fmt: skip
+
+
+def _plain(layer: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = layer(x)
+    return result
+
+
+def _compiled(layer: nn.Module, x: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    result: Tensor = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    return result
+
+
+def _compiled_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: checkpoint(layer, x, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    result: Tensor = run(x)
+    return result
+
+
+def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result: Tensor = layer(x)
+    assert result.dtype == torch.bfloat16
+    return result
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": _plain, "compiled": _compiled, "compiled checkpoint": _compiled_checkpoint,
+    "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    "reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
+    "autocast": _autocast, "compiled autograd": _plain, "fsdp": _plain,
+}  # fmt: skip
+
+
+def _backward(loss: Tensor, way: str) -> None:
+    if way != "compiled autograd":
+        loss.backward()
+        return
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+        loss.backward()
+
+
+def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh["cp"], layout)
+    dtype = torch.float32 if way == "autocast" else torch.float64
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randn(2, 1, T, DIM, generator=generator, dtype=dtype)
+    near: Any = {"rtol": 0.05, "atol": 0.05} if way == "autocast" else {}
+    for name, (move, of_whole) in MOVES.items():
+        whole = Layer(of_whole, dtype)
+        expected = [WAYS["autocast" if way == "autocast" else "plain"](whole, x) for x in batches]
+        torch.stack([y.to(dtype).square().mean() for y in expected]).sum().backward()
+        layer = Layer(move(cp), dtype)
+        if way == "fsdp":
+            for part in (layer.before, layer.behind, layer):
+                fully_shard(part, mesh=mesh["dp", "cp"]._flatten(f"all of {name}"))
+        x = cp.shard(batches[rank // 2])
+        out = WAYS[way](layer, x.requires_grad_(way == "reentrant"))
+        there = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
+        torch.testing.assert_close(out, there.shard(expected[rank // 2].detach()), **near)
+        _backward(out.to(dtype).square().sum() / (T * DIM), way)
+        if way != "fsdp":
+            cp.reduce_gradients(layer)
+        for weight, like in zip(layer.parameters(), whole.parameters(), strict=True):
+            assert weight.grad is not None and like.grad is not None
+            grad = weight.grad
+            if way == "fsdp":  # the mean over all four ranks
+                grad = 4 * grad.full_tensor()  # type: ignore[attr-defined]
+            else:
+                grad = grad.clone()
+                dist.all_reduce(grad, group=mesh["dp"].get_group())
+            torch.testing.assert_close(grad, like.grad, msg=f"{name}: {way}", **near)
+
+
+@pytest.mark.nightly(
+    unless=["zigzag-autocast", "zigzag-fsdp", "contiguous-compiled checkpoint", "zigzag-reentrant",
+            "contiguous-checkpoint"]
+)  # fmt: skip
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_layer_has_the_results_and_gradients_of_one_process(
+    layout: LayoutSpec, way: str, four: LocalRanks
+) -> None:
+    four.run(_wrapped, way, layout)
