@@ -103,3 +103,34 @@ def test_a_length_of_one_token() -> None:
     np.testing.assert_allclose(whole_lse[..., :1], expected_lse, rtol=1e-5, atol=1e-5)
     assert np.isneginf(whole_lse[..., 1:]).all()
     assert "seq_len=1 (padded to 6)" in cp.explain(shards, shards, shards, seq_len=1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_moves(layout: str) -> None:
+    """Tokens do not move into padding or out of it, and nor do their gradients."""
+    cp, plain, length = context(layout), context("contiguous"), 8
+    x, weights = random(2, length, 3), random(2, length, 3)
+
+    def shifted(x: Any) -> Any:
+        return cp.unshard(
+            cp.shift(cp.shard(x, pad=True, fill=7), 1, seq_len=length), seq_len=length
+        )
+
+    def expected(x: Any) -> Any:
+        return jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+    (out, pull), (want, pull_want) = (jax.vjp(f, x) for f in (shifted, expected))
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(pull(weights)[0], pull_want(weights)[0])
+    mine = cp.shard(x, pad=True, fill=7)
+    there = cp.relayout(mine, to=plain, seq_len=length)
+    np.testing.assert_array_equal(there, plain.shard(x, pad=True))
+    np.testing.assert_array_equal(
+        plain.relayout(there, to=cp, seq_len=length), cp.shard(x, pad=True)
+    )
+    rows, positions, _ = (np.asarray(y) for y in cp.halo(mine, 2, 1, seq_len=length))
+    assert positions.max() < length
+    per_sequence = len(rows) // SIZE // 2
+    batch = np.arange(len(rows)) // per_sequence % 2
+    tokens = np.asarray(x)[batch[:, None], np.clip(positions, 0, None)]
+    np.testing.assert_array_equal(rows, np.where(positions[..., None] >= 0, tokens, 0.0))

@@ -48,8 +48,8 @@ def contexts(name: str, layouts: str, kind: AxisType) -> tuple[ContextParallel, 
     one, other = MESHES[name]
     layout, to = LAYOUTS[layouts]
     return (
-        ContextParallel(mesh(*one[:3], kind), one[3], layout=layout),
-        ContextParallel(mesh(*other[:3], kind), other[3], layout=to),
+        ContextParallel(mesh(one[0], one[1], one[2], kind), one[3], layout=layout),
+        ContextParallel(mesh(other[0], other[1], other[2], kind), other[3], layout=to),
     )
 
 

@@ -157,24 +157,24 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_jax.ContextParallel.shift": Subject(
         cp.shift, {"x": zeros(Q, jnp.float16), "n": 1},
-        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_jax.ContextParallel.halo": Subject(
         cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
-        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_jax.ContextParallel.join": Subject(
         cp.join, {"y": zeros((8, 2, 4, 16))}, {"y": SHARD, "dim": DIM}
     ),
     "ring_jax.ContextParallel.relayout": Subject(
         cp.relayout, {"x": zeros(Q), "to": "contiguous"},
-        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM},
+        {"x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_jax.shift": Subject(
         ring_jax.shift, {"x": zeros(Q, jnp.float16), "n": 1, "axis_name": None},
         {
             "x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"],
-            "axis_name": AXIS, "layout": OPTIONS["layout"],
+            "seq_len": OPTIONS["seq_len"], "axis_name": AXIS, "layout": OPTIONS["layout"],
         },
     ),
     "ring_jax.halo": Subject(
@@ -182,6 +182,7 @@ SUBJECTS: dict[str, Subject] = {
         {
             "x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "axis_name": AXIS,
             "cu_seqlens": OPTIONS["cu_seqlens"], "layout": OPTIONS["layout"],
+            "seq_len": OPTIONS["seq_len"],
         },
     ),
     "ring_jax.join": Subject(
@@ -191,7 +192,8 @@ SUBJECTS: dict[str, Subject] = {
     "ring_jax.relayout": Subject(
         ring_jax.relayout, {"x": zeros(Q), "to": "contiguous", "axis_name": None},
         {
-            "x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "axis_name": AXIS,
+            "x": SHARD, "to": OPTIONS["layout"], "dim": DIM, "seq_len": OPTIONS["seq_len"],
+            "axis_name": AXIS,
             "layout": OPTIONS["layout"],
         },
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -208,3 +209,68 @@ def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_fewer_tokens_than_ranks(layout: str, strategy: str, pool: LocalRanks) -> None:
     pool.run(_fewer_tokens_than_ranks, layout, strategy)
+
+
+def _moves(rank: int, layout: Any, compiled: bool) -> None:
+    for length in (8,) if compiled else range(1, 10):
+        _moves_of(rank, layout, length, compiled)
+
+
+def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
+    """Tokens do not move into padding or out of it, and nor do their gradients."""
+    cp, plain = ContextParallel(layout=layout), ContextParallel(layout="contiguous")
+
+    def run(function: Callable[..., Any]) -> Callable[..., Any]:
+        return (
+            torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        )
+
+    torch._dynamo.reset()
+    x, weights = _random(2, length, 3).requires_grad_(), _random(2, length, 3)
+    tokens = int(cp.layout_of(length, pad=True).num_tokens(rank))
+    documents = (0, length // 2, length)
+    for n, cu_seqlens in ((1, None), (-2, None), (1, documents)):
+        mine = cp.shard(x, pad=True, fill=7)
+        out = run(lambda y, n=n, cu=cu_seqlens: cp.shift(y, n, cu_seqlens=cu, seq_len=length))(mine)
+        assert out[:, tokens:].eq(0).all()
+        whole = cp.unshard(out, grad="slice", seq_len=length)
+        ends = cu_seqlens or (0, length)
+        expected = 0 * x
+        for start, stop in pairwise(ends):
+            for t in range(start, stop):
+                if start <= t - n < stop:
+                    expected[:, t] = x[:, t - n]
+        torch.testing.assert_close(whole, expected)
+        (got,), (want,) = (torch.autograd.grad((y * weights).sum(), x) for y in (whole, expected))
+        dist.all_reduce(got)
+        torch.testing.assert_close(got, want)
+    there = run(lambda y: cp.relayout(y, to=plain, seq_len=length))(cp.shard(x, pad=True, fill=7))
+    assert torch.equal(there, plain.shard(x, pad=True))
+    back = run(lambda y: plain.relayout(y, to=cp, seq_len=length))(there)
+    assert torch.equal(back, cp.shard(x, pad=True))
+    (got,) = torch.autograd.grad((back * cp.shard(weights, pad=True, fill=9)).sum(), x)
+    dist.all_reduce(got)
+    torch.testing.assert_close(got, weights)
+    if layout == "striped":
+        return
+    mine = cp.shard(x, pad=True, fill=7)
+    rows, positions, _ = run(lambda y: cp.halo(y, 2, 1, seq_len=length))(mine)
+    inside = positions >= 0
+    assert positions.max() < length
+    batch = torch.arange(len(rows)) // (len(rows) // 2)
+    expected = torch.where(inside[..., None], x[batch[:, None], positions.clamp(min=0)], 0.0)
+    torch.testing.assert_close(rows, expected)
+    (got,), (want,) = (torch.autograd.grad(y.sum(), x) for y in (rows, expected))
+    for grad in (got, want):
+        dist.all_reduce(grad)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_moves(layout: str, pool: LocalRanks) -> None:
+    pool.run(_moves, layout, False)
+
+
+@pytest.mark.nightly
+def test_moves_in_one_graph(pool: LocalRanks) -> None:
+    pool.run(_moves, "zigzag", True)

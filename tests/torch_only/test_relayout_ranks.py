@@ -221,7 +221,7 @@ def test_refusals_say_what_is_possible(pool: LocalRanks) -> None:
         assert "Give seq_len" in messages["length"]
         assert "go through a ContextParallel over a group that has all of them" in messages["apart"]
         assert "x has 12 tokens, and the part that this rank holds" in messages["part"]
-        assert "is not a positive multiple of" in messages["division"]
+        assert "and the part that this rank holds of a sequence of 4 is 2" in messages["division"]
         assert "seq_len must be at least 1, and an integer" in messages["half"]
         if rank not in (0, 2):
             for name in ("member", "rank", "attention"):

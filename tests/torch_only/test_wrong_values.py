@@ -189,11 +189,11 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_torch.ContextParallel.shift": Subject(
         cp.shift, {"x": zeros(Q).half(), "n": 1},
-        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "n": STEPS, "dim": DIM, "fill": FILL, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_torch.ContextParallel.halo": Subject(
         cp.halo, {"x": zeros(Q), "left": 1, "right": 0},
-        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"]},
+        {"x": SHARD, "left": ROWS, "right": ROWS, "dim": DIM, "cu_seqlens": OPTIONS["cu_seqlens"], "seq_len": OPTIONS["seq_len"]},
     ),
     "ring_torch.ContextParallel.join": Subject(
         cp.join, {"y": zeros(Q)}, {"y": SHARD, "dim": DIM}

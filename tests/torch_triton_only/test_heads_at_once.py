@@ -22,15 +22,15 @@ from triton.runtime import interpreter
 
 import ring_torch
 from ring_torch import prepare
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree
-from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports import exchange_kernel, head_kernel, one_kernel
 from ring_torch.transports.api import HeadSpec
-from ring_torch.transports.head_trade import HeadTrade
+from ring_torch.transports.one_kernel import HeadTrade
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.symm_mem import SYMM_MEM
 
@@ -93,7 +93,7 @@ def on_a_rank(
         patched.setattr(head_kernel, "_NUMBERS", 64)  # several blocks, of tensors as small as these
         patched.setattr(head_kernel, "trade_heads", noted)
         if wrong == "uncounted":
-            patched.setattr(ring_torch.transports.head_trade, "is_counted", lambda: False)
+            patched.setattr(one_kernel, "is_counted", lambda: False)
         with ring_torch.check(int(checked)):
             return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), len(ran)
 

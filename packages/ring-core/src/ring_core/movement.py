@@ -313,6 +313,10 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     source = _runs_of(layout)
     allowed = None
     offsets = check_documents(layout, cu_seqlens)
+    if (
+        offsets is None and layout.pad_to is not None
+    ):  # no token leaves the sequence for its padding
+        offsets = np.array([0, layout.seq_len])
     if offsets is not None:
         # Positions whose shifted position is in the same document.
         start = np.maximum(offsets[:-1], offsets[:-1] - n)
@@ -342,7 +346,8 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
     target = source._replace(
         local=local, length=np.full_like(local, width), start=source.start - left
     )
-    return Movement(source, target, layout.local_len, rows, repeats=left + right > 0)
+    tokens = _tokens_of(layout)
+    return Movement(source, target, layout.local_len, rows, tokens, repeats=left + right > 0)
 
 
 def halo_ids(
@@ -397,7 +402,7 @@ def relayout(
         held = held._replace(rank=np.asarray(source_ranks, dtype=np.int64)[held.rank])
     if target_ranks is not None:
         wanted = wanted._replace(rank=np.asarray(target_ranks, dtype=np.int64)[wanted.rank])
-    return Movement(held, wanted, source.local_len, target.local_len)
+    return Movement(held, wanted, source.local_len, target.local_len, _tokens_of(source))
 
 
 def pack_documents(layout: Layout, offsets: tuple[int, ...]) -> Movement:
@@ -567,6 +572,13 @@ def _runs_of(layout: Layout) -> _Runs:
     start = layout.run_positions(ranks).reshape(-1)
     length = np.full_like(local, layout.run_length)
     return _Runs(np.repeat(ranks, size), local, length, start, layout.stride)
+
+
+def _tokens_of(layout: Layout) -> _Runs | None:
+    """Return the positions of tokens, if there is padding behind them; else ``None``."""
+    if layout.pad_to is None:
+        return None
+    return _ranges(np.array([0]), np.array([layout.seq_len]))
 
 
 def _ranges(start: Ints, stop: Ints) -> _Runs:

@@ -179,7 +179,7 @@ class ContextParallel:
 
     def shift(
         self, x: Array, n: int, *, dim: int = 1, fill: float = 0,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Array:  # fmt: skip
         """Move tokens of a global array in layout order ``n`` positions on: ``out[t] = x[t - n]``.
 
@@ -190,15 +190,16 @@ class ContextParallel:
 
             labels = cp.shift(tokens, -1, fill=-100)  # of each token the next one
         """
-        dim = self._check_move(x, dim)
+        dim = self._check_move(x, dim, seq_len)
         movement.check_shift(x, n, fill)
-        options = {"n": int(n), "fill": fill, "cu_seqlens": movement.offsets_of(cu_seqlens)}
+        documents = movement.offsets_of(cu_seqlens)
+        options = {"n": int(n), "fill": fill, "cu_seqlens": documents, "seq_len": seq_len}
         spec = self._spec(x, dim)
         return cast("Array", self._over_shards(movement.shift, x, dim, options, spec, spec))
 
     def halo(
         self, x: Array, left: int, right: int, *, dim: int = 1,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Halo:  # fmt: skip
         """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
@@ -211,10 +212,12 @@ class ContextParallel:
             rows, positions, documents = cp.halo(x, 3, 0)
             y = cp.join(convolution(rows))
         """
-        dim = self._check_move(x, dim)
+        dim = self._check_move(x, dim, seq_len)
         movement.check_halo(left, right, self.layout, self.cp_size)
         documents = movement.offsets_of(cu_seqlens)
-        options = {"left": int(left), "right": int(right), "cu_seqlens": documents}
+        options = {
+            "left": int(left), "right": int(right), "cu_seqlens": documents, "seq_len": seq_len,
+        }  # fmt: skip
         spec = self._spec(x, dim)
         rows = self._row_spec(spec, dim)
         ids = PartitionSpec(rows[0], None)
@@ -241,7 +244,10 @@ class ContextParallel:
             spec = PartitionSpec(*parts)
         return cast("Array", self._over_shards(movement.join, y, dim, {}, y_spec, spec))
 
-    def relayout(self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1) -> Array:
+    def relayout(
+        self, x: Array, *, to: LayoutSpec | ContextParallel, dim: int = 1,
+        seq_len: int | None = None,
+    ) -> Array:  # fmt: skip
         """Return a global array in another layout, for layers that want other tokens on a device.
 
         Args:
@@ -249,6 +255,8 @@ class ContextParallel:
             to: The layout, or a ``ContextParallel`` that has it, over the same axis, another axis
                 or another mesh, of as many devices or not.
             dim: Dimension of the sequence.
+            seq_len: ``T``, if there may be padding behind it in both layouts, each with the least
+                that it needs; rows of padding are zeros in the result.
 
         On the same axis only rows that change device are sent. To another axis or mesh pieces move:
         those of the new layout, or of consecutive tokens where the numbers of devices differ; the
@@ -256,22 +264,29 @@ class ContextParallel:
 
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
-            UnsupportedError: ``to`` is over other devices, or over the same in another order,
-                inside ``jax.jit``, whose programs run on one list of devices, or ``jax.vmap``.
+            UnsupportedError: ``to`` is over another axis or mesh, and ``seq_len`` is given; or over
+                other devices, or over the same in another order, inside ``jax.vmap``, or ``jax.jit``,
+                whose programs run on one list of devices.
 
         Example::
 
             half = ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
             x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
-        dim = self._check_move(x, dim)
+        dim = self._check_move(x, dim, seq_len)
         if isinstance(to, ContextParallel) and (to.mesh, to.axis_name) != (
             self.mesh, self.axis_name,
         ):  # fmt: skip
+            if seq_len is not None:
+                raise UnsupportedError(
+                    "relayout to another axis or mesh takes no seq_len. Instead: "
+                    "to.shard(cp.unshard(x, seq_len=T), pad=True)"
+                )
             return self._relayout_over(x, to, dim)
         layout = to.layout if isinstance(to, ContextParallel) else check_layout(to)
-        Layout(layout, x.shape[dim], self.cp_size)
-        spec, options = self._spec(x, dim), {"to": layout}
+        if seq_len is None:
+            Layout(layout, x.shape[dim], self.cp_size)
+        spec, options = self._spec(x, dim), {"to": layout, "seq_len": seq_len}
         return cast("Array", self._over_shards(movement.relayout, x, dim, options, spec, spec))
 
     def _relayout_over(self, x: Array, to: ContextParallel, dim: int) -> Array:
@@ -454,11 +469,13 @@ class ContextParallel:
     def _is_explicit(self) -> bool:
         return AxisType.Explicit in self.mesh.axis_types
 
-    def _check_move(self, x: Array, dim: int) -> int:
+    def _check_move(self, x: Array, dim: int, seq_len: int | None) -> int:
         """Check an array in layout order, and return the dimension of its tokens, not negative."""
         self._check_not_in_shard_map()
         dim = movement.check_dim(x, dim)
         self.layout_of(x.shape[dim])
+        if seq_len is not None:
+            checks.padded_layout(seq_len, x.shape[dim] // self.cp_size, self.layout, self.cp_size)
         return dim
 
     def _spec(self, x: Array, dim: int) -> PartitionSpec:

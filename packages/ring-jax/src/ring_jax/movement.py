@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ring_core import Layout, LayoutSpec, divisor_of
+from ring_core.checks import padded_layout
 from ring_core.layouts.layout import check_layout
 from ring_core.masks.mask import mask_of
 from ring_core.movement import (
@@ -56,6 +57,7 @@ class Halo(NamedTuple):
 def shift(
     x: Array, n: int, *, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
     dim: int = 1, fill: float = 0, cu_seqlens: Sequence[int] | None = None,
+    seq_len: int | None = None,
 ) -> Array:  # fmt: skip
     """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
@@ -69,6 +71,8 @@ def shift(
         dim: Dimension of the sequence.
         fill: Number in rows that no token moves to.
         cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+        seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
+            ``pad=True``), which no token moves to or from: its rows are ``fill``.
 
     Returns:
         An array like ``x``.
@@ -77,7 +81,7 @@ def shift(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
             layout.
     """
-    dim, place = _place(x, dim, axis_name, layout)
+    dim, place = _place(x, dim, axis_name, layout, seq_len)
     check_shift(x, n, fill)
     return _moved(x, dim, shift_movement(place, n, offsets_of(cu_seqlens)), axis_name, place, fill)
 
@@ -85,6 +89,7 @@ def shift(
 def halo(
     x: Array, left: int, right: int, *, axis_name: Hashable | None,
     layout: LayoutSpec = "contiguous", dim: int = 1, cu_seqlens: Sequence[int] | None = None,
+    seq_len: int | None = None,
 ) -> Halo:  # fmt: skip
     """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
@@ -101,6 +106,8 @@ def halo(
         dim: Dimension of the sequence.
         cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change ``documents``
             alone: rows of other documents are in ``rows``, for the layer to mask.
+        seq_len: ``T``, if there is padding behind it (:meth:`ContextParallel.shard` with
+            ``pad=True``), which is outside of the sequence.
 
     Returns:
         ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
@@ -113,7 +120,7 @@ def halo(
             layout.
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
-    dim, place = _place(x, dim, axis_name, layout)
+    dim, place = _place(x, dim, axis_name, layout, seq_len)
     movement = halo_movement(place, left, right)
     moved = _moved(x, dim, movement, axis_name, place, 0).reshape(
         (*x.shape[:dim], place.num_runs, -1, *x.shape[dim + 1 :])
@@ -173,7 +180,7 @@ def join(
 
 def relayout(
     x: Array, *, to: LayoutSpec, axis_name: Hashable | None, layout: LayoutSpec = "contiguous",
-    dim: int = 1,
+    dim: int = 1, seq_len: int | None = None,
 ) -> Array:  # fmt: skip
     """Return this device's tokens in another layout, for layers that want other tokens on a device.
 
@@ -185,6 +192,8 @@ def relayout(
         axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
         layout: The layout that it has.
         dim: Dimension of the sequence.
+        seq_len: ``T``, if there may be padding behind it in both layouts, each with the least that
+            it needs; rows of padding are zeros in the result.
 
     Returns:
         An array like ``x``.
@@ -193,9 +202,9 @@ def relayout(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in one of
             the layouts.
     """
-    dim, place = _place(x, dim, axis_name, layout)
-    check_layout(to)
-    movement = relayout_movement(place, Layout(to, place.seq_len, place.cp_size))
+    dim, place = _place(x, dim, axis_name, layout, seq_len)
+    make = Layout if seq_len is None else Layout.padded
+    movement = relayout_movement(place, make(check_layout(to), place.seq_len, place.cp_size))
     return _moved(x, dim, movement, axis_name, place, 0)
 
 
@@ -278,10 +287,12 @@ def check_rows(y: Array, dim: int, layout: LayoutSpec, size: int, devices: int) 
 
 
 def _place(
-    x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec
+    x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec, seq_len: int | None
 ) -> tuple[int, Layout]:
     """Return the checked dimension, and the layout of the whole sequence."""
     size, dim = axis_size(axis_name), check_dim(x, dim)
+    if seq_len is not None:
+        return dim, padded_layout(seq_len, x.shape[dim], check_layout(layout), size)
     return dim, Layout(check_layout(layout), x.shape[dim] * size, size)
 
 

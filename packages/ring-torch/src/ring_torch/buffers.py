@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 _ALIGNED_BYTES = 16
+Orders = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,24 @@ class HeadBuffer:
     def of(cls, ranks: int, *parts: HeadPart) -> HeadBuffer:
         """Return the layout of an exchange of tensors of these shapes, made once."""
         return _head_buffer(ranks, parts)
+
+
+class HeadCarrier(Protocol):
+    """A way to move the messages of an exchange between ranks."""
+
+    def __call__(
+        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
+        orders: Orders, *, splits_heads: bool,
+    ) -> None:  # fmt: skip
+        """Send each rank its part of ``sources``, and write what all ranks send into ``results``.
+
+        With ``splits_heads`` sources are ``[B, T_local, H, D]``, of which rank n gets the n-th
+        range of heads, and results ``[B, T, H / P, D]``, whose tokens come in ``orders``; otherwise
+        the other way round. The current stream waits for the exchange. All ranks call it at once.
+
+        Raises:
+            PeerError: A peer failed, or did not answer within the group's timeout.
+        """
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core import GatherProgram, Plan, Request, RingProgram
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
-from ring_torch.comm.head_exchange import HeadCarrier
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection

@@ -185,7 +185,7 @@ class ContextParallel:
 
     def shift(
         self, x: Tensor, n: int, *, dim: int = 1, fill: float = 0,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Move tokens ``n`` positions on: ``out[t] = x[t - n]`` over positions of the sequence.
 
@@ -198,6 +198,8 @@ class ContextParallel:
             dim: Dimension of the sequence.
             fill: Number in rows that no token moves to.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents, which no token leaves.
+            seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
+                no token moves to or from: its rows are ``fill``.
 
         Returns:
             A tensor like ``x``.
@@ -214,13 +216,16 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return shift_in_graph(
-                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens
-            )
-        return methods.shift(self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens)
+                self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens,
+                seq_len=seq_len,
+            )  # fmt: skip
+        return methods.shift(
+            self._sharding, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens, seq_len=seq_len
+        )
 
     def halo(
         self, x: Tensor, left: int, right: int, *, dim: int = 1,
-        cu_seqlens: Sequence[int] | None = None,
+        cu_seqlens: Sequence[int] | None = None, seq_len: int | None = None,
     ) -> Halo:  # fmt: skip
         """Return each run of consecutive tokens with its neighbours, as a row of a batch.
 
@@ -238,6 +243,8 @@ class ContextParallel:
             dim: Dimension of the sequence.
             cu_seqlens: ``(0, ..., T)``, global offsets of packed documents. They change
                 ``documents`` alone: rows of other documents are in ``rows``, for the layer to mask.
+            seq_len: ``T``, if there is padding behind it (:meth:`shard` with ``pad=True``), which
+                is outside of the sequence.
 
         Returns:
             ``(rows, positions, documents)``: rows ``[B * R, ..., left + L + right, ...]``, zeros
@@ -260,9 +267,12 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             self._sharding.check_group()
             return halo_in_graph(
-                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens
-            )
-        return methods.halo(self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens)
+                self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens,
+                seq_len=seq_len,
+            )  # fmt: skip
+        return methods.halo(
+            self._sharding, x, left, right, dim=dim, cu_seqlens=cu_seqlens, seq_len=seq_len
+        )
 
     def join(self, y: Tensor, *, dim: int = 1) -> Tensor:
         """Bring what a layer made of each run of :meth:`halo` back to this rank's slice.
@@ -306,7 +316,8 @@ class ContextParallel:
             to: The layout, or a ``ContextParallel`` that has it.
             dim: Dimension of the sequence.
             seq_len: Length of the whole sequence, ``T``. If ranks call that hold none of it, all
-                ranks must give it.
+                ranks must give it. With it there may be padding behind ``T`` in both layouts, each
+                with the least that it needs; rows of padding are zeros in the result.
 
         Returns:
             A tensor like ``x``, its tokens those of this rank in the layout ``to``.

@@ -108,7 +108,7 @@ class Sharding:
     def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False, fill: float = 0) -> Tensor:
         """Return this rank's slice of a whole tensor that every rank holds; contiguous."""
         check_dim(x, dim)
-        check_fill(x, fill)
+        fill = check_fill(x, fill)
         checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
         return _slice_of(x, dim, layout, self.ranks.rank, fill)
@@ -295,8 +295,8 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         )
 
 
-def check_fill(x: Tensor, fill: object) -> None:
-    """Check a number that rows like those of ``x`` are filled with.
+def check_fill(x: Tensor, fill: Any) -> float:
+    """Check a number that rows like those of ``x`` are filled with; return it in one form by dtype.
 
     Raises:
         ValueError: It is no number, or not one of the dtype.
@@ -308,6 +308,8 @@ def check_fill(x: Tensor, fill: object) -> None:
     elif x.dtype != torch.bool:
         low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
     movement.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+    # 0, 0.0 and False are equal keys, but not equal texts of a call.
+    return float(fill) if isinstance(low, float) else int(fill)
 
 
 def check_grad(x: Tensor, grad: object) -> bool:

@@ -9,34 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ring_torch.buffers import HeadBuffer
+from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders
 from ring_torch.comm.ranks import Ranks
 from ring_torch.optional import has_triton
-
-Orders = Sequence[Tensor | None]
-
-
-class HeadCarrier(Protocol):
-    """A way to move the messages of an exchange between ranks."""
-
-    def __call__(
-        self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
-        orders: Orders, *, splits_heads: bool,
-    ) -> None:  # fmt: skip
-        """Send each rank its part of ``sources``, and write what all ranks send into ``results``.
-
-        With ``splits_heads`` sources are ``[B, T_local, H, D]``, of which rank n gets the n-th
-        range of heads, and results ``[B, T, H / P, D]``, whose tokens come in ``orders``; otherwise
-        the other way round. The current stream waits for the exchange. All ranks call it at once.
-
-        Raises:
-            PeerError: A peer failed, or did not answer within the group's timeout.
-        """
 
 
 def to_heads(

@@ -45,8 +45,9 @@ _KIND_OF: dict[str, type[MoveKind]] = {
 
 
 def shift_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Any
-) -> Tensor:
+    group: Any, layout: LayoutSpec, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Any,
+    seq_len: int | None,
+) -> Tensor:  # fmt: skip
     """Add a shift to the graph that is being traced.
 
     Raises:
@@ -59,7 +60,7 @@ def shift_in_graph(
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
         to_json(layout), to_json(n, tensors, numbers), to_json(fill),
-        to_json(documents, tensors, numbers),
+        to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     text = _text((group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
     moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0)
@@ -67,8 +68,9 @@ def shift_in_graph(
 
 
 def halo_in_graph(
-    group: Any, layout: LayoutSpec, x: Tensor, left: int, right: int, *, dim: int, cu_seqlens: Any
-) -> Halo:
+    group: Any, layout: LayoutSpec, x: Tensor, left: int, right: int, *, dim: int,
+    cu_seqlens: Any, seq_len: int | None,
+) -> Halo:  # fmt: skip
     """Add a halo to the graph that is being traced.
 
     Raises:
@@ -83,7 +85,7 @@ def halo_in_graph(
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
     fields = [
         to_json(layout), to_json(left, tensors, numbers), to_json(right, tensors, numbers),
-        to_json(documents, tensors, numbers),
+        to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     dim %= x.ndim
     text = _text((group,), "halo", fields, index(dim), _needs_grad(x))
@@ -117,7 +119,7 @@ def relayout_in_graph(
     states_tokens = seq_len is not None or ranks[0] is not None
     fields = [
         to_json(layout), to_json(to), *ranks,
-        to_json(tokens if states_tokens else None, [], numbers),
+        to_json(tokens if states_tokens else None, [], numbers), seq_len is not None,
     ]  # fmt: skip
     text = _text(groups, "relayout", fields, index(dim % x.ndim), _needs_grad(x))
     moved: Tensor = move(x, [], numbers, text, tokens, 0)
@@ -213,11 +215,12 @@ def _move_like(
     fields = [from_json(field, tensors, numbers) for field in facts["fields"]]
     rows = tokens // size
     if facts["kind"] == "relayout":
-        holders = fields[2 if order % 2 else 3]
-        if holders is not None:
-            rows = tokens // len(holders) if rank in holders else 0
+        side = 0 if order % 2 else 1
+        layout, holders = fields[side], fields[2 + side] or range(size)
+        unit = divisor_of(layout, len(holders))
+        rows = -(-tokens // unit) * unit // len(holders) if rank in holders else 0
     elif facts["kind"] == "halo" and order % 2 == 0:
-        layout, left, right, _ = fields
+        layout, left, right, *_ = fields
         rows += runs_a_rank(layout, size) * (left + right)
     shape[facts["dim"]] = rows
     return x.new_empty(shape)
@@ -237,7 +240,7 @@ def _halo_ids_like(
 ) -> Tensor:
     """Return a tensor of the result's shape, while a graph is traced."""
     facts = json.loads(text)
-    layout, left, right, _ = (from_json(field, tensors, numbers) for field in facts["fields"])
+    layout, left, right, *_ = (from_json(field, tensors, numbers) for field in facts["fields"])
     dim, runs = facts["dim"], runs_a_rank(layout, facts["ranks"][1])
     shape = (2, runs * (1 if dim == 0 else x.shape[0]), x.shape[dim] // runs + left + right)
     return x.new_empty(shape, dtype=torch.int64)

@@ -24,6 +24,7 @@ from ring_torch.movement.rows import (
     MoveKind,
     RelayoutMove,
     ShiftMove,
+    layout_of,
     move,
 )
 from ring_torch.sharding import Sharding, check_dim, check_fill
@@ -47,27 +48,30 @@ class Halo(NamedTuple):
 
 
 def shift(
-    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float, cu_seqlens: Sequence[int] | None
+    sharding: Sharding, x: Tensor, n: int, *, dim: int, fill: float,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Tensor:  # fmt: skip
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
     ranks = sharding.ranks
     number = ranks.next_call()
     check_dim(x, dim)
     fill = check_shift(x, n, fill)
-    kind = ShiftMove(sharding.layout, int(n), fill, offsets_of(cu_seqlens))
+    length = None if seq_len is None else check_size("seq_len", seq_len)
+    kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
 
 
 def halo(
     sharding: Sharding, x: Tensor, left: int, right: int, *, dim: int,
-    cu_seqlens: Sequence[int] | None,
+    cu_seqlens: Sequence[int] | None, seq_len: int | None,
 ) -> Halo:  # fmt: skip
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
     ranks, layout = sharding.ranks, sharding.layout
     number = ranks.next_call()
     check_dim(x, dim)
     check_halo(left, right, layout, ranks.size)
-    kind = HaloMove(layout, int(left), int(right), offsets_of(cu_seqlens))
+    length = None if seq_len is None else check_size("seq_len", seq_len)
+    kind = HaloMove(layout, int(left), int(right), length, offsets_of(cu_seqlens))
     dim %= x.ndim
     moved = _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
     rows = rows_of_runs(moved, dim, runs_a_rank(layout, ranks.size))
@@ -83,7 +87,9 @@ def relayout(
     check_dim(x, dim)
     tokens = tokens_of(x.shape[dim], ranks.size, source_ranks, seq_len)
     stated = None if seq_len is None and source_ranks is None else tokens
-    kind = RelayoutMove(sharding.layout, to.layout, source_ranks, target_ranks, stated)
+    kind = RelayoutMove(
+        sharding.layout, to.layout, source_ranks, target_ranks, stated, seq_len is not None
+    )
     return _moved(ranks, x, dim, kind, number, tokens)
 
 
@@ -111,9 +117,7 @@ def check_shift(x: Tensor, n: object, fill: Any) -> float:
         ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
     """
     check_steps(n)
-    check_fill(x, fill)
-    # 0, 0.0 and False are equal keys, but not equal texts of a call.
-    return float(fill) if x.dtype.is_floating_point or x.dtype.is_complex else int(fill)
+    return check_fill(x, fill)
 
 
 def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
@@ -209,7 +213,7 @@ def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
 
 def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
-    layout = Layout(kind.layout, x.shape[dim] * ranks.size, ranks.size)
+    layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
     batch = 1 if dim == 0 else x.shape[0]
     return ids.repeat(1, batch, 1)  # a copy: the caller may write to it

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Layout, LayoutSpec
+from ring_core.checks import padded_layout
 from ring_core.movement import Movement, RowCopy, check_documents, halo, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
@@ -59,11 +60,12 @@ class ShiftMove:
     layout: LayoutSpec
     n: int
     fill: float
+    seq_len: int | None
     cu_seqlens: tuple[int, ...] | None
 
     def movement(self, tokens: int, size: int) -> Movement:
-        """Return the plan for a sequence of ``tokens`` in this layout."""
-        return shift(Layout(self.layout, tokens, size), self.n, self.cu_seqlens)
+        """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
+        return shift(layout_of(self, tokens, size), self.n, self.cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,25 @@ class HaloMove:
     layout: LayoutSpec
     left: int
     right: int
+    seq_len: int | None
     cu_seqlens: tuple[int, ...] | None
 
     def movement(self, tokens: int, size: int) -> Movement:
-        """Return the plan for a sequence of ``tokens`` in this layout."""
-        layout = Layout(self.layout, tokens, size)
+        """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
+        layout = layout_of(self, tokens, size)
         check_documents(layout, self.cu_seqlens)
         return halo(layout, self.left, self.right)
+
+
+def layout_of(kind: ShiftMove | HaloMove, tokens: int, size: int) -> Layout:
+    """Return the layout of a sequence of ``tokens``, of which those behind ``seq_len`` are padding.
+
+    Raises:
+        ValueError: The layout cannot divide the length, or pads ``seq_len`` to another.
+    """
+    if kind.seq_len is None:
+        return Layout(kind.layout, tokens, size)
+    return padded_layout(kind.seq_len, tokens // size, kind.layout, size)
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,7 @@ class RelayoutMove:
             ``None``, as in ``target_ranks``, if these are the ranks of the group.
         target_ranks: For each rank that gets rows, likewise.
         tokens: Length of the sequence, if ranks may hold unlike parts of it.
+        pads: True if the call states the length, behind which there may be padding.
     """
 
     name: ClassVar[str] = "relayout"
@@ -104,14 +119,15 @@ class RelayoutMove:
     source_ranks: tuple[int, ...] | None = None
     target_ranks: tuple[int, ...] | None = None
     tokens: int | None = None
+    pads: bool = False
 
     def movement(self, tokens: int, size: int) -> Movement:
         """Return the plan for a sequence of ``tokens``."""
-        sizes = [
-            size if ranks is None else len(ranks)
-            for ranks in (self.source_ranks, self.target_ranks)
-        ]
-        source, target = Layout(self.layout, tokens, sizes[0]), Layout(self.to, tokens, sizes[1])
+        make = Layout.padded if self.pads else Layout
+        source, target = (
+            make(layout, tokens, size if ranks is None else len(ranks))
+            for layout, ranks in ((self.layout, self.source_ranks), (self.to, self.target_ranks))
+        )
         return relayout(source, target, self.source_ranks, self.target_ranks)
 
 
@@ -278,7 +294,9 @@ class MoveCall:
         if not isinstance(kind, RelayoutMove) or kind.tokens is None:
             return tuple(x.shape)
         holders = (kind.source_ranks, kind.target_ranks)[self.order % 2] or range(self.ranks.size)
-        is_part = rows * len(holders) == kind.tokens if self.ranks.rank in holders else rows == 0
+        layout = (kind.layout, kind.to)[self.order % 2]
+        part = Layout.padded(layout, kind.tokens, len(holders)).local_len
+        is_part = rows == (part if self.ranks.rank in holders else 0)
         return (*x.shape[: self.dim], kind.tokens if is_part else rows, *x.shape[self.dim + 1 :])
 
     @contextmanager

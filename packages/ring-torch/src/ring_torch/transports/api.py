@@ -13,7 +13,7 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch
-from ring_torch.comm.head_exchange import HeadCarrier
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton

@@ -1,4 +1,4 @@
-"""Sessions of ``symm_mem`` for short passes: one kernel brings all K/V, one returns all dK/dV.
+"""Exchanges of ``symm_mem`` by one kernel: of short passes' K/V and dK/dV, and tokens for heads.
 
 Copies that hide behind kernels need streams, events and a comparison of calls beside them: more of
 the host's time than short kernels take. Here each direction is one kernel on the caller's stream,
@@ -12,22 +12,24 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ring_core import GatherProgram, Plan
-from ring_torch.buffers import flat
+from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
+from ring_torch.launches.cache import tensors_key
 from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
-from ring_torch.transports import exchange_kernel
+from ring_torch.transports import exchange_kernel, head_kernel
 from ring_torch.transports.api import (
+    HeadSpec,
     IndexMap,
     PendingGrads,
     PendingKV,
@@ -324,6 +326,47 @@ class OneKernel:
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
+
+
+@dataclass(frozen=True)
+class HeadTrade(HeadCarrier):
+    """A carrier whose kernel writes messages into this rank's memory and reads those of peers.
+
+    It waits until peers have read what the exchange before left there, writes, waits until all
+    ranks have written, and reads. The host waits for nothing.
+    """
+
+    state: ExchangeState
+    setup: exchange_kernel.ExchangeSetup
+    digest: int  # identifies this pass of this call
+
+    @classmethod
+    def of(cls, spec: HeadSpec) -> Self:
+        """Make the carrier of a pass."""
+        state = exchange_state_of(spec.ranks)
+        digest = spec.signature.as_int64(spec.number, spec.seed)
+        return cls(state, state.reserve(spec.size), digest)
+
+    def __call__(
+        self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
+        orders: Orders, *, splits_heads: bool,
+    ) -> None:  # fmt: skip
+        """Run the exchange in one kernel."""
+        key = layout, splits_heads, tensors_key(*sources, *results, *orders)
+        if (trade := self.state.prepared(key)) is not None:
+            trade(self.digest, sources, results, orders)
+        else:
+            self.state.keep_in_graph(orders)
+            trade = head_kernel.trade_heads(
+                self.setup, self.state.memory.header, self.digest, layout, sources, results, orders,
+                splits_heads=splits_heads,
+            )  # fmt: skip
+            self.state.keep(key, trade)
+        if is_counted():
+            message, rank = flat(layout.message.size, torch.uint8), self.setup.rank
+            start = rank * layout.message.size
+            peers = (peer for peer in range(layout.ranks) if peer != rank)
+            note_reads(self.state.memory.views(peer, start, message)[0] for peer in peers)
 
 
 def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:

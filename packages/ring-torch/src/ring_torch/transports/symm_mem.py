@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ring_core import Plan
+from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree, has_agreed
-from ring_torch.comm.head_exchange import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.optional import has_triton
 from ring_torch.payload import KVPayload
@@ -53,7 +53,7 @@ def _open(spec: SessionSpec) -> GatherSession:
 
 def _open_heads(spec: HeadSpec) -> HeadCarrier:
     """Begin a pass that trades tokens for heads by one kernel each way; see :func:`_open`."""
-    from ring_torch.transports.head_trade import HeadTrade
+    from ring_torch.transports.one_kernel import HeadTrade
 
     if not has_agreed(spec.ranks, spec.signature):
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
