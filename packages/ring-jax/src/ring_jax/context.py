@@ -265,8 +265,8 @@ class ContextParallel:
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
             UnsupportedError: ``to`` is over another axis or mesh, and ``seq_len`` is given; or over
-                other devices, or over the same in another order, inside ``jax.vmap``, or ``jax.jit``,
-                whose programs run on one list of devices.
+                other devices, or over the same in another order, inside ``jax.vmap`` or
+                ``jax.jit``, whose programs run on one list of devices.
 
         Example::
 

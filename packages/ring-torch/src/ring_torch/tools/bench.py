@@ -15,7 +15,7 @@ from ring_core.tools.doctor import Check
 from ring_torch import tripwire
 from ring_torch.attention import ring_attention
 from ring_torch.local import LocalRanks
-from ring_torch.tools.rates import seconds_of
+from ring_torch.tools.timing import seconds_of
 
 RingChecks = Callable[..., Iterator[Check]]  # type of ``doctor.ring_checks``
 PATIENCE = 600.0  # seconds after which a round is given up

@@ -11,7 +11,6 @@ from __future__ import annotations
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from ring_core.tools.doctor import RESULTS
 from ring_torch.attention import ring_attention
 from ring_torch.kernels import capability_number, in_order
 from ring_torch.kernels.eager import dropout_keep
+from ring_torch.tools.timing import seconds_of
 
 ROUNDS, GATE_LENGTH = 5, 1024
 LENGTHS = {"cuda": 16384, "cpu": 1024}
@@ -307,15 +307,3 @@ def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
         for index in ((n + m) % len(runs) for m in range(len(runs))):
             seconds[index].append(seconds_of(runs[index], calls[index], device))
     return [float(f"{1e3 * statistics.median(samples):.4g}") for samples in seconds]
-
-
-def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
-    """Return the mean seconds of ``calls`` calls, without waiting for the GPU between them."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
