@@ -88,6 +88,7 @@ def on_a_rank(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
+        patched.setattr(one_kernel, "_head_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
         # Checked as on GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open=opened)
@@ -167,7 +168,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     memory.headers()[rank][2] = 1
     dist.barrier()
     setup = kernels.ExchangeSetup(
-        torch.tensor(addresses), addresses[rank], rank, 1, (1 if wrong else 10) * 10**9
+        torch.tensor(addresses), addresses[rank], rank, 1, 1, (1 if wrong else 10) * 10**9
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
     table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])

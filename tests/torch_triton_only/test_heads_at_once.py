@@ -77,6 +77,7 @@ def on_a_rank(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
         patched.setattr(one_kernel, "_programs", lambda _: 1)
+        patched.setattr(one_kernel, "_head_programs", lambda _: 1)
         patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
         # Checked as on GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open_heads=opened)

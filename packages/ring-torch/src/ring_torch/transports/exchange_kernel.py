@@ -46,6 +46,7 @@ class ExchangeSetup(NamedTuple):
     header: int  # address of this rank's header
     rank: int
     programs: int  # thread blocks of a launch
+    head_programs: int  # thread blocks of a launch that trades tokens for heads
     patience: int  # nanoseconds after which a rank that does not come is an error
 
 

@@ -74,8 +74,10 @@ def trade_heads(
         *received.strides, layout.parts[0].batch, layout.message.size,
         header + setup.rank * layout.message.size, sent.blocks,
     )  # fmt: skip
-    constants = sent.constants | {"HEADER": header, "SPLITS_HEADS": splits_heads, **OPTIONS}
-    grid = (setup.programs,)
+    constants = sent.constants | {
+        "HEADER": header, "SPLITS_HEADS": splits_heads, **OPTIONS, "num_warps": 8,
+    }  # fmt: skip
+    grid = (setup.head_programs,)
     _trade_heads[grid](*arguments, **constants)
     launch = _trade_heads.prepared(grid, *arguments, **constants)
     return None if launch is None else HeadTrade(launch)

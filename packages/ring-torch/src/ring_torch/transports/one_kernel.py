@@ -98,7 +98,12 @@ class ExchangeState:
         patience = timeout_of(ranks.group, device) // timedelta(microseconds=1)
         header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         return exchange_kernel.ExchangeSetup(
-            header_addresses, addresses[ranks.rank], ranks.rank, _programs(device), 1000 * patience
+            header_addresses,
+            addresses[ranks.rank],
+            ranks.rank,
+            _programs(device),
+            _head_programs(device),
+            1000 * patience,
         )
 
     def _forget(self) -> None:
@@ -152,6 +157,16 @@ def _programs(device: torch.device) -> int:
     blocks there need: a deadlock.
     """
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
+
+
+def _head_programs(device: torch.device) -> int:
+    """Return how many thread blocks trade tokens for heads: all multiprocessors but 36.
+
+    Those are left for NCCL, as :func:`_programs` says, which takes up to 32. With fewer blocks the
+    kernel is slower than NCCL: it writes and reads all of q, k and v, not K/V alone.
+    """
+    processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return max(_programs(device), processors - 36)
 
 
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
