@@ -122,8 +122,8 @@ def ring_attention(
             transport can be ``symm_mem`` and that takes at most three times a ring's memory, else
             ``ring``.
         transport: How bytes move: ``p2p``, messages of ``torch.distributed``; ``symm_mem``, copies
-            out of the peers' memory (GPUs of one host, ``gather`` and ``ulysses``). ``auto`` is ``symm_mem``
-            where that is possible.
+            out of the peers' memory (GPUs of one host, ``gather`` and ``ulysses``). ``auto`` is
+            ``symm_mem`` where that is possible.
 
     Returns:
         ``out [B, T_local, H, Dv]`` in the inputs' dtype; with ``return_lse`` also ``lse [B, H,
