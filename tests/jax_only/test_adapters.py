@@ -236,7 +236,7 @@ def test_a_rule_may_be_the_mask() -> None:
 @pytest.mark.parametrize(
     ("bound", "arguments", "words"),
     [
-        ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: of 4 queries and 16 keys"),
+        ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: with 4 queries and 16 keys"),
         (
             {"window": (3, 0)},
             {"query": QKV[0][:, :1], "mask": SHOWN[:, None, None]},

@@ -147,7 +147,7 @@ def test_implementation_names_kernels() -> None:
         ({"mask": CAUSAL[:4]}, "^mask must have shape", ValueError),
         (
             {"query": QKV[0][:, :4], "is_causal": True, "local_window_size": 2},
-            "^is_causal, local_window_size: of 4",
+            "^is_causal, local_window_size: with 4",
             UnsupportedError,
         ),
         ({"mask": SHOWN[:, None, None] * 1}, "mask must be boolean", ValueError),

@@ -288,7 +288,7 @@ def test_mask_and_bias_add_up() -> None:
     [
         ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
         ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
-        ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels here have no num_warps"),
+        ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels of this package have no num_warps"),
         ({"mask_builder": len, "platform": "pallas"}, "mask_builder: .*; platform: "),
     ],
 )  # fmt: skip
@@ -304,7 +304,7 @@ def test_refusals_name_the_argument(arguments: dict[str, Any], words: str) -> No
         (ring_attention, {"sliding_window": (1, 2, 3)}, "sliding_window must be"),
         (ring_attention, {"q_segment_ids": np.zeros((B, T))}, "q_segment_ids must be integers"),
         (ring_attention, {"fwd_params": 3}, "fwd_params must have fields"),
-        (ring_attention, {"fwd_params": {"block_q": 1, "q_blocksize": 2}}, "several block_q"),
+        (ring_attention, {"fwd_params": {"block_q": 1, "q_blocksize": 2}}, "several sizes for block_q"),
         (flash_attention, {"cum_seqlens_q": LENGTHS}, "cum_seqlens_k must be given too"),
         (flash_attention, {"cum_seqlens_q": PACKED[0], "cum_seqlens_k": PACKED[0]}, "shape"),
         (flash_attention, {"attention_mask": PACKED}, "attention_mask must be"),
@@ -356,7 +356,7 @@ def test_operation_reads_its_metadata() -> None:
         ({"batch_axis_name": "dp"}, "give mesh too"),
         ({"runtime_softmax_dtype": "bfloat16"}, "runtime_softmax_dtype: "),
         ({"operation_configs": {"ring": {"platform": "triton"}}}, "platform: "),
-        ({"operation_configs": {"ring": {}}, "blocksize_q": 4}, "the same thing"),
+        ({"operation_configs": {"ring": {}}, "blocksize_q": 4}, "both say how large blocks are"),
     ],
 )
 def test_metadata_is_checked(fields: dict[str, Any], words: str) -> None:

@@ -103,6 +103,7 @@ class TiledKernel(EagerKernel):
     """One that adds up in tiles."""
 
     needs_delta = False
+    prepares = True
 
     def __init__(self, used: list[bool]) -> None:
         self.parts: SplitBackward = Tiled(used)

@@ -110,7 +110,7 @@ BAD: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "odd chunks": ("zigzag_ring_flash_attn", BATCHED[:, :7], {}, "sequence length"),
     "batch in varlen": ("ring_flash_attn_varlen", BATCHED, {"cu_seqlens": (0, 8), "max_seqlen": 8}, r"q must be a tensor \[T_local, heads, D\]"),
     "end": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 7), "max_seqlen": 8}, "must end at the 8 tokens"),
-    "start": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (1, 8), "max_seqlen": 8}, "must start at 0"),
+    "start": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (1, 8), "max_seqlen": 8}, "must be .0, ..., T"),
     "descending": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 6, 4, 8), "max_seqlen": 8}, "ascending"),
     "float offsets": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": torch.tensor([0.0, 8.0]), "max_seqlen": 8}, "must be integers"),
     "floats": ("ring_flash_attn_varlen", TOKENS, {"cu_seqlens": (0, 4.5, 8), "max_seqlen": 8}, "must be integers"),

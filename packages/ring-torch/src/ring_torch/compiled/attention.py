@@ -313,8 +313,8 @@ def _attention_like(
     del numbers
     # A call is planned for the lengths that it has: where the compiler has symbols for them, the
     # graph is of the lengths at hand, and others are traced anew.
-    tensors = [x.new_empty([int(size) for size in x.shape]) for x in tensors]
-    call, inputs = _call(text, tensors, None, number=1)
+    qkv = [x.new_empty([int(size) for size in x.shape]) for x in tensors[:3]]
+    call, inputs = _call(text, [*qkv, *tensors[3:]], None, number=1)
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
