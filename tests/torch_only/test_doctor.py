@@ -65,7 +65,11 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
             assert kernel["available"] and not kernel["why"]
     ways = {way["name"]: way["available"] for way in found["strategies"]}
     messages = ["gather/p2p", "ring/p2p", "balanced/p2p", "ulysses/p2p"]
-    assert ways == {"gather/symm_mem": False, "ulysses/symm_mem": False, **dict.fromkeys(messages, True)}
+    assert ways == {
+        "gather/symm_mem": False,
+        "ulysses/symm_mem": False,
+        **dict.fromkeys(messages, True),
+    }
     checks = [(check["name"], check["where"], check["result"]) for check in found["checks"]]
     tested = [("sdpa", "cpu"), ("eager", "cpu"), *((way, "2 cpu ranks") for way in messages)]
     assert checks == [(*one, what) for one in tested for what in RESULTS]

@@ -219,7 +219,9 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
     header[2] = 1
-    setup = kernels.ExchangeSetup(torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 10**9)
+    setup = kernels.ExchangeSetup(
+        torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 3, 10**9
+    )
     room = torch.ones(40)
     kernels.clear(setup, room[:30], zero=False)
     assert room.eq(1).all()
