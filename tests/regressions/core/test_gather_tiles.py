@@ -81,10 +81,13 @@ def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[np
 def poisoned(plan: Plan, rank: int, seed: int) -> tuple[Arrays, npt.NDArray[np.bool_]]:
     """Return tensors, and the keys that no row of the rank sees, which are NaN or infinite."""
     rng = np.random.default_rng(seed)
-    sizes = {"q": plan.seq_len, "dout": plan.seq_len, "k": plan.kv_seq_len, "v": plan.kv_seq_len}
+    q_len, k_len = (plan.cp_size * x.local_len for x in (plan.q_layout, plan.k_layout))
+    sizes = {"q": q_len, "dout": q_len, "k": k_len, "v": k_len}
     x = {name: rng.standard_normal((1, size, HEADS, DIM)) for name, size in sizes.items()}
-    rule = plan.mask.dense(plan.q_positions(rank), np.arange(plan.kv_seq_len))
-    unseen = ~rule.any(axis=0)
+    tokens = int(plan.q_layout.num_tokens(rank))  # behind them a rank has padding
+    rule = plan.mask.dense(plan.q_positions(rank)[:tokens], np.arange(plan.kv_seq_len))
+    unseen = np.ones(k_len, np.bool_)
+    unseen[: plan.kv_seq_len] = ~rule.any(axis=0)
     x["k"][:, unseen] = np.resize([np.nan, np.inf, -np.inf], (unseen.sum(), 1, 1))
     x["v"][:, unseen] = np.nan
     return x, unseen
