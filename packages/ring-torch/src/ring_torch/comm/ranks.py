@@ -211,9 +211,8 @@ class Ranks:
         message.
         """
         options = dist.AllToAllOptions()
-        options.asyncOp = (
-            beside  # otherwise NCCL runs on the current stream, and no event is needed
-        )
+        # Without it NCCL runs on the current stream, and no event is needed.
+        options.asyncOp = beside
         peers = tuple([rank for rank in range(self.size) if rank != self.rank])
         group = None if self.group_ref is None else self.group_ref()
         if group is None:  # it was destroyed
@@ -339,9 +338,8 @@ def members_of(group: Any) -> Members:
         ValueError: It is neither, or a process group that this rank is not in.
     """
     if is_foreign(group):
-        return Members(
-            group, tuple(sorted(group.mesh.flatten().tolist()))
-        )  # as torch orders groups
+        # Torch orders the ranks of a group.
+        return Members(group, tuple(sorted(group.mesh.flatten().tolist())))
     ranks = ranks_of(group)
     if ranks.group is None:
         return Members(None, (0,))
