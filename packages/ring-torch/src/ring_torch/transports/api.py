@@ -288,6 +288,22 @@ def write_keys(
         message[1].copy_(inputs.k_ids[:, span])
 
 
+def put_key_grads(
+    sums: KeyGradBuffer, flat: torch.Tensor, length: int, span: slice, dk: torch.Tensor,
+    dv: torch.Tensor, *, add: bool = False,
+) -> None:  # fmt: skip
+    """Write dK/dV of a span of tokens into flat sums by token, of ``length`` tokens; or add them."""
+    assert not sums.head_major
+    if flat.is_cuda and has_triton() and are_rows(dk) and are_rows(dv):
+        from ring_torch.memory_ops import pack_on_gpu
+
+        (both,) = sums.parts(flat, length, span)
+        pack_on_gpu(dk, dv, both, add=add)
+    else:
+        for total, grad in zip(sums.of(flat, length, span), (dk, dv), strict=True):
+            total.add_(grad) if add else total.copy_(grad)
+
+
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:
     """Allocate buffers for the dK/dV that come home for what a peer fetched."""
     length = fetch.source.stop - fetch.source.start
