@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.launches.direct import DirectKernel
+from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
 
 _ROWS = 16
 _MARK_ROWS = 1024
@@ -97,17 +98,29 @@ def bias_shift_on_gpu(
 def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
     """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor, or add them.
 
-    That is ``packed [B, n, K * (D + Dv)]``, contiguous in its last dimension, in their dtype or a
-    wider one. The heads of a token have to be contiguous in k and in v.
+    That is ``packed [B, n, K * (D + Dv)]``, in their dtype or a wider one. All are contiguous in
+    their last dimensions.
     """
-    assert_unit_strides(k, v)
+    if packed.numel() > 0:
+        grid, integers, constants = _pack_arguments(k, v, packed, add=add)
+        _pack[grid](k, v, packed, *integers, **constants)
+
+
+def repeated_pack(*, add: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return :func:`pack_on_gpu` for tensors alike, with at least one number."""
+    return RepeatedLaunch(_pack, partial(_pack_arguments, add=add))
+
+
+def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
+    assert_unit_strides(k, v, packed)
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
-    if packed.numel() > 0:
-        _pack[(tokens, batch)](
-            k, v, packed, *k.stride()[:2], *v.stride()[:2], *packed.stride()[:2],
-            K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)), ADD=add,
-        )  # fmt: skip
+    constants = {
+        "K": widths[0], "V": widths[1], "K_DIM": dim, "V_DIM": v.shape[3],
+        "SIZE": triton.next_power_of_2(max(widths)), "ADD": add,
+    }  # fmt: skip
+    integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
+    return Arguments((tokens, batch), integers, constants)
 
 
 def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
@@ -136,20 +149,23 @@ def assert_unit_strides(*tensors: Tensor) -> None:
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
 def _pack(
-    k, v, packed, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
-    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ADD: tl.constexpr,
+    k, v, packed, k_batch, k_token, k_head, v_batch, v_token, v_head, batch_stride, token_stride,
+    K: tl.constexpr, V: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SIZE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """Copy K and V of one token side by side, or add them to what is there."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, SIZE)
+    in_k, in_v = column < K, column < V
     dst = packed + batch * batch_stride + token * token_stride + column
-    x = tl.load(k + batch * k_batch + token * k_token + column, mask=column < K)
-    y = tl.load(v + batch * v_batch + token * v_token + column, mask=column < V)
+    k_at = k + batch * k_batch + token * k_token + column // K_DIM * k_head + column % K_DIM
+    v_at = v + batch * v_batch + token * v_token + column // V_DIM * v_head + column % V_DIM
+    x, y = tl.load(k_at, mask=in_k), tl.load(v_at, mask=in_v)
     if ADD:
-        x = tl.load(dst, mask=column < K) + x
-        y = tl.load(dst + K, mask=column < V) + y
-    tl.store(dst, x, mask=column < K)
-    tl.store(dst + K, y, mask=column < V)
+        x = tl.load(dst, mask=in_k) + x
+        y = tl.load(dst + K, mask=in_v) + y
+    tl.store(dst, x, mask=in_k)
+    tl.store(dst + K, y, mask=in_v)
 
 
 @DirectKernel

@@ -4,20 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.launches.direct import DirectKernel, PreparedLaunch, has_launch_hooks
+from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
 from ring_torch.memory_ops import assert_unit_strides
 
 #: Most parts that :class:`JoinOnGpu` joins: those of a zigzag layout over own keys, keys of earlier
 #: tokens and, for half of the rows, keys of later ones.
 MOST_PARTS = 3
 _ROWS = 16
+_LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
 Span = tuple[int, int]  # first row, and how many
 
@@ -27,46 +29,35 @@ def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None
 
     It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
     """
-    assert_unit_strides(acc, acc_lse, out, lse)
     if acc.numel() > 0:
-        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
-        _merge[grid](*arguments, **constants, FIRST=False, ALL_SEE=False)
+        arguments = _merge_arguments(acc, acc_lse, out, lse, first=False, all_see=False)
+        grid, integers, constants = arguments
+        _merge[grid](acc, acc_lse, out, lse, *integers, **constants)
 
 
-class MergeOnGpu:
-    """A merge of results of a launch in which every row sees something, for tensors alike.
+def merge_of_seen_on_gpu(*, first: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Return :func:`merge_on_gpu` for launches in which every row sees something, of tensors alike.
 
     An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
-    is the ``first`` merge of its rows, the accumulators need no value yet.
+    is the ``first`` merge of its rows, the accumulators need no value yet. There is at least one
+    number.
     """
-
-    def __init__(self, *, first: bool) -> None:
-        self._first = first
-        self._launch: PreparedLaunch | None = None
-
-    def __call__(self, acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge as :func:`merge_on_gpu`; there is at least one number."""
-        if self._launch is not None and not has_launch_hooks():
-            addresses = [x.data_ptr() for x in (acc, acc_lse, out, lse)]
-            self._launch(dict(enumerate(addresses)))
-            return
-        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
-        constants |= {"FIRST": self._first, "ALL_SEE": True}
-        _merge[grid](*arguments, **constants)
-        self._launch = _merge.prepared(grid, *arguments, **constants)
+    return RepeatedLaunch(_merge, partial(_merge_arguments, first=first, all_see=True))
 
 
 def _merge_arguments(
-    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor
-) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the grid of a merge, its arguments, and its constants."""
+    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, first: bool, all_see: bool
+) -> Arguments:
+    assert_unit_strides(acc, acc_lse, out, lse)
     batch, rows, heads, dim = acc.shape
-    arguments = (
-        acc, acc_lse, out, lse, rows,
-        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+    integers = (
+        rows, *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
     )  # fmt: skip
-    constants = {"DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS}
-    return (triton.cdiv(rows, _ROWS), heads, batch), arguments, constants
+    constants = {
+        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first,
+        "ALL_SEE": all_see,
+    }  # fmt: skip
+    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
 class JoinOnGpu:
@@ -79,10 +70,13 @@ class JoinOnGpu:
     def __init__(self, spans: Sequence[Span]) -> None:
         """Prepare for parts of these rows, of which the first has all."""
         assert 1 <= len(spans) <= MOST_PARTS
-        assert all(start + n <= spans[0][1] for start, n in spans)
         assert spans[0][0] == 0
-        self._spans = spans
-        self._launches: dict[str, PreparedLaunch | None] = {}
+        assert all(start + n <= spans[0][1] for start, n in spans)
+        self._missing = MOST_PARTS - len(spans)
+        bounds = [bound for start, n in spans[1:] for bound in (start, start + n)]
+        bounds += [0, 0] * self._missing
+        self._merge = RepeatedLaunch(_merge_parts, partial(_join_arguments, bounds, len(spans)))
+        self._sum = RepeatedLaunch(_sum_parts, partial(_join_arguments, bounds, len(spans)))
 
     def merge(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all parts.
@@ -90,43 +84,25 @@ class JoinOnGpu:
         Every row of a part sees something, so an infinity in ``lse`` says that a score is not
         finite; it becomes NaN.
         """
-        tensors = [x for part in parts for x in part]
-        if not self._repeat("merge", tensors):
-            assert_unit_strides(*tensors)
-            filled = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
-            strides = [n for out, lse in filled for n in (*out.stride()[:3], *lse.stride()[:2])]
-            tensors = [x for part in filled for x in part]
-            self._launch("merge", _merge_parts, tensors, strides)
+        self._merge(*(x for part in (*parts, *[parts[0]] * self._missing) for x in part))
 
     def sum(self, parts: Sequence[Tensor]) -> None:
         """Add up ``[B, n, H, D]`` of all parts, the first one last; there are two at least."""
-        if not self._repeat("sum", parts):
-            assert_unit_strides(*parts)
-            filled = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
-            self._launch("sum", _sum_parts, filled, [n for x in filled for n in x.stride()[:3]])
+        self._sum(*parts, *[parts[0]] * self._missing)
 
-    def _repeat(self, kind: str, tensors: Sequence[Tensor]) -> bool:
-        """Launch as before, if there was a launch; return True if so."""
-        launch = self._launches.get(kind)
-        if launch is None or has_launch_hooks():
-            return False
-        launch({n: x.data_ptr() for n, x in enumerate(tensors)})
-        return True
 
-    def _launch(
-        self, kind: str, kernel: DirectKernel, tensors: Sequence[Tensor], strides: Sequence[int]
-    ) -> None:
-        batch, rows, heads, dim = tensors[0].shape
-        bounds = [bound for start, n in self._spans[1:] for bound in (start, start + n)]
-        bounds += [0, 0] * (MOST_PARTS - len(self._spans))
-        grid = triton.cdiv(rows, _ROWS), heads, batch
-        arguments: list[Tensor | int] = [*tensors, rows, *bounds, *strides]
-        constants: dict[str, Any] = {
-            "PARTS": len(self._spans), "DIM": dim, "PADDED": triton.next_power_of_2(dim),
-            "ROWS": _ROWS,
-        }  # fmt: skip
-        kernel[grid](*arguments, **constants)
-        self._launches[kind] = kernel.prepared(grid, *arguments, **constants)
+def _join_arguments(bounds: Sequence[int], num_parts: int, *tensors: Tensor) -> Arguments:
+    """Return the arguments behind the tensors of parts; a kernel reads ``num_parts`` of them."""
+    assert_unit_strides(*tensors)
+    batch, rows, heads, dim = tensors[0].shape
+    integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
+    constants = {
+        "PARTS": num_parts,
+        "DIM": dim,
+        "PADDED": triton.next_power_of_2(dim),
+        "ROWS": _ROWS,
+    }
+    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
 
 
 @triton.jit
@@ -140,8 +116,15 @@ def _weights(old, new):
     old_weight, new_weight = tl.exp(old - safe), tl.exp(new - safe)
     total = old_weight + new_weight
     divisor = tl.where(total == 0.0, 1.0, total)
-    both = tl.where(total == 0.0, float("-inf"), safe + tl.log(divisor))
+    # Explicit, so that every kernel rounds alike, whatever its compiler would join.
+    both = tl.where(total == 0.0, float("-inf"), tl.fma(tl.log2(divisor), _LN_2, safe))
     return old_weight / divisor, new_weight / divisor, both
+
+
+@triton.jit
+def _weighted(x, x_weight, y, y_weight):
+    """Return the weighted sum of rows, rounded alike in every kernel."""
+    return tl.fma(x, x_weight[:, None] + tl.zeros_like(x), y * y_weight[:, None])
 
 
 @DirectKernel
@@ -180,7 +163,7 @@ def _merge(
     if not FIRST:
         x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    tl.store(acc_at, x * old_weight[:, None] + y * new_weight[:, None], mask=mask)
+    tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
     tl.store(old_at, both, mask=inside)
 
 
@@ -197,7 +180,7 @@ def _add_part(x, old, out, lse, row, start, stop, mask, batch, head, column, o_b
     out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     # A row outside of the part stays as it is, bit for bit: it would be divided by 1.
-    return x * old_weight[:, None] + y * new_weight[:, None], both
+    return _weighted(x, old_weight, y, new_weight), both
 
 
 @DirectKernel

@@ -301,9 +301,9 @@ def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, Att
     and alignments that it is called with first.
     """
     if like.is_cuda and has_triton():
-        from ring_torch.merge_ops import MergeOnGpu
+        from ring_torch.merge_ops import merge_of_seen_on_gpu
 
-        merge = MergeOnGpu(first=first)
+        merge = merge_of_seen_on_gpu(first=first)
         return lambda into, results: merge(*into, *results)
 
     def merge_in_torch(into: AttentionState, results: AttentionState) -> None:

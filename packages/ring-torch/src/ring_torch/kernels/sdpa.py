@@ -195,6 +195,7 @@ class Cudnn(FlashLibrary):
         is_causal, scale = _is_causal(q, options), options.scale
         attend = aten._scaled_dot_product_cudnn_attention.default
         differentiate = aten._scaled_dot_product_cudnn_attention_backward.default
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's, which is not read
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             out, lse, *_ = attend(
@@ -206,8 +207,6 @@ class Cudnn(FlashLibrary):
         def backward(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
-            # Dropout's state, which is not read as there is none.
-            state = torch.empty((), dtype=torch.int64, device=q.device)
             dq, dk, dv = differentiate(
                 dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
                 out.transpose(1, 2), lse.contiguous().unsqueeze(3), state, state, None, None, None,

@@ -8,7 +8,7 @@ those for which the strategy was resolved. Launches hold sizes and compiled func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -204,6 +204,13 @@ def put_columns(
     overwrite: Sequence[slice],
 ) -> None:  # fmt: skip
     """Put an item's dK/dV into flat sums of all columns: replace ``overwrite``, add to others."""
+    for start, stop, add in column_segments(item, overwrite):
+        dk, dv = (x.narrow(1, start - item.k_start, stop - start) for x in grads)
+        put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=add)
+
+
+def column_segments(item: WorkItem, overwrite: Sequence[slice]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the columns of an item in spans ``(start, stop, add)``: added to, or overwritten."""
     # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
     edges = [
         item.k_start,
@@ -212,8 +219,7 @@ def put_columns(
     ]
     for n, (start, stop) in enumerate(pairwise(edges)):
         if start < stop:
-            dk, dv = (x.narrow(1, start - item.k_start, stop - start) for x in grads)
-            put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=n % 2 == 0)
+            yield start, stop, n % 2 == 0
 
 
 def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:

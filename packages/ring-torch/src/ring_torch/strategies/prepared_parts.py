@@ -17,14 +17,31 @@ from ring_core import GatherProgram, WorkItem
 from ring_torch.kernels.api import Kernel, merge_into
 from ring_torch.kernels.library import PartBackward, PartLaunch
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer
+from ring_torch.payload import KVPayload
 from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
-from ring_torch.strategies.prepared import put_columns
+from ring_torch.strategies.prepared import column_segments
+from ring_torch.transports.api import Put, repeated_put
 
 _MOST_PARTS = 3  # as many as one launch joins
 
 Span = tuple[int, int]  # first index, and how many
 KV = tuple[Tensor, Tensor]
+
+
+class ColumnPut(NamedTuple):
+    """What puts dK/dV of a span of an item's columns into sums of all columns.
+
+    Attributes:
+        start: First column.
+        offset: The same, counted from the item's first column.
+        length: Number of columns.
+        put: Writes them, or adds them.
+    """
+
+    start: int
+    offset: int
+    length: int
+    put: Put
 
 
 class Part(NamedTuple):
@@ -36,6 +53,7 @@ class Part(NamedTuple):
         rows: Its rows.
         columns: Its columns of own or of gathered K/V.
         waits_for: How many fetches must have arrived.
+        puts: What puts its dK/dV into the sums of all columns.
     """
 
     forward: PartLaunch
@@ -43,6 +61,23 @@ class Part(NamedTuple):
     rows: Span
     columns: Span
     waits_for: int
+    puts: tuple[ColumnPut, ...]
+
+    def differentiate(self, tensors: Sequence[Tensor], lse: Tensor, kv: KV, sums: Tensor) -> Tensor:
+        """Put dK/dV into ``sums [B, columns, width]``, and return ``dq`` of the item's rows.
+
+        ``tensors`` are all rows of ``q``, ``dout`` and ``out``, ``kv`` all columns.
+        """
+        q, dout, out = (x.narrow(1, *self.rows) for x in tensors)
+        k, v = (x.narrow(1, *self.columns) for x in kv)
+        dq, dk, dv = self.backward(q, k, v, dout, out, lse.narrow(2, *self.rows))
+        for start, offset, length, put in self.puts:
+            if length < dk.shape[1]:
+                span = offset, length
+                put(dk.narrow(1, *span), dv.narrow(1, *span), sums.narrow(1, start, length))
+            else:
+                put(dk, dv, sums.narrow(1, start, length))
+        return dq
 
 
 class PreparedParts(NamedTuple):
@@ -77,38 +112,32 @@ class PreparedParts(NamedTuple):
         return AttentionState(*results[0])
 
     def differentiate_others(
-        self, tensors: Sequence[Tensor], lse: Tensor, gathered: KV, gather: GatherProgram,
-        sums: KeyGradBuffer, flat: Tensor,
-    ) -> list[Tensor]:  # fmt: skip
-        """Write dK/dV of all gathered columns into ``flat``, and return ``dq`` of each launch.
+        self, tensors: Sequence[Tensor], lse: Tensor, gathered: KV, sums: Tensor
+    ) -> list[Tensor]:
+        """Write dK/dV of all gathered columns into ``sums``, and return ``dq`` of each launch.
 
-        ``tensors`` are ``q``, ``dout`` and ``out``. What is in ``flat`` before is not read.
+        ``tensors`` are ``q``, ``dout`` and ``out``. What is in ``sums`` before is not read.
         """
-        dqs: list[Tensor] = []
-        work = zip(self.others, gather.items, gather.overwritten, strict=True)
         # In reverse, as the program counts the columns that a launch is the first to write.
-        for part, item, overwrite in reversed([*work]):
-            q, dout, out = (x.narrow(1, *part.rows) for x in tensors)
-            k, v = (x.narrow(1, *part.columns) for x in gathered)
-            dq, dk, dv = part.backward(q, k, v, dout, out, lse.narrow(2, *part.rows))
-            put_columns((dk, dv), sums, flat, gather.length, item, overwrite)
-            dqs.insert(0, dq)
-        return dqs
+        dqs = [part.differentiate(tensors, lse, gathered, sums) for part in reversed(self.others)]
+        return dqs[::-1]
 
     def differentiate_own(
-        self, tensors: Sequence[Tensor], lse: Tensor, own: KV, dqs: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of all ``dq``, and dK/dV of own columns, from own rows alone."""
-        q, dout, out = tensors
-        dq, dk, dv = self.own.backward(q, own[0], own[1], dout, out, lse)
+        self, tensors: Sequence[Tensor], lse: Tensor, own: KV, dqs: Sequence[Tensor], sums: Tensor
+    ) -> Tensor:
+        """Return the sum of all ``dq``, and write dK/dV of own keys, from own rows, into ``sums``.
+
+        ``dqs`` are those of the other launches.
+        """
+        dq = self.own.differentiate(tensors, lse, own, sums)
         if dqs:
             self.sum([dq, *dqs])
-        return dq, dk, dv
+        return dq
 
 
 def prepare_parts(
     kernel: Kernel, rows: QueryBlock, own: tuple[KeyBlock, Sequence[WorkItem]],
-    others: tuple[KeyBlock, GatherProgram], params: KernelParams,
+    others: tuple[KeyBlock, GatherProgram], keys: KVPayload, params: KernelParams,
 ) -> PreparedParts | None:  # fmt: skip
     """Return the launches of a rank, or ``None`` if they cannot be prepared.
 
@@ -117,6 +146,7 @@ def prepare_parts(
         rows: This rank's rows.
         own: This rank's K/V and its items over them.
         others: Gathered K/V, and the program that gathers them.
+        keys: The shape of a rank's K/V.
         params: Options of all launches.
     """
     (own_columns, own_items), (columns, gather) = own, others
@@ -128,18 +158,28 @@ def prepare_parts(
     if own_item.q_slice != slice(0, num_rows) or own_item.k_slice != slice(0, num_keys):
         return None
     parts: list[Part] = []
-    work = [(own_columns, own_item, 0)]
+    whole: tuple[slice, ...] = (own_item.k_slice,)
+    work = [(own_columns, own_item, 0, whole)]
     work += [
-        (columns, *item_and_count)
-        for item_and_count in zip(gather.items, gather.waits_for, strict=True)
+        (columns, *operands)
+        for operands in zip(gather.items, gather.waits_for, gather.overwritten, strict=True)
     ]
-    for keys, item, count in work:
+    for block, item, waits_for, overwrite in work:
         launches = kernel.prepare_part(
-            rows.take(item.q_slice), keys.take(item.k_slice), item, params
+            rows.take(item.q_slice), block.take(item.k_slice), item, params
         )
         if launches is None:
             return None
-        parts.append(Part(*launches, _span(item.q_slice), _span(item.k_slice), count))
+        puts = [
+            ColumnPut(
+                start, start - item.k_start, stop - start,
+                repeated_put(keys, rows.q.device, add=add),
+            )
+            for start, stop, add in column_segments(item, overwrite)
+        ]  # fmt: skip
+        parts.append(
+            Part(*launches, _span(item.q_slice), _span(item.k_slice), waits_for, tuple(puts))
+        )
     spans = [part.rows for part in parts]
     return PreparedParts(parts[0], tuple(parts[1:]), *_joins(rows.q, spans))
 

@@ -28,7 +28,7 @@ from ring_torch.records import (
 )
 from ring_torch.strategies.gathered import saved_key_shapes, saves_keys
 from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
-from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic, put_key_grads
+from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TwoStageGather(Strategy):
             own = call.columns(call.ranks.rank, inputs.key_tensors()), self.own_items
             others = columns, gather
             rows = call.rows(inputs)
-            prepared = prepare_parts(call.kernel, rows, own, others, call.params)
+            prepared = prepare_parts(call.kernel, rows, own, others, keys, call.params)
             keep(self.launches, key, prepared)
         return state, saved if self._saves(call, keys) else ()
 
@@ -150,17 +150,19 @@ class TwoStageGather(Strategy):
         sums, tensors = KeyGradBuffer(keys, head_major=False), (q, upstream.dout, upstream.out)
         (peer_sums,) = session.accumulators(gather, sums, zero=False)
         kv = keys.split(_gathered(session, gather, inputs, saved)[0])
-        dqs = prepared.differentiate_others(tensors, upstream.lse, kv, gather, sums, peer_sums)
+        packed = peer_sums.view(keys.batch, gather.length, keys.width)
+        dqs = prepared.differentiate_others(tensors, upstream.lse, kv, packed)
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
         # this rank starts taking the peers' sums for its own keys ...
         add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)
         # ... and goes on with the launch over own keys, whose gradients nobody else reads.
-        dq, dk, dv = prepared.differentiate_own(tensors, upstream.lse, (k, v), dqs)
-        own_sums = torch.empty(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-        put_key_grads(sums, own_sums, keys.length, slice(0, keys.length), dk, dv)
+        own_sums = torch.empty(
+            (keys.batch, keys.length, keys.width), dtype=call.acc_dtype, device=call.device
+        )
+        dq = prepared.differentiate_own(tensors, upstream.lse, (k, v), dqs, own_sums)
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
-        add_to(own_sums, keys.length, lambda source: source)
-        return Grads(dq, *sums.views(own_sums, keys.length), None)
+        add_to(own_sums.view(-1), keys.length, lambda source: source)
+        return Grads(dq, *keys.split(own_sums), None)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V; none if the plan is not known."""
