@@ -130,10 +130,10 @@ def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     events: list[str] = []
     start, forward, backward = Ranks.start, EagerKernel.attend_into, EagerKernel.grads_into
 
-    def start_(ring: Ranks, sends: Any, receives: Any) -> Any:
+    def start_(ranks: Ranks, sends: Any, receives: Any) -> Any:
         moved = [tensor.numel() for tensor, _ in sends]
         events.extend(f"send {n}" for n in moved if n != 2048)
-        return start(ring, sends, receives)
+        return start(ranks, sends, receives)
 
     def forward_(self: Any, *args: Any) -> None:
         events.append("kernel")

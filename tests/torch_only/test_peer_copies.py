@@ -47,9 +47,9 @@ def on_a_rank(
     OnFiles.folder = folder
     buffers: list[BufferOnFiles] = []
 
-    def buffer_of(ring: Ranks) -> BufferOnFiles:
+    def buffer_of(ranks: Ranks) -> BufferOnFiles:
         if not buffers:
-            buffers.append(BufferOnFiles(ring))
+            buffers.append(BufferOnFiles(ranks))
         return buffers[0]
 
     prepare._prepare.cache_clear()

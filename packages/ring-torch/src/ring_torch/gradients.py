@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from ring_core import UnsupportedError
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import agree, with_peer_errors
-from ring_torch.comm.ranks import Ranks, check_device, others, peer_errors
+from ring_torch.comm.ranks import Ranks, check_device, peer_errors
 from ring_torch.comm.store import CallSignature
 
 _BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time
@@ -80,7 +80,7 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
         for bucket in _each_bucket([_local(gradient) for gradient in gradients.values()]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            with peer_errors(others(ranks)):
+            with peer_errors(ranks.peers):
                 dist.all_reduce(flat, group=ranks.group)
             sizes = [gradient.numel() for gradient in bucket]
             for gradient, total in zip(bucket, flat.split(sizes), strict=True):
@@ -102,7 +102,7 @@ def _used_gradients(
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(device)
     # A parameter is used if any rank has a gradient for it.
-    with peer_errors(others(ranks)):
+    with peer_errors(ranks.peers):
         dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.group)
     gradients = {}
     for weight, is_used in zip(weights, used.tolist(), strict=True):

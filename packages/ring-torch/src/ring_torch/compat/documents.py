@@ -347,11 +347,11 @@ class PackMove:
         """Return the plan for a pack of ``tokens``."""
         return pack_documents(Layout(self.layout, tokens, size), self.offsets)
 
-    def run(self, ring: Ranks, x: Tensor, *, back: bool = False) -> Tensor:
+    def run(self, ranks: Ranks, x: Tensor, *, back: bool = False) -> Tensor:
         """Return this rank's rows after the movement of ``x [T_local, ...]``, or its return."""
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        call = MoveCall(ring, self, 0, needs_grad, ring.next_call(), int(back))
-        moved: Tensor = move(x, call, ring.size * self.offsets[-1])
+        call = MoveCall(ranks, self, 0, needs_grad, ranks.next_call(), int(back))
+        moved: Tensor = move(x, call, ranks.size * self.offsets[-1])
         return moved
 
 
