@@ -144,11 +144,11 @@ def test_ranks_that_cannot_divide_are_told_beside_those_that_can(
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["healthy"] and found["versions"].keys() >= {"python", "numpy", "ring-core"}
-    tested = [(check["name"], check["result"]) for check in found["checks"]]
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] and report["versions"].keys() >= {"python", "numpy", "ring-core"}
+    tested = [(check["name"], check["result"]) for check in report["checks"]]
     assert tested == [(name, what) for name in PAIRS[:-1] for what in doctor.RESULTS]
-    assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in found["checks"])
+    assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in report["checks"])
 
 
 def test_doctor_finds_a_wrong_result(

@@ -123,8 +123,8 @@ def test_full_items_side_by_side_are_one(
 ) -> None:
     """Of keys of the other rank; items with a band stay apart."""
     gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
-    found = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
-    assert found == expected
+    rectangles = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
+    assert rectangles == expected
 
 
 def test_a_band_is_not_continued() -> None:

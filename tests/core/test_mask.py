@@ -42,11 +42,11 @@ def test_every_part_by_hand() -> None:
 
 
 def test_masks_are_values() -> None:
-    one, other = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
-    assert one == other
-    assert hash(one) == hash(other) != hash(Mask())
+    mask, equal_mask = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
+    assert mask == equal_mask
+    assert hash(mask) == hash(equal_mask) != hash(Mask())
     assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]
-    assert len({one, other, Mask()}) == 2
+    assert len({mask, equal_mask, Mask()}) == 2
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,13 @@ def move_by_hops(movement: Movement, parts: list[Rows]) -> list[Rows]:
             gets = [stop - start for start, stop, ranks in hop.pieces if receiver in ranks]
             assert sum(gets) == rows
             i = np.arange(rows)
-            at = []
+            shards_by_rank = []
             for table, rank in ((hop.read, sender), (hop.written, receiver)):
                 piece = np.searchsorted(table.offset[rank], i, side="right") - 1
-                at.append(table.start[rank][piece] + table.step * (i - table.offset[rank][piece]))
-            results[receiver][at[1]] = parts[sender][at[0]]
+                shards_by_rank.append(
+                    table.start[rank][piece] + table.step * (i - table.offset[rank][piece])
+                )
+            results[receiver][shards_by_rank[1]] = parts[sender][shards_by_rank[0]]
     return results
 
 
@@ -198,7 +200,8 @@ def test_a_relayout_goes_to_other_ranks(name: str) -> None:
             for out, like in zip(move(movement, held), wanted, strict=True):
                 np.testing.assert_array_equal(out, like)
             stay = sum(
-                len(np.intersect1d(one, other)) for one, other in zip(held, wanted, strict=True)
+                len(np.intersect1d(held_by_rank, wanted_by_rank))
+                for held_by_rank, wanted_by_rank in zip(held, wanted, strict=True)
             )
             leaving = sum(movement.exchange(rank).pack.rows for rank in range(size))
             assert leaving == T - stay
@@ -231,8 +234,14 @@ def test_adjoint(data: st.DataObject) -> None:
     movement = shift(layout, n)
     back = shift(layout, -n)
     for rank in range(size):
-        one, other = movement.exchange(rank).reversed(), back.exchange(rank)
-        assert (one.sent, one.received) == (other.sent, other.received)
+        reversed_movement, backward_movement = (
+            movement.exchange(rank).reversed(),
+            back.exchange(rank),
+        )
+        assert (reversed_movement.sent, reversed_movement.received) == (
+            backward_movement.sent,
+            backward_movement.received,
+        )
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])

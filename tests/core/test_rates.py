@@ -31,8 +31,8 @@ def case(
     **kernels: float | tuple[float | None, float | None],
 ) -> Case:
     """Kernels with one time for both passes, or two."""
-    given = {name: x if isinstance(x, tuple) else (x, x) for name, x in kernels.items()}
-    times = tuple((name, Times(*x)) for name, x in given.items())
+    both_times = {name: x if isinstance(x, tuple) else (x, x) for name, x in kernels.items()}
+    times = tuple((name, Times(*x)) for name, x in both_times.items())
     pairs = LENGTH * (LENGTH + 1) // 2
     return Case("torch", capability, "a GPU", (), LENGTH, pairs, heads, dims, option, times)
 

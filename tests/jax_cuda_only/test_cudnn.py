@@ -109,8 +109,8 @@ def test_parts_that_merge() -> None:
     parts = [(k[:, :, some], v[:, :, some]) for some in (slice(0, 101), slice(101, 300))]
 
     def both(*parts: Any) -> Any:
-        found = [AttentionState(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
-        wide = [x._replace(out=x.out.astype("float32")) for x in found]
+        states = [AttentionState(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
+        wide = [x._replace(out=x.out.astype("float32")) for x in states]
         out, lse = merge(*wide)
         grads = [
             fmha.differentiate(pattern, q, k, v, None, lse, out.astype(q.dtype), dout)[:3]

@@ -113,7 +113,7 @@ def test_linen(where: str) -> None:
         out: Any = module().apply(params, x, mask=CAUSAL[None, None])
         return jnp.sum(out * weight)
 
-    got, expected = (jax.jit(jax.value_and_grad(one))(params) for one in (loss, single))
+    got, expected = (jax.jit(jax.value_and_grad(function))(params) for function in (loss, single))
     all_close(got, expected)
 
 
@@ -205,8 +205,8 @@ def test_flax_on_two_devices(where: str) -> None:
         call = jax.shard_map(call, mesh=cp.mesh, in_specs=specs, out_specs=(tokens, tokens))
     arrays = [cp.shard(jnp.asarray(x)) for x in (*QKV, IDS, SHOWN)]
     packed, padded = jax.jit(call)(*arrays, cp.shard(BIAS, dim=2), KEY)
-    every = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
-    close(cp.unshard(packed), dense(**every))
+    arguments_of_call = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
+    close(cp.unshard(packed), dense(**arguments_of_call))
     close(cp.unshard(padded), dense(**HIDDEN))
 
 
@@ -245,9 +245,9 @@ def test_a_rule_may_be_the_mask() -> None:
     ],
 )
 def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
-    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
     with pytest.raises(UnsupportedError, match=words):
-        make_attention_fn(partial(ONE, **bound))(**every)
+        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> 
     ],
 )
 def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
-    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
     with pytest.raises(ValueError, match=words) as caught:
-        make_attention_fn(partial(ONE, **bound))(**every)
+        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
     assert not isinstance(caught.value, UnsupportedError)
 
 

@@ -93,8 +93,8 @@ def test_under_vmap_scan_and_remat() -> None:
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4, atol=1e-4)
     batched = jax.vmap(lambda *args: gradients(ring(), *args))(*args)
     for n in range(3):
-        one = dense_gradients(*(x[n] for x in args))
-        for got, wanted in zip(batched, one, strict=False):
+        grads = dense_gradients(*(x[n] for x in args))
+        for got, wanted in zip(batched, grads, strict=False):
             close(got[n], wanted)
 
 
@@ -143,8 +143,8 @@ def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> No
         )  # fmt: skip
         return cp.unshard(out)
 
-    every = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
-    every |= {"segment_ids": ids, "alibi_slopes": slopes}
+    options = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
+    options |= {"segment_ids": ids, "alibi_slopes": slopes}
 
     def loss(*args: jax.Array) -> Any:
         out = call(*args)
@@ -153,8 +153,8 @@ def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> No
     both = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
     with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else nullcontext():
         got, out = both(*qkv(), *extra.values())
-    close(out, dense(*qkv(), **every))
-    expected = dense_gradients(*qkv(), **every)
+    close(out, dense(*qkv(), **options))
+    expected = dense_gradients(*qkv(), **options)
     for name, mine in zip(("dq", "dk", "dv", "dsinks", "dbias"), got, strict=True):
         close(mine, getattr(expected, name))
 
@@ -184,8 +184,8 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
         programs.append(sum(text.startswith("Compiling jit(") for text in caplog.messages))
         caplog.clear()
         options = {"dropout_p": 0.25, "dropout_seed": seed, "alibi_slopes": slopes}
-        for found in (out, again):
-            close(cp.unshard(found), dense(*qkv(), **options))
+        for result in (out, again):
+            close(cp.unshard(result), dense(*qkv(), **options))
         for got, expected in zip(grads, dense_gradients(*qkv(), **options), strict=False):
             close(cp.unshard(got), expected)
     assert 0 < programs[0] < 20
@@ -303,10 +303,12 @@ def test_donated_inputs() -> None:
         return [x - 0.1 * g for x, g in zip(args, gradients(ring(), *args), strict=True)]
 
     expected = [np.asarray(x) for x in jax.jit(step)(*qkv())]
-    given = [jax.device_put(x, NamedSharding(mesh_of(cp=2), P(None, "cp"))) for x in qkv()]
-    for got, wanted in zip(jax.jit(step, donate_argnums=(0, 1, 2))(*given), expected, strict=True):
+    donated = [jax.device_put(x, NamedSharding(mesh_of(cp=2), P(None, "cp"))) for x in qkv()]
+    for got, wanted in zip(
+        jax.jit(step, donate_argnums=(0, 1, 2))(*donated), expected, strict=True
+    ):
         close(got, wanted)
-    assert all(x.is_deleted() for x in given)
+    assert all(x.is_deleted() for x in donated)
 
 
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:

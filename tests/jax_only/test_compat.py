@@ -153,8 +153,10 @@ def close(got: Any, expected: Any) -> None:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    every = dict(inspect.signature(function).parameters)
-    return {name: every[name] for name in every if name not in ("self", "query", "key", "value")}
+    by_name = dict(inspect.signature(function).parameters)
+    return {
+        name: by_name[name] for name in by_name if name not in ("self", "query", "key", "value")
+    }
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Honoured | Refused], dict[str, Any]]] = {
@@ -195,7 +197,7 @@ def test_every_argument_is_honoured_or_refused(call: str, name: str) -> None:
         assert np.abs(expected - dense(**defaults)).max() > 1e-3
     else:
         program, default = (
-            str(jax.make_jaxpr(partial(function, **given))(*QKV)) for given in (arguments, {})
+            str(jax.make_jaxpr(partial(function, **kwargs))(*QKV)) for kwargs in (arguments, {})
         )
         assert program != default
 

@@ -103,8 +103,8 @@ def test_steps_are_sent_in_messages(strategy: Any) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
         chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), ring_program(program().plan, strategy))
-        assert found == (strategy, "p2p")
+        choice = chosen((strategy, transport), ring_program(program().plan, strategy))
+        assert choice == (strategy, "p2p")
 
 
 def test_balanced_is_of_contiguous_shards() -> None:
@@ -116,12 +116,12 @@ def test_balanced_is_of_contiguous_shards() -> None:
 
 def test_a_field_that_means_nothing_is_refused() -> None:
     assert StrategyConfig("gather") == StrategyConfig("gather", outer="ring")
-    for given in ({"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}):
-        with pytest.raises(ValueError, match=f"strategy 'ring' has no {next(iter(given))}"):
-            StrategyConfig("ring", **given)
+    for fields in ({"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}):
+        with pytest.raises(ValueError, match=f"strategy 'ring' has no {next(iter(fields))}"):
+            StrategyConfig("ring", **fields)
     x = torch.zeros(1, 4, 2, 8)
-    found = ring_attention(x, x, x, causal=True, strategy=StrategyConfig("ring"))
-    assert found.shape == x.shape
+    out = ring_attention(x, x, x, causal=True, strategy=StrategyConfig("ring"))
+    assert out.shape == x.shape
 
 
 def test_without_gpus_keys_travel_in_messages() -> None:

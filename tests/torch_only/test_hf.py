@@ -31,9 +31,9 @@ def pool() -> Iterator[LocalRanks]:
 
 def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Masks of packed documents for a model that does not tell its mask functions of positions."""
-    documents, at = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
-    sees = (documents[:, :, None] == documents[:, None]) & (at <= at[:, None])
-    near = at[:, None] - at < model.config.sliding_window
+    documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
+    sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
+    near = positions[:, None] - positions < model.config.sliding_window
     allowed = torch.zeros(sees.shape, dtype=torch.float64)
     return {
         name: allowed.masked_fill(~mask, -torch.inf)[:, None]
@@ -52,8 +52,8 @@ def _matches(rank: int, name: str, kind: str) -> None:
     batch = whole(kind)
     model = build(name)
     masks = dense_masks(model, batch) if (name, kind[-2:]) == ("GptOss", "ed") else None
-    given = batch if masks is None else batch | {"attention_mask": masks}
-    logits, loss = run(model, given | WHOLE)
+    model_inputs = batch if masks is None else batch | {"attention_mask": masks}
+    logits, loss = run(model, model_inputs | WHOLE)
     expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
 
@@ -106,9 +106,9 @@ def _bidirectional(rank: int, kind: str) -> None:
         | {"local_attention": 12, "cls_token_id": 0, "sep_token_id": 0, "num_hidden_layers": 3}
     )
     torch.manual_seed(1)
-    given = whole(kind)
-    given.pop("labels")
-    mask = given.get("attention_mask", torch.ones_like(given["input_ids"])) == 1
+    model_inputs = whole(kind)
+    model_inputs.pop("labels")
+    mask = model_inputs.get("attention_mask", torch.ones_like(model_inputs["input_ids"])) == 1
     outs = []
     for implementation in ("eager", hf.register()):
         model = transformers.ModernBertModel._from_config(
@@ -122,7 +122,11 @@ def _bidirectional(rank: int, kind: str) -> None:
                 torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(i))
         model = model.double().eval()
         cp = ContextParallel()
-        batch = given if implementation == "eager" else hf.shard_batch(cp, given, model=model)
+        batch = (
+            model_inputs
+            if implementation == "eager"
+            else hf.shard_batch(cp, model_inputs, model=model)
+        )
         with Wide(), torch.no_grad():
             out = model(**batch).last_hidden_state
         outs.append(out if implementation == "eager" else cp.unshard(out)[:, :LENGTH])

@@ -59,12 +59,12 @@ def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **grads}
 
 
-def mean_over_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def mean_over_ranks(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """As DDP reduces gradients; the loss is whole already."""
-    for name in found.keys() - {"loss"}:
-        dist.all_reduce(found[name])
-        found[name] /= dist.get_world_size()
-    return found
+    for name in grads.keys() - {"loss"}:
+        dist.all_reduce(grads[name])
+        grads[name] /= dist.get_world_size()
+    return grads
 
 
 def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> None:
@@ -176,9 +176,9 @@ def _images(_: int, name: str, kind: str) -> None:
         batch["attention_mask"][0, :2] = 0
         batch["labels"][0, :3] = -100
     if kind == "packed":  # text's own, of two documents, and three directions
-        at = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
-        directions = torch.stack([at, at // 2, at % 3])
-        batch["position_ids"] = torch.cat([at[None], directions])
+        positions = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
+        directions = torch.stack([positions, positions // 2, positions % 3])
+        batch["position_ids"] = torch.cat([positions[None], directions])
     compare(model, batch, f"of {name}, {kind}")
     moved = [
         n for n, x in model.named_parameters() if "vis" in n and x.grad is not None and x.grad.any()
@@ -215,15 +215,15 @@ def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
     model.train()
     batch = pair_batch("plain") if name in PAIRS else whole("plain")
     alone: Any = [dist.new_group([r]) for r in range(2)][rank]
-    found = []
+    outputs = []
     for group in (alone, None):
         handle = hf.parallelize(model, ContextParallel(group), reduction="mean")
         torch.manual_seed(3)
-        found.append(mean_over_ranks(result(model, batch)))
+        outputs.append(mean_over_ranks(result(model, batch)))
         handle.remove()
-    for weight, x in found[0].items():
-        torch.testing.assert_close(found[1][weight], x, rtol=1e-7, atol=1e-9)
-    assert float(found[0]["loss"]) != float(result(model.eval(), batch)["loss"])
+    for weight, x in outputs[0].items():
+        torch.testing.assert_close(outputs[1][weight], x, rtol=1e-7, atol=1e-9)
+    assert float(outputs[0]["loss"]) != float(result(model.eval(), batch)["loss"])
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")

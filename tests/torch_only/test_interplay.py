@@ -68,8 +68,8 @@ def mesh_and_shard(rank: int) -> tuple[Any, ContextParallel, Tensor]:
     return mesh, cp, cp.shard(batches()[rank // 2])
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for x, y in zip(found, wanted, strict=True):
+def same(results: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(results, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
@@ -139,9 +139,9 @@ def _some_inputs(_: int, wanted: str) -> None:
         out.square().sum().backward()
         return {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
-    every, some = gradients(tuple(made)), gradients((wanted,))
-    assert set(some) == {wanted}
-    same([some[wanted]], [every[wanted]])
+    all_grads, some_grads = gradients(tuple(made)), gradients((wanted,))
+    assert set(some_grads) == {wanted}
+    same([some_grads[wanted]], [all_grads[wanted]])
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "bias"])

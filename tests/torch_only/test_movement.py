@@ -81,22 +81,25 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
         cp = ContextParallel(layout=layout)
         runs = cp.layout_of(T).num_runs
         for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
-            whole, at = numbers(0, *shape), dim % len(shape)
+            whole, seq_dim = numbers(0, *shape), dim % len(shape)
             x = cp.shard(whole, dim=dim).requires_grad_()
             rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
             width = left + T // size // runs + right
-            batch = 1 if at == 0 else shape[0]
+            batch = 1 if seq_dim == 0 else shape[0]
             assert positions.shape == documents.shape == (batch * runs, width)
             assert rows.shape == (
-                (runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :])
+                (runs, width)
+                if seq_dim == 0
+                else (batch * runs, *shape[1:seq_dim], width, *shape[seq_dim + 1 :])
             )
             # Every token is that of its position, and what is outside is zero.
             tokens = torch.cat(
-                [whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1
+                [whole.movedim(seq_dim, -1), torch.zeros_like(whole.movedim(seq_dim, -1)[..., :1])],
+                -1,
             )
             for row, places in enumerate(positions):
-                like = tokens[places] if at == 0 else tokens[row // runs][..., places]
-                got = rows[row] if at == 0 else rows[row].movedim(at - 1, -1)
+                like = tokens[places] if seq_dim == 0 else tokens[row // runs][..., places]
+                got = rows[row] if seq_dim == 0 else rows[row].movedim(seq_dim - 1, -1)
                 assert torch.equal(got, like), (layout, dim, row)
             inside = positions >= 0
             assert torch.equal(inside, documents >= 0)
@@ -105,7 +108,7 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
                 torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside]
             )
             # Own tokens come back by join, from the middle of each row.
-            middle = rows.narrow(1 if at == 0 else at, left, width - left - right)
+            middle = rows.narrow(1 if seq_dim == 0 else seq_dim, left, width - left - right)
             assert torch.equal(cp.join(middle, dim=dim), x)
 
 
@@ -199,10 +202,10 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
     counts = []
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
-        place = cp.layout_of(T)
+        own_layout = cp.layout_of(T)
         owner = torch.empty(T, dtype=torch.int64)
         for other in range(size):
-            owner[torch.as_tensor(place.positions(other))] = other
+            owner[torch.as_tensor(own_layout.positions(other))] = other
         wanted: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
         goes = {"shift": owner, "relayout": torch.arange(T) // (T // size)}
         moves: dict[str, Any] = {
@@ -228,10 +231,10 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
 
 
 def test_only_rows_that_change_rank_are_sent(pool: LocalRanks) -> None:
-    every = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
-    for layout, name, sent, needed in every:
+    all_counts = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
+    for layout, name, sent, needed in all_counts:
         assert sent == needed, (layout, name)
-    assert sum(needed for *_, needed in every) > 0
+    assert sum(needed for *_, needed in all_counts) > 0
 
 
 class Heads(nn.Module):
@@ -396,8 +399,8 @@ def _one_graph(rank: int) -> int:
     x = numbers(rank, 2, T // 2, 3)
     for n, stop in ((2, 5), (3, 9), (4, 30), (5, 31)):
         got, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
-        for one, other in zip(got, like, strict=True):
-            assert torch.equal(one, other)
+        for result, expected in zip(got, like, strict=True):
+            assert torch.equal(result, expected)
     return len(graphs)
 
 
@@ -500,16 +503,16 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 def _refused(_: int) -> list[str]:
-    cp, every = ContextParallel(), []
+    cp, unexpected = ContextParallel(), []
     for name, (call, words) in WRONG.items():
         try:
             call(cp, torch.ones(1, 4, 3))
         except ValueError as error:
-            every += [] if re.search(words, str(error)) else [f"{name}: {error}"]
+            unexpected += [] if re.search(words, str(error)) else [f"{name}: {error}"]
         else:
-            every.append(f"{name}: no error")
+            unexpected.append(f"{name}: no error")
     assert cp.shift(torch.ones(1, 4), 0).sum() == 4
-    return every
+    return unexpected
 
 
 def test_wrong_arguments_are_refused() -> None:

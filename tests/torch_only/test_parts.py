@@ -95,8 +95,8 @@ class Tiled(SplitBackward):
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         del params
-        for x, place in zip(sums, places, strict=True):
-            place.copy_(_reversed(x).transpose(1, 2))
+        for x, destination in zip(sums, places, strict=True):
+            destination.copy_(_reversed(x).transpose(1, 2))
 
 
 class TiledKernel(EagerKernel):
@@ -119,8 +119,8 @@ class TiledKernel(EagerKernel):
 def _reversed(x: Tensor) -> Tensor:
     """``[B, K, n, D]``, each tile's numbers from the last to the first."""
     tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
-    found: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
-    return found
+    reversed_keys: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
+    return reversed_keys
 
 
 def on_a_rank(

@@ -90,34 +90,34 @@ def same(got: Any, wanted: Any) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-11, atol=1e-11)
 
 
-def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **given: Any) -> list[Any]:  # fmt: skip
+def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **kwargs: Any) -> list[Any]:  # fmt: skip
     """``out``, ``lse`` and gradients of one rank's shards."""
     torch.manual_seed(5)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse, nothing = function(*leaves, *args, return_attn_probs=True, **given)
+    out, lse, nothing = function(*leaves, *args, return_attn_probs=True, **kwargs)
     assert nothing is None and not lse.requires_grad
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     out.backward(dout)
     torch.manual_seed(5)
-    assert torch.equal(function(q, k, v, *args, **given), out)
+    assert torch.equal(function(q, k, v, *args, **kwargs), out)
     return [out.detach(), lse, *(x.grad for x in leaves)]
 
 
 def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
     """Tokens of a rank, by the definition of each layout."""
-    every = torch.arange(tokens)
+    positions = torch.arange(tokens)
     if family.startswith("zigzag"):
-        chunks = every.chunk(2 * size)
+        chunks = positions.chunk(2 * size)
         return [*chunks[rank].tolist(), *chunks[2 * size - 1 - rank].tolist()]
     if family.startswith("stripe"):
-        return every[rank::size].tolist()
-    return every.chunk(size)[rank].tolist()
+        return positions[rank::size].tolist()
+    return positions.chunk(size)[rank].tolist()
 
 
-def _batch(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
+def _batch(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
     mine = tokens_of(family, 32, dist.get_world_size(), rank)
     shards = [x[:, mine] for x in tensors(B, 32)]
-    return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **given)
+    return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **kwargs)
 
 
 @pytest.mark.parametrize("family", [name for name, more in FAMILIES.items() if not more])
@@ -143,13 +143,13 @@ def tokens_of_documents(family: str, local: tuple[int, ...], size: int, rank: in
     ]
 
 
-def _varlen(rank: int, family: str, local: tuple[int, ...], given: dict[str, Any]) -> list[Any]:
+def _varlen(rank: int, family: str, local: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
     size = dist.get_world_size()
     mine = tokens_of_documents(family, local, size, rank)
     shards = [x[0, mine] for x in tensors(1, size * local[-1])]
     offsets = torch.tensor(local, dtype=torch.int32)
     function = getattr(ring_flash_attn, f"{family}_func")
-    return attended(function, *shards, offsets, int(offsets.diff().max()), **given)
+    return attended(function, *shards, offsets, int(offsets.diff().max()), **kwargs)
 
 
 VARLEN = [(4, "three", option) for option in ANSWERS] + [
@@ -177,11 +177,11 @@ def test_documents_split_each(
 MIXED = (0, 8, 10, 20, 22)  # long, short, long, short
 
 
-def _mixed(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
+def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(_documents, "LONG", 8)
     try:
-        return _varlen(rank, family, MIXED, given)
+        return _varlen(rank, family, MIXED, kwargs)
     finally:
         patch.undo()
 
@@ -218,14 +218,14 @@ STREAMS = {
 }  # fmt: skip
 
 
-def _llama3(rank: int, documents: tuple[int, ...], given: dict[str, Any]) -> list[Any]:
+def _llama3(rank: int, documents: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
     size = dist.get_world_size()
     shards = [x[0].chunk(size)[rank] for x in tensors(1, 32)]
     q, k, longest_q, longest_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-        torch.tensor(documents, dtype=torch.int32), given.get("causal", False), rank, size
+        torch.tensor(documents, dtype=torch.int32), kwargs.get("causal", False), rank, size
     )
     function = ring_flash_attn.llama3_flash_attn_varlen_func
-    return attended(function, *shards, q, k, longest_q, longest_k, 1, keys, **given)
+    return attended(function, *shards, q, k, longest_q, longest_k, 1, keys, **kwargs)
 
 
 LLAMA3_CASES = [(4, "crossing", option) for option in ANSWERS] + [
@@ -258,9 +258,9 @@ def _packed(rank: int) -> None:
         wanted = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, *arguments, causal=True)  # fmt: skip
         for count, name in ((2, "kvpacked"), (3, "qkvpacked")):
             function = getattr(ring_flash_attn, f"{family}_{name}_func")
-            given = [q, k, v][: 3 - count]
+            qkv = [q, k, v][: 3 - count]
             packed = torch.stack([q, k, v][3 - count :], dim=-3)
-            leaves = [x.clone().requires_grad_() for x in (*given, packed)]
+            leaves = [x.clone().requires_grad_() for x in (*qkv, packed)]
             out, lse, _ = function(*leaves, *arguments, causal=True, return_attn_probs=True)
             *firsts, last = torch.autograd.grad(out, leaves, dout)
             grads = [*firsts, *last.unbind(-3)]

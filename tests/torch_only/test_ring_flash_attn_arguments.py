@@ -140,9 +140,9 @@ def _bad(rank: int) -> dict[str, tuple[str, str]]:
     patch.setattr(Ranks, "start", None)
     patch.setattr(dist, "all_to_all_single", None)
     said = {}
-    for name, (family, x, given, _) in (BAD | REFUSED).items():
+    for name, (family, x, kwargs, _) in (BAD | REFUSED).items():
         try:
-            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **given)
+            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)
         except ValueError as error:
             said[name] = (type(error).__name__, str(error))
     patch.undo()
@@ -173,12 +173,12 @@ def test_packed_shapes(function: str, x: Tensor, words: str) -> None:
 
 
 def test_a_written_tensor_is_looked_at_again() -> None:
-    given = llama3_arguments(size=1)
+    arguments = llama3_arguments(size=1)
     x = torch.zeros(16, H, D)
-    ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
-    given["cu_seqlens_q"][1] = 7
+    ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **arguments)
+    arguments["cu_seqlens_q"][1] = 7
     with pytest.raises(ValueError, match="cu_seqlens_q is"):
-        ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
+        ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **arguments)
 
 
 def test_lengths_that_ranks_cannot_share() -> None:

@@ -59,7 +59,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def ring_group(size: int) -> Any:
     """The group of this many of the ranks that this one is in."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(range(at, at + size)) for at in range(0, world, size)]
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     return groups[rank // size]
 
 
@@ -186,12 +186,12 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_what_a_model_asks_for(name: str) -> None:
-    given, options = HONOURED[name]
+    kwargs, options = HONOURED[name]
     attention = RingFlashAttention(None, 1, (0, 5, 16))
     q, k, v = inputs()
     torch.manual_seed(4)
-    out, weights = attention(module(), q, k, v, None, **given)
-    if "dropout" in given:
+    out, weights = attention(module(), q, k, v, None, **kwargs)
+    if "dropout" in kwargs:
         torch.manual_seed(4)
         options = options | {"dropout_seed": int(torch.randint(2**63 - 1, ()))}
     heads_last = (x.transpose(1, 2).numpy() for x in (q, k, v))
@@ -232,8 +232,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    given, message = REFUSED[name]
-    arguments: dict[str, Any] = {"attention_mask": None} | given
+    kwargs, message = REFUSED[name]
+    arguments: dict[str, Any] = {"attention_mask": None} | kwargs
     q, k, v = inputs()
     with pytest.raises(UnsupportedError, match=message):
         RingFlashAttention(None, 1, (0, 16))(module(), q, k, v, **arguments)

@@ -131,8 +131,8 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
-        found = (outcome.padding, outcome.images, outcome.by)
-        assert found == (listed.padding, listed.images, listed.by)
+        outcome_found = (outcome.padding, outcome.images, outcome.by)
+        assert outcome_found == (listed.padding, listed.images, listed.by)
 
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:

@@ -37,25 +37,25 @@ Arrays = dict[str, Any]
 def _given(shape: tuple[int, ...]) -> Arrays:
     """Q, K and V; a mask that hides all from a row; a bias; ids."""
     rng = np.random.default_rng(0)
-    found: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
-    found["bias"] = rng.standard_normal((1, H, T, T), np.float32)
-    found["mask"] = rng.random(shape) < 0.4
-    found["mask"][..., 3, :] = False
-    found["ids"] = np.repeat(np.arange(2, dtype=np.int32), T // 2)[None].repeat(B, axis=0)
-    return found
+    arrays: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
+    arrays["bias"] = rng.standard_normal((1, H, T, T), np.float32)
+    arrays["mask"] = rng.random(shape) < 0.4
+    arrays["mask"][..., 3, :] = False
+    arrays["ids"] = np.repeat(np.arange(2, dtype=np.int32), T // 2)[None].repeat(B, axis=0)
+    return arrays
 
 
 def _by_hand(x: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
     scores = jnp.einsum("bihd,bjhd->bhij", x["q"], x["k"]) * D**-0.5
     scores += jnp.broadcast_to(x["bias"], scores.shape) if "bias" in options else 0
     shown = np.broadcast_to(x["mask"], scores.shape).copy()
-    at = np.arange(T)
+    positions = np.arange(T)
     if "causal" in options:
-        shown &= at[:, None] >= at
+        shown &= positions[:, None] >= positions
     if "cu_seqlens" in options:
-        shown &= (at < 7)[:, None] == (at < 7)
+        shown &= (positions < 7)[:, None] == (positions < 7)
     if "segment_ids" in options:
-        shown &= (at < T // 2)[:, None] == (at < T // 2)
+        shown &= (positions < T // 2)[:, None] == (positions < T // 2)
     scores = jnp.where(shown, scores, -jnp.inf)
     if "sinks" in options:
         sinks = jnp.broadcast_to(options["sinks"][None, :, None, None], (B, H, T, 1))
@@ -93,14 +93,14 @@ def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any
     """``cp.attention`` of arrays in natural order."""
 
     def attend(x: Arrays, mask: Any) -> Any:
-        given = dict(options)
-        if "bias" in given:
-            given["bias"] = cp.shard(x["bias"], dim=2)
-        if "segment_ids" in given:
-            given["segment_ids"] = cp.shard(ids)
+        kwargs = dict(options)
+        if "bias" in kwargs:
+            kwargs["bias"] = cp.shard(x["bias"], dim=2)
+        if "segment_ids" in kwargs:
+            kwargs["segment_ids"] = cp.shard(ids)
         qkv = [cp.shard(x[name]) for name in "qkv"]
         call: Any = cp.attention
-        out, lse = call(*qkv, mask=cp.shard(mask, dim=-2), return_lse=True, **given, **more)
+        out, lse = call(*qkv, mask=cp.shard(mask, dim=-2), return_lse=True, **kwargs, **more)
         return cp.unshard(out), cp.unshard(lse, dim=2)
 
     return attend
@@ -215,11 +215,11 @@ def test_jax_nn_beside_lengths_in_shard_map() -> None:
     q, k, v, mask = (jnp.asarray(x[name]) for name in ("q", "k", "v", "mask"))
     mask = mask.at[:, :, :3, 0].set(True)  # each row but one sees a key within the lengths
     mask = mask.at[:, :, 4:, 0].set(True)
-    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(mask, dim=2))
+    out = jax.jit(call)(*(cp.shard(tensor) for tensor in (q, k, v)), cp.shard(mask, dim=2))
     wanted = jax.nn.dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=lengths)
     _close(cp.unshard(out), wanted)
     rows_alone = mask.any(axis=-1, keepdims=True)
-    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(rows_alone, dim=2))
+    out = jax.jit(call)(*(cp.shard(tensor) for tensor in (q, k, v)), cp.shard(rows_alone, dim=2))
     full = jnp.broadcast_to(rows_alone, mask.shape)
     wanted = jax.nn.dot_product_attention(q, k, v, mask=full, key_value_seq_lengths=lengths)
     _close(cp.unshard(out), wanted)
@@ -263,10 +263,11 @@ def test_equinox(shape: tuple[int, ...]) -> None:
     def loss(layer: Any, tokens: Any, mask: Any) -> Any:
         return jnp.sum(jax.vmap(lambda x, mask: layer(x, x, x, mask))(tokens, mask) ** 2)
 
-    found = [
-        jax.jit(jax.value_and_grad(partial(loss, one)))(tokens, masks) for one in (ours, layer)
+    results = [
+        jax.jit(jax.value_and_grad(partial(loss, layer_or_model)))(tokens, masks)
+        for layer_or_model in (ours, layer)
     ]
-    for got, wanted in zip(*map(jax.tree.leaves, found), strict=True):
+    for got, wanted in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -310,16 +311,19 @@ def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) ->
     some = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
     assert not some.all()
     for i, j in np.ndindex(some.shape[1:]):
-        at = (slice(i * sizes[0], (i + 1) * sizes[0]), slice(j * sizes[1], (j + 1) * sizes[1]))
-        block = mask[..., *at]
+        block_slices = (
+            slice(i * sizes[0], (i + 1) * sizes[0]),
+            slice(j * sizes[1], (j + 1) * sizes[1]),
+        )
+        block = mask[..., *block_slices]
         np.testing.assert_array_equal(some[:, i, j], block.any(axis=(1, 2, 3)))
 
 
 def test_hidden_blocks_are_not_computed() -> None:
     """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
-    x, at = _given((T, T)), np.arange(T)
+    x, positions = _given((T, T)), np.arange(T)
     computed: list[None] = []
-    x["mask"] = (at // 4)[:, None] == at // 4
+    x["mask"] = (positions // 4)[:, None] == positions // 4
     plain = ScoreBlocks.scores
 
     def counting(*args: Any) -> Any:
@@ -333,7 +337,7 @@ def test_hidden_blocks_are_not_computed() -> None:
     with mock.patch.object(ScoreBlocks, "scores", counting):
         jax.block_until_ready(jax.grad(loss)(jnp.asarray(x["q"])))
         jax.effects_barrier()
-    diagonal = (at // 4)[:, None] == at // 4
+    diagonal = (positions // 4)[:, None] == positions // 4
     live = diagonal.reshape(6, 4, 4, 6).any(axis=(1, 3)).sum()
     assert live < 6 * 4
     assert len(computed) == 2 * live

@@ -75,8 +75,8 @@ def test_padded_to_different_lengths(
         )  # fmt: skip
         return (out * jnp.asarray(dout, jnp.float32)).sum(), out
 
-    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, bias)]
-    got, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given)
+    inputs = [jnp.asarray(x, jnp.float32) for x in (q, k, v, bias)]
+    got, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*inputs)
     hidden = np.where(shown, bias, -np.inf)
     wanted = reference.attention(q, k, v, bias=hidden, **dropout)[0]
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)

@@ -24,8 +24,8 @@ KERNEL = KernelConfig("pallas", block_q=BLOCK, block_k=BLOCK)
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     """Q, K and V, and a mask: a square below, part of one above, a row that sees nothing."""
-    rng, at = np.random.default_rng(0), np.arange(T)
-    mask = (at[:, None] < 40) == (at < 150)
+    rng, positions = np.random.default_rng(0), np.arange(T)
+    mask = (positions[:, None] < 40) == (positions < 150)
     mask = np.broadcast_to(mask, shape).copy()
     mask[..., :40, :150] &= rng.random((*shape[:-2], 40, 150)) < 0.5
     mask[..., 256:, :] = False

@@ -154,9 +154,9 @@ def _evaluates(rank: int, folder: str) -> None:
         eval_dataset=rows,
     )  # fmt: skip
     hf.parallelize(trainer, ContextParallel())
-    found: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
-    found["logged"] = trainer.state.log_history[-1]
-    for name, metrics in found.items():
+    by_kind: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
+    by_kind["logged"] = trainer.state.log_history[-1]
+    for name, metrics in by_kind.items():
         prefix = "test" if name == "test" else "eval"
         steps, samples, seconds = (
             metrics[f"{prefix}_{x}"] for x in ("steps_per_second", "samples_per_second", "runtime")

@@ -292,11 +292,11 @@ def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]
     cp, pairs = ContextParallel(), []
     model = build(name, model_type)
     padding = model.config.pad_token_id
-    at = torch.arange(TOKENS.shape[1])
+    positions = torch.arange(TOKENS.shape[1])
     for side in ("none", "left", "right", "embeddings"):
         real = torch.ones_like(TOKENS)
         if side in ("left", "right"):
-            real = torch.stack([at < 15, at < 22]).long()
+            real = torch.stack([positions < 15, positions < 22]).long()
             real = real.flip(1) if side == "left" else real
         batch = {"input_ids": TOKENS.where(real == 1, padding), "attention_mask": real}
         if side == "embeddings":

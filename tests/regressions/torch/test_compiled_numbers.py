@@ -72,14 +72,14 @@ def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
 
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in range(calls):
-        found = []
+        messages = []
         functions: tuple[Any, ...] = (compiled, attend)
         for function in functions:
             leaves = [x.clone().requires_grad_() for x in shards]
             out = function(*leaves, (VARIED | FLOATS)[name](n))
             out.square().sum().backward()
-            found.append((out, *(x.grad for x in leaves)))
-        torch.testing.assert_close(*found, rtol=0, atol=0)
+            messages.append((out, *(x.grad for x in leaves)))
+        torch.testing.assert_close(*messages, rtol=0, atol=0)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -121,12 +121,12 @@ def _refused(_: int) -> list[str]:
 
 def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
     for words in pool.run(_refused):
-        for found, name in zip(
+        for message, name in zip(
             words,
             ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p", "mask"],
             strict=True,
         ):
-            assert name in found
+            assert name in message
 
 
 def _prepared(rank: int) -> None:

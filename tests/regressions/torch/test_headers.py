@@ -62,15 +62,15 @@ def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
 
 
 def test_long_fields_leave_room_and_still_differ() -> None:
-    one, other = (
+    header, other_header = (
         Header.of(
             CallSignature.of({f"field {n}": "x" * 4000 + end for n in range(12)}, "forward"), 3, 0
         )
         for end in ("a", "b")
     )
-    assert len(one.bytes()) == len(other.bytes()) == 2048
-    assert json.loads(one.fields).keys() == json.loads(other.fields).keys()
-    assert one.mismatch(other).count("there and") == 12
+    assert len(header.bytes()) == len(other_header.bytes()) == 2048
+    assert json.loads(header.fields).keys() == json.loads(other_header.fields).keys()
+    assert header.mismatch(other_header).count("there and") == 12
 
 
 def _named(rank: int, name: str) -> str:

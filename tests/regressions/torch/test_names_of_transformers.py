@@ -374,8 +374,8 @@ def _exact(
     with Wide(), torch.no_grad():
         expected = model(**batch).logits
         hf.parallelize(model, ContextParallel(), logits="gather")
-        found = model(**batch).logits
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        logits = model(**batch).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def hide_signatures(model: Any) -> None:

@@ -58,8 +58,8 @@ class Step:
 
     @property
     def grads(self) -> list[Tensor]:
-        found = [weight.grad for weight in self.model.parameters()]
-        return [x for x in found if x is not None]
+        grads_of_parameters = [weight.grad for weight in self.model.parameters()]
+        return [x for x in grads_of_parameters if x is not None]
 
     def loss(self) -> Tensor:
         part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
@@ -237,9 +237,9 @@ def _with_a_graph(rank: int) -> None:
 def _no_warning_of_cycles() -> Any:
     import warnings
 
-    found = warnings.catch_warnings()
+    caught = warnings.catch_warnings()
     warnings.simplefilter("ignore")
-    return found
+    return caught
 
 
 def test_a_sum_that_is_added_to_with_a_graph_is_refused(pool: LocalRanks) -> None:
@@ -292,7 +292,7 @@ def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
 
 
 def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    layers = [nn.Linear(one, other, dtype=dtype) for one, other in pairwise(sizes)]
+    layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
     return nn.Sequential(*layers)
 
 

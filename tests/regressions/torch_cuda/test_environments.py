@@ -62,8 +62,8 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
         grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
         expected = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
     mine = [cp.shard(x).requires_grad_() for x in qkv]
-    found = cp.attention(*mine, causal=True, **options)
-    got = (found, *torch.autograd.grad(found, mine, cp.shard(dout)))
+    results = cp.attention(*mine, causal=True, **options)
+    got = (results, *torch.autograd.grad(results, mine, cp.shard(dout)))
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), **CLOSE)
 
@@ -166,10 +166,10 @@ def test_every_rank_sees_one_gpu(
     for process in processes:
         process.join(80)
         process.kill()
-    found = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
+    answers = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
     for rank in range(RANKS):
         if overlapping == "1":
-            assert "transport symm_mem" in found[rank], found[rank]
+            assert "transport symm_mem" in answers[rank], answers[rank]
         else:
-            assert "transport p2p" in found[rank], found[rank]
-            assert "ALLOW_OVERLAPPING_DEVICES" in found[rank]
+            assert "transport p2p" in answers[rank], answers[rank]
+            assert "ALLOW_OVERLAPPING_DEVICES" in answers[rank]

@@ -313,8 +313,8 @@ class ContextParallel:
             moved = transfer(pieces, to.mesh, dim, to.axis_name)
         if layout == to.layout:
             return moved
-        there = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
-        return there.relayout(moved, to=to.layout, dim=dim)
+        to_contiguous = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
+        return to_contiguous.relayout(moved, to=to.layout, dim=dim)
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.
@@ -518,8 +518,8 @@ class ContextParallel:
             x = spread(x, self.mesh, spec)
         else:
             manual = frozenset({self.axis_name})
-            others = (n for n, part in enumerate(spec) if part is None)
-            x = spread(x, self.mesh, free(spec, x, tuple(others)))
+            unsharded_dims = (n for n, part in enumerate(spec) if part is None)
+            x = spread(x, self.mesh, free(spec, x, tuple(unsharded_dims)))
         return _global_movement(function, tuple(named.items()), self.mesh, spec, out, manual)(x)
 
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:

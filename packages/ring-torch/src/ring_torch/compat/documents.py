@@ -302,8 +302,8 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a tensor [T_local, heads, D], got {got}")
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor [T_local, heads, D], got {actual}")
 
 
 def check_longest(name: str, stated: int | Tensor, longest: int) -> None:

@@ -190,9 +190,12 @@ def query_means(
         block_queries, block_keys = queries._replace(bias=bias), _sliced(keys, j)
         visible = _visible(rule, block_queries, block_keys)
         by_block.append(
-            [_means_of_block(rule, block_queries, block_keys, visible, each) for each in precisions]
+            [
+                _means_of_block(rule, block_queries, block_keys, visible, precision)
+                for precision in precisions
+            ]
         )
-    return [merged(each) for each in zip(*by_block, strict=True)]
+    return [merged(precision) for precision in zip(*by_block, strict=True)]
 
 
 def key_sums(
