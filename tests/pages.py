@@ -114,10 +114,10 @@ def run(page: Page) -> None:
         printed = io.StringIO()
         with redirect_stdout(printed):
             exec(compile(source, str(page.path), "exec"), module.__dict__)
-        got = "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines())
-        if shown is not None and os.environ.get("RANK", "0") == "0" and got != shown.rstrip():
+        actual = "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines())
+        if shown is not None and os.environ.get("RANK", "0") == "0" and actual != shown.rstrip():
             raise AssertionError(
-                f"{page.path}, line {block.line}: the page shows\n\n{shown}\n\nand the block prints\n\n{got}"
+                f"{page.path}, line {block.line}: the page shows\n\n{shown}\n\nand the block prints\n\n{actual}"
             )
 
 

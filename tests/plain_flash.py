@@ -51,11 +51,11 @@ class PlainFlash(FlashLibrary):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``; it allocates them."""
         del destination
-        up, mine, q_read = _read(dout), _read(out), _read(q)
+        up, local, q_read = _read(dout), _read(out), _read(q)
         k_read, v_read = _for_heads(_read(k), q), _for_heads(_read(v), q)
         seen = lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
         weights = (_scores(q_read, k_read, options) - seen).exp()
-        delta = (up * mine).sum(-1, keepdim=True)
+        delta = (up * local).sum(-1, keepdim=True)
         dscores = _round(weights * (up @ v_read.mT - delta), q)
         dq = options.scale * (dscores @ k_read)
         dk, dv = options.scale * (dscores.mT @ q_read), _round(weights, q).mT @ up

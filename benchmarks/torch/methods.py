@@ -267,9 +267,9 @@ class _AllGather(torch.autograd.Function):
         world, (_, length, heads, dim) = dist.get_world_size(), grad.shape
         chunks = grad.view(2, world, -1, heads, dim)
         whole = torch.stack([chunks[0], chunks[1].flip(0)], dim=1).contiguous()
-        mine = grad.new_empty(1, length // world, heads, dim)
-        dist.reduce_scatter_tensor(mine, whole)
-        return mine
+        local = grad.new_empty(1, length // world, heads, dim)
+        dist.reduce_scatter_tensor(local, whole)
+        return local
 
 
 def _all_gather(mask: Mask) -> Method:

@@ -62,8 +62,8 @@ def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]
 
 
 def _error(case: Case, results: Sequence[Tensor]) -> float:
-    wanted = exact(case).both(*case.inputs(torch.float32, case.row.sharpness))
-    pairs = zip(results[:4], wanted, strict=True)
+    expected = exact(case).both(*case.inputs(torch.float32, case.row.sharpness))
+    pairs = zip(results[:4], expected, strict=True)
     return max(float((a.float() - b).square().mean().sqrt() / b.std()) for a, b in pairs)
 
 

@@ -125,10 +125,12 @@ def _errors(
         for _ in range(3):  # what is timed is a repeated call
             run()
     errors = {}
-    wanted = [expected, *(leaf.grad for leaf in leaves)]
-    for key, got, want in zip(("out", "dq", "dk", "dv"), results[:4], wanted, strict=True):
+    expected_value = [expected, *(leaf.grad for leaf in leaves)]
+    for key, actual, want in zip(
+        ("out", "dq", "dk", "dv"), results[:4], expected_value, strict=True
+    ):
         assert want is not None
-        error = (got.float() - way.shard(want)).detach()
+        error = (actual.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(squares, op=dist.ReduceOp.AVG)
@@ -205,9 +207,9 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
     host = (time.perf_counter() - host) / repeats
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    mine = torch.tensor(times, device="cuda")
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    ordered = sorted(mine.tolist())
+    local = torch.tensor(times, device="cuda")
+    dist.all_reduce(local, op=dist.ReduceOp.MAX)
+    ordered = sorted(local.tolist())
     return {
         "ms": statistics.median(ordered), "low": ordered[0], "high": ordered[-1],
         "runs": repeats, "host_ms": 1e3 * host,

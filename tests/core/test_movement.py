@@ -191,17 +191,17 @@ def test_a_relayout_goes_to_other_ranks(name: str) -> None:
     whole = np.arange(T)
     for source in layouts(len(source_ranks)):
         for target in layouts(len(target_ranks)):
-            held, wanted = [np.empty(0, np.int64)] * size, [np.empty(0, np.int64)] * size
+            held, expected = [np.empty(0, np.int64)] * size, [np.empty(0, np.int64)] * size
             for rank, rows in zip(source_ranks, shards(source, whole), strict=True):
                 held[rank] = rows
             for rank, rows in zip(target_ranks, shards(target, whole), strict=True):
-                wanted[rank] = rows
+                expected[rank] = rows
             movement = relayout(source, target, source_ranks, target_ranks)
-            for out, like in zip(move(movement, held), wanted, strict=True):
+            for out, like in zip(move(movement, held), expected, strict=True):
                 np.testing.assert_array_equal(out, like)
             stay = sum(
                 len(np.intersect1d(held_by_rank, wanted_by_rank))
-                for held_by_rank, wanted_by_rank in zip(held, wanted, strict=True)
+                for held_by_rank, wanted_by_rank in zip(held, expected, strict=True)
             )
             leaving = sum(movement.exchange(rank).pack.rows for rank in range(size))
             assert leaving == T - stay
@@ -275,6 +275,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_named(name: str) -> None:
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
         call()

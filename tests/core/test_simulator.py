@@ -74,11 +74,11 @@ def test_a_key_of_no_weight_alone_in_an_item() -> None:
 def test_what_is_no_call_of_the_plan_is_refused() -> None:
     """In these words."""
     q, k, v, _ = ones()
-    words = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
-    with pytest.raises(ValueError, match=f"^{words}$"):
+    message = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         reference.run(ring_program(make_plan(Mask(), seq_len=4, kv_seq_len=8, cp_size=2)), q, k, v)
-    words = "dlse was given without dout; pass zeros where out has no gradient"
-    with pytest.raises(ValueError, match=f"^{words}$"):
+    message = "dlse was given without dout; pass zeros where out has no gradient"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         reference.run(causal(), q, k, v, dlse=np.ones((1, 1, 4)))
 
 

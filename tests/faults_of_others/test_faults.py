@@ -26,10 +26,10 @@ KINDS: dict[str, Kind] = {
 
 def is_rejected(wrong: Results, exact: Results) -> bool:
     """Whether one of the first calls' samples of some rank and result is beyond its limit."""
-    for name, got in wrong.items():
+    for name, actual in wrong.items():
         if name == "dsinks":  # one number a head: all are looked at
-            return not np.allclose(got, exact[name], rtol=1e-4)
-        rows = [x[0].T[..., None] if name == "lse" else x[0] for x in (got, exact[name])]
+            return not np.allclose(actual, exact[name], rtol=1e-4)
+        rows = [x[0].T[..., None] if name == "lse" else x[0] for x in (actual, exact[name])]
         for call, rank in np.ndindex(4, RANKS):
             rows_at = sampled(KINDS[name], call + 1, rank, LENGTH // RANKS) + rank * LENGTH // RANKS
             sampled_wrong, true = (x[rows_at] for x in rows)

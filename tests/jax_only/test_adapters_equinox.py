@@ -99,8 +99,8 @@ def test_equinox_inside_shard_map() -> None:
     expected, nothing = (
         jax.jit(partial(single, **options))(*inputs) for options in ({"key": KEY}, {"inference": True})
     )  # fmt: skip
-    got = jax.jit(ring)(*(cp.shard(x, dim=0) for x in inputs))
-    close(cp.unshard(got, dim=0), expected)
+    actual = jax.jit(ring)(*(cp.shard(x, dim=0) for x in inputs))
+    close(cp.unshard(actual, dim=0), expected)
     assert np.abs(expected - nothing).max() > 1e-2
     close(nothing[:12], module(
         x, x, x, CAUSAL & (IDS[0][:, None] == IDS[0]), inference=True,
@@ -126,21 +126,21 @@ class Peculiar(eqx.nn.MultiheadAttention):
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "kind"),
+    ("model", "message", "kind"),
     [
         ([jnp.ones(3)], "there is no equinox.nn.MultiheadAttention", ValueError),
         ([object.__new__(Peculiar)], "^Peculiar is a subclass", UnsupportedError),
     ],
 )
-def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[ValueError]) -> None:
-    with pytest.raises(kind, match=words):
+def test_models_that_cannot_be_converted(model: Any, message: str, kind: type[ValueError]) -> None:
+    with pytest.raises(kind, match=message):
         ring_jax.equinox.convert(model, ONE)
     with pytest.raises(ValueError, match="attention must be"):
         ring_jax.equinox.convert([module_of()], jax.nn.dot_product_attention)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words", "kind"),
+    ("arguments", "message", "kind"),
     [
         ({"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
         ({"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
@@ -149,8 +149,8 @@ def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[Valu
     ],
 )
 def test_wrong_calls_of_equinox(
-    arguments: dict[str, Any], words: str, kind: type[ValueError]
+    arguments: dict[str, Any], message: str, kind: type[ValueError]
 ) -> None:
     module, x = ring_jax.equinox.convert(module_of(dropout_p=0.5), ONE), random(T, 12)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         module(x, x, x, **arguments)

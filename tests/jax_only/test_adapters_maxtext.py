@@ -148,8 +148,8 @@ def test_ids_of_keys() -> None:
     expected = program(
         lambda q, k, v: attend(q * SCALE, k, v, segment_ids=(ids, keys), softmax_scale=1.0)
     )
-    got = program(lambda q, k, v: call(op, q, k, v, ids, decoder_segment_ids_kv=keys)[0])
-    assert got == expected
+    actual = program(lambda q, k, v: call(op, q, k, v, ids, decoder_segment_ids_kv=keys)[0])
+    assert actual == expected
 
 
 def test_another_attention_is_maxtexts() -> None:

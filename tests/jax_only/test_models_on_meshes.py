@@ -121,7 +121,7 @@ def test_training_is_that_of_one_device(name: str, way: str) -> None:
     results = [*on_one_device(name), on_a_mesh(name, way)]
     if way == "scan":
         results[:2] = [(losses, LIBRARIES[name].stack(grads)) for losses, grads in results[:2]]
-    for exact, plain, mine in zip(*map(jax.tree.leaves, results), strict=True):
-        bad, error, bound = compare(mine, exact, plain, "float32")
+    for exact, plain, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
+        bad, error, bound = compare(on_mesh, exact, plain, "float32")
         assert not bad
         assert error <= bound

@@ -70,8 +70,8 @@ def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
 
     like, back = jax.vjp(lambda x: [shifted(x, n, 0.5, offsets) for n, offsets in moves], x)
     out, returned = jax.vjp(local(move), x[:, positions])
-    for got, expected in zip(out, like, strict=True):
-        np.testing.assert_array_equal(got, expected[:, positions])
+    for actual, expected in zip(out, like, strict=True):
+        np.testing.assert_array_equal(actual, expected[:, positions])
     (grad,), (expected,) = returned([z[:, positions] for z in y]), back(y)
     np.testing.assert_allclose(grad, expected[:, positions], rtol=1e-5, atol=1e-5)
 
@@ -294,17 +294,17 @@ def test_global_arrays_are_moved(mesh: str, name: str) -> None:
         def back(y: jax.Array, dim: int = dim, shape: Any = shape) -> jax.Array:
             return jnp.moveaxis(y, 1, dim) if len(shape) > 1 else y[0]
 
-        mine = on_mesh(cp, x, dim)
-        out = cp.shift(mine, -5, dim=dim, fill=2, cu_seqlens=DOCUMENTS)
+        local = on_mesh(cp, x, dim)
+        out = cp.shift(local, -5, dim=dim, fill=2, cu_seqlens=DOCUMENTS)
         np.testing.assert_array_equal(
             out, back(shifted(whole, -5, 2, DOCUMENTS)[:, order_of_tokens])
         )
-        moved = cp.relayout(mine, to=other if dim else "contiguous", dim=dim)
+        moved = cp.relayout(local, to=other if dim else "contiguous", dim=dim)
         np.testing.assert_array_equal(moved, x)
-        np.testing.assert_array_equal(other.relayout(moved, to=cp, dim=dim), mine)
+        np.testing.assert_array_equal(other.relayout(moved, to=cp, dim=dim), local)
         if name == "striped":
             continue
-        rows, positions, _ = cp.halo(mine, 3, 1, dim=dim)
+        rows, positions, _ = cp.halo(local, 3, 1, dim=dim)
         layout = cp.layout_of(T)
         assert positions.shape == (
             (1 if dim == 0 else 2) * layout.num_runs * SIZE,
@@ -318,7 +318,7 @@ def test_global_arrays_are_moved(mesh: str, name: str) -> None:
         )
         tokens = 1 if dim in {0, 1} else 2
         own = jax.lax.slice_in_dim(rows, 3, rows.shape[tokens] - 1, axis=tokens)
-        np.testing.assert_array_equal(cp.join(own, dim=dim), mine)
+        np.testing.assert_array_equal(cp.join(own, dim=dim), local)
 
 
 class Model:
@@ -374,7 +374,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(mesh: str, name: str) 
         lambda y: y,
     )  # fmt: skip
     cp = context(mesh, LAYOUTS[name])
-    mine = Model(
+    local = Model(
         lambda *qkv: cp.attention(*qkv, **options),
         lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
         lambda x: cp.halo(x, 3, 0, cu_seqlens=offsets)[::2], cp.join,
@@ -382,7 +382,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(mesh: str, name: str) 
     expected, like = jax.value_and_grad(whole.loss)(weights, tokens)
     if mesh.startswith("explicit"):
         weights = jax.device_put(weights, jax.NamedSharding(cp.mesh, P()))
-    loss = jax.jit(jax.value_and_grad(jax.checkpoint(mine.loss)))
-    got, grads = loss(weights, on_mesh(cp, tokens, 1))
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    loss = jax.jit(jax.value_and_grad(jax.checkpoint(local.loss)))
+    actual, grads = loss(weights, on_mesh(cp, tokens, 1))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), grads, like)

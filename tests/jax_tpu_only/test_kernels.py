@@ -121,8 +121,8 @@ def test_vmap() -> None:
 
     grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
     with interpreted():
-        got = jax.block_until_ready(grads(q, k, v, ids, config))
-    for a, b in zip(got, grads(q, k, v, ids, KernelConfig("xla")), strict=True):
+        actual = jax.block_until_ready(grads(q, k, v, ids, config))
+    for a, b in zip(actual, grads(q, k, v, ids, KernelConfig("xla")), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -197,10 +197,10 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
     np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
     for index, outer in ((q_major(kinds).whole(), 0), (k_major(kinds).whole(), 1)):
-        words = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
+        entries = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
         live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda block: block[outer])
-        assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live
-        assert sum(word.is_first for word in words) == sum(word.is_last for word in words)
+        assert [[word.q_block, word.k_block] for word in entries if word.kind > EMPTY] == live
+        assert sum(word.is_first for word in entries) == sum(word.is_last for word in entries)
 
 
 def test_numbers_that_are_not_finite() -> None:

@@ -33,8 +33,8 @@ def results(folder: Path, devices: int, attention: str) -> dict[str, Any]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
     """MaxText's own attention on one device, the same on four, and the ring on four."""
     folder = tmp_path_factory.mktemp("runs")
-    wanted = ((1, "dot_product"), (4, "dot_product"), (4, "ring"))
-    return tuple(results(folder, *arguments) for arguments in wanted)
+    expected = ((1, "dot_product"), (4, "dot_product"), (4, "ring"))
+    return tuple(results(folder, *arguments) for arguments in expected)
 
 
 def numbers(run: dict[str, Any]) -> Any:
@@ -49,12 +49,12 @@ def test_steps_are_those_of_one_device(name: str, runs: tuple[dict[str, Any], ..
     one_device, own, ring = (by_name[name] for by_name in runs)
     assert (one_device["rings"], own["rings"]) == (0, 0)
     assert ring["rings"] > 0
-    expected, baseline, got = (numbers(run) for run in (one_device, own, ring))
+    expected, baseline, actual = (numbers(run) for run in (one_device, own, ring))
     assert expected.shape == (4, 3)
     assert expected[-1, 0] < expected[0, 0] - 1  # it learns
     for column in range(3):
         bad, error, bound = compare(
-            got[:, column], expected[:, column], baseline[:, column], "float32"
+            actual[:, column], expected[:, column], baseline[:, column], "float32"
         )
         assert not bad
         assert error <= bound

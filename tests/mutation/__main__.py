@@ -106,9 +106,9 @@ def _copy(modules: list[str]) -> None:
 def _counted(module: str) -> dict[str, int]:
     """Return how many of a module's mutants ended in which way."""
     outcomes = _outcomes(module).values()
-    words = ("killed", "stopped", "survived", "not reached", "not run")
+    outcome_names = ("killed", "stopped", "survived", "not reached", "not run")
     counts = Counter(outcomes)
-    return {"mutants": counts.total(), **{word: counts[word] for word in words}}
+    return {"mutants": counts.total(), **{word: counts[word] for word in outcome_names}}
 
 
 def _outcomes(module: str) -> dict[str, str]:

@@ -247,12 +247,12 @@ def test_packages_name_the_same_places() -> None:
 @each_package
 def test_siblings_are_pinned_to_this_minor_version(built: Path, name: str) -> None:
     major, minor, _ = PACKAGES[name]["version"].split(".")
-    wanted = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
+    expected = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
     asked = [Requirement(text) for text in metadata(built, name).requires or []]
     siblings = {r.name: r for r in asked if r.name in PACKAGES}
     assert (name == "ring-core") == (not siblings)
     for requirement in siblings.values():
-        assert requirement.specifier == wanted
+        assert requirement.specifier == expected
         assert requirement.url is None
 
 

@@ -59,9 +59,9 @@ OPTIONS = {
 
 
 def _case(name: str, option: Option, dims: tuple[int, int], heads: tuple[int, int]) -> Case:
-    words = name.replace(", ", "-")
+    dashed_name = name.replace(", ", "-")
     base = Case(
-        f"fa4-{words}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "contiguous", 1, LENGTH,
+        f"fa4-{dashed_name}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "contiguous", 1, LENGTH,
         None, 2, heads, dims, "bfloat16",
     )  # fmt: skip
     return replace(base, **option.fields)

@@ -70,12 +70,12 @@ def in_one_graph(_: int, move: Any) -> list[float]:
     replayed = []
     for seed in range(10, 16):
         fresh = _shards(seed)
-        wanted = _both(attend, fresh)
+        expected = _both(attend, fresh)
         with torch.no_grad():
             for static_input, x in zip(held, fresh, strict=True):
                 static_input.copy_(x)
         graph.replay()
-        replayed.append(_differences(results, wanted))
+        replayed.append(_differences(results, expected))
         if seed == 12:  # a longer call moves the memory that peers read
             _both(attend, _shards(seed, 4 * LENGTH))
     return replayed
@@ -109,12 +109,12 @@ def with_segments(_: int) -> list[float]:
     replayed = []
     for seed in range(5, 9):
         fresh, new = _shards(seed), places // (50 * seed)
-        wanted = both(fresh, new)
+        expected = both(fresh, new)
         with torch.no_grad():
             for static_input, x in zip((*held, ids), (*fresh, new), strict=True):
                 static_input.copy_(x)
         graph.replay()
-        replayed.append(_differences(results, wanted))
+        replayed.append(_differences(results, expected))
     return replayed
 
 

@@ -106,7 +106,7 @@ def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
     attend = partial(
         ring_attention, q, k, v, **{"causal": True, "kernel": "fa4", **choices[option]}
     )
-    wanted = attend()
+    expected = attend()
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(attend(), wanted)
+            assert torch.equal(attend(), expected)

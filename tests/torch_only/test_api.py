@@ -43,8 +43,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return torch.tensor(reference.attention(q.numpy(), k.numpy(), v.numpy(), **options)[0])
 
 
-def same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def _round_trip(rank: int, layout: Any, strategy: str) -> None:
@@ -67,8 +67,8 @@ def _round_trip(rank: int, layout: Any, strategy: str) -> None:
         weight.numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True, window=(13, 0)
     )
     for leaf, grad in zip(leaves, grads, strict=False):
-        mine = cp.positions(leaf.shape[1])
-        same(leaf.grad[:, mine], torch.tensor(grad)[:, mine])  # type: ignore[index]
+        local = cp.positions(leaf.shape[1])
+        same(leaf.grad[:, local], torch.tensor(grad)[:, local])  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

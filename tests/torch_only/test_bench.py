@@ -49,14 +49,14 @@ def test_no_speed_without_right_results(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command_line", "message"),
     [
         ("--seq-len 255", "255 is not a positive multiple of 4"),
         ("--ranks 0", "--ranks must be at least 1"),
     ],
 )
-def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split()]) == 2
+def test_mistakes(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *command_line.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -131,16 +131,16 @@ def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command_line", "message"),
     [
         ("--seq-len 0", "--seq-len must be at least 1, got 0"),
         ("--heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
     ],
 )
 def test_mistakes_about_rates(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command_line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *words.split()]
+    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *command_line.split()]
     try:
         code: object = main(arguments)
     except SystemExit as stop:

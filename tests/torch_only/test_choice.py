@@ -86,12 +86,12 @@ MESSAGES, COPIES = ("gather", "p2p"), ("gather", "symm_mem")
 @pytest.mark.parametrize("move", [MESSAGES, COPIES, ("gather", "auto"), ("auto", "symm_mem")])
 def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> None:
     """Every reason is named at once, with what would work instead."""
-    refused, words = UNGATHERED[name]
+    refused, expected_message = UNGATHERED[name]
     with pytest.raises(UnsupportedError) as caught:
         chosen(move, refused)
     message = str(caught.value)
     assert message.startswith(f"strategy '{move[0]}' over transport '")
-    assert words in message
+    assert expected_message in message
     assert ("need CUDA tensors and a nccl group" in message) == (move[1] == "symm_mem")
     assert message.endswith("use strategy='ring' or 'auto' and transport='p2p' or 'auto'")
     for works in (RING, AUTO, ("ring", "auto"), ("auto", "p2p")):
@@ -295,11 +295,11 @@ EQUAL = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_an_equal_value_of_another_type_is_another_call(name: str) -> None:
     """What was prepared for a good value does not let a bad one pass."""
-    good, bad, words = EQUAL[name]
+    good, bad, message = EQUAL[name]
     x = torch.zeros(1, 8, 2, 16)
     call: Any = ring_attention
     call(x, x, x, **{name: good})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         call(x, x, x, **{name: bad})
 
 

@@ -432,10 +432,10 @@ def test_results_are_right_with_each_version(
     for seed in range(3):
         tensors = launch.tensors(seed)
         out, lse = forward(flash, launch, *tensors[:3])
-        wanted = launch.wanted(*tensors[:3])
-        torch.testing.assert_close(out, wanted[0])
+        expected = launch.wanted(*tensors[:3])
+        torch.testing.assert_close(out, expected[0])
         if launch.needs_lse:
-            torch.testing.assert_close(lse, wanted[1])
+            torch.testing.assert_close(lse, expected[1])
         for grad, right in zip(
             backward(flash, launch, tensors), launch.whole(*tensors)[2], strict=True
         ):
@@ -605,13 +605,13 @@ def test_other_versions_refuse_what_has_no_public_function(
     asked: dict[str, bool], mask: Mask, install: Callable[[str], Library]
 ) -> None:
     request = Request("cuda", "bfloat16", 64, 64, grad=True, **asked)
-    for version, wanted in ((KNOWN, []), (UNKNOWN, [KNOWN])):
+    for version, expected in ((KNOWN, []), (UNKNOWN, [KNOWN])):
         install(version)
         assert fa4.FA4.unavailable_reason() is None
         assert fa4.FA4.limits is not None
         reasons = fa4.FA4.limits(request, program(mask))
-        assert len(reasons) == len(wanted)
-        assert all(version in why for version, why in zip(wanted, reasons, strict=True))
+        assert len(reasons) == len(expected)
+        assert all(version in why for version, why in zip(expected, reasons, strict=True))
 
 
 def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Library]) -> None:

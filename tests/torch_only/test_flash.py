@@ -95,11 +95,11 @@ class PlainFlash(FlashLibrary):
             leaves = queries, keys = [x.detach().requires_grad_() for x in parts[:2]]
             with torch.enable_grad():
                 scores, visible = _scores(queries, keys, options)
-            up, mine = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
+            up, local = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
             weights = (scores.detach() - lse[..., rows].unsqueeze(-1)).exp()
             weights = weights.masked_fill(~visible, 0.0)
             dweights = up @ _for_heads(parts[2], q.shape[-2]).transpose(-2, -1)
-            delta = (up * mine).sum(dim=-1, keepdim=True)
+            delta = (up * local).sum(dim=-1, keepdim=True)
             dscores = (weights * (dweights - delta)).masked_fill(~visible, 0.0)
             dq[..., rows, :, :], dk[..., columns, :, :] = torch.autograd.grad(
                 scores, leaves, dscores
@@ -277,8 +277,8 @@ def test_any_item_is_its_dense_mask(
         sums = [torch.ones_like(x) for x in (q, k, v)]
         totals = QueryGrads(sums[0], None), KeyGrads(*sums[1:])
         kernel.grads_into(queries, keys, upstream, item, params, *totals)
-        for got, total, want in zip(grads[:3], sums, expected, strict=True):
-            _same(got, want)
+        for actual, total, want in zip(grads[:3], sums, expected, strict=True):
+            _same(actual, want)
             _same(total, want + 1)
 
 
@@ -386,8 +386,8 @@ def _dense(
     return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(2, dim=2)), lse
 
 
-def _same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+def _same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_documents_is_one_launch() -> None:

@@ -41,10 +41,10 @@ def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def same(got: Tensor, expected: Tensor, what: str) -> None:
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
     scale = float(expected.abs().max())
     torch.testing.assert_close(
-        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -67,15 +67,15 @@ def _matches(rank: int, name: str, kind: str) -> None:
             cp = ContextParallel(group, layout=layout)
             what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
             model.set_attn_implementation(hf.register(f"ring_{strategy}", strategy=strategy))
-            mine, part = run(model, hf.shard_batch(cp, batch, model=model))
+            local, part = run(model, hf.shard_batch(cp, batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
-            same(cp.unshard(mine.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
+            same(cp.unshard(local.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
             same(part, loss, f"loss of {what}")
-            got = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-            assert got.keys() == expected.keys()
+            actual = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+            assert actual.keys() == expected.keys()
             for weight, grad in expected.items():
-                same(got[weight], grad, f"gradient of {weight} of {what}")
+                same(actual[weight], grad, f"gradient of {weight} of {what}")
 
 
 @pytest.mark.nightly(
@@ -194,13 +194,13 @@ def _float32(_: int) -> tuple[float, float]:
     cp, ring = ContextParallel(), build("Llama", hf.register()).float()
     with torch.no_grad():
         plain = build("Llama").float()(**batch, **WHOLE).logits
-        mine = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
-    return float((mine - expected).abs().max()), float((plain - expected).abs().max())
+        local = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
+    return float((local - expected).abs().max()), float((plain - expected).abs().max())
 
 
 def test_float32_is_as_exact_as_without_a_ring(pool: LocalRanks) -> None:
-    for mine, plain in pool.run(_float32):
-        assert mine <= 2 * plain + 1e-6
+    for local, plain in pool.run(_float32):
+        assert local <= 2 * plain + 1e-6
 
 
 def _two_rings(rank: int) -> None:

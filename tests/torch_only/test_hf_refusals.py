@@ -61,7 +61,7 @@ PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "words"),
+    ("batch", "error", "message"),
     [
         ({}, ValueError, "one of input_ids"),
         ({"input_ids": TOKENS, "inputs_embeds": TOKENS}, ValueError, "one of input_ids"),
@@ -87,13 +87,13 @@ PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
         ({"input_ids": TOKENS, "output_attentions": True}, UnsupportedError, "never held"),
     ],
 )  # fmt: skip
-def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
         hf.shard_batch(ContextParallel(), batch, model=ANY)
 
 
-def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
-    with pytest.raises(error, match=words):
+def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
+    with pytest.raises(error, match=message):
         call()
 
 

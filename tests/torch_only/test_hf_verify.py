@@ -165,8 +165,8 @@ def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
 def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) -> None:
     for right, message in two.run(_wrong_hook, kind):
         assert not right
-        words = "its modules agree, and" if kind == "loss join" else "output differs is"
-        assert f"{words} {WRONG[kind][-1]}" in message
+        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
+        assert f"{expected_message} {WRONG[kind][-1]}" in message
 
 
 def unsplit_rows(result: Any) -> Any:
@@ -285,9 +285,9 @@ def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
 def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
     two: LocalRanks, mixer: str, dtype: torch.dtype
 ) -> None:
-    words = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
+    expected_message = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
     for message in two.run(_unknown, mixer, dtype):
-        assert words in message if mixer else not message
+        assert expected_message in message if mixer else not message
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -483,17 +483,19 @@ def test_a_tested_transformers_is_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "numbers documents"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
         ({"input_ids": None}, "must have input_ids"),
     ],
 )
-def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], words: str) -> None:
+def test_what_a_whole_model_cannot_be_given_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     handle = hf.parallelize(build("Llama"), ContextParallel())
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         handle.verify(batch | change)
     with pytest.raises(ValueError, match="batch must be a mapping"):
         handle.verify([batch])  # type: ignore[arg-type]  # wrong on purpose

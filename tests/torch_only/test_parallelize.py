@@ -28,10 +28,10 @@ def pair() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def same(got: Tensor, expected: Tensor, what: str) -> None:
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
     scale = float(expected.detach().abs().max())
     torch.testing.assert_close(
-        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -67,13 +67,13 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
         assert hf.parallelize(model, cp, **way) is handle
         assert list(model.state_dict()) == keys
         for _time in range(2):
-            mine, whole_loss = run(model, batch)
+            local, whole_loss = run(model, batch)
             grads = reduced(model, cp, way["reduction"])
             what = f"{name} {kind} {layout} {way}"
             same(whole_loss, loss, f"loss of {what}")
-            mine = mine if way["logits"] == "gather" else cp.unshard(mine.detach())[:, :LENGTH]
-            assert mine.shape == logits.shape
-            same(mine[real], logits[real], f"logits of {what}")
+            local = local if way["logits"] == "gather" else cp.unshard(local.detach())[:, :LENGTH]
+            assert local.shape == logits.shape
+            same(local[real], logits[real], f"logits of {what}")
             assert grads.keys() == expected.keys()
             for weight, grad in expected.items():
                 same(grads[weight], grad, f"gradient of {weight} of {what}")
@@ -290,10 +290,10 @@ def _wraps_bert(_: int) -> None:
         expected = gradients(model)
         cp = ContextParallel()
         hf.parallelize(model, cp, logits="gather")
-        mine, ring_loss = run(model, model_inputs)
+        local, ring_loss = run(model, model_inputs)
         cp.reduce_gradients(model)
         real = batch["attention_mask"] == 1
-        same(mine[real], logits[real], f"logits of {kind}")
+        same(local[real], logits[real], f"logits of {kind}")
         same(ring_loss, loss, f"loss of {kind}")
         found_all, all_of_them = (
             torch.cat([x.flatten() for x in grads.values()])
@@ -360,16 +360,16 @@ def _documents(_: int) -> None:
     for kind in ("ones", "numbers", "offsets", "ids"):
         mask = hf.shard_batch(cp, stated(kind), model=model)["attention_mask"]
         assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
-        mine, ring_loss = run(model, stated(kind))
-        same(mine, logits, f"logits of {kind}")
+        local, ring_loss = run(model, stated(kind))
+        same(local, logits, f"logits of {kind}")
         same(ring_loss, loss, f"loss of {kind}")
     padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
     expected = run(build("Llama"), batch | WHOLE)[0]
-    mine = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
+    local = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
         batch["labels"].masked_fill(padded == 0, -100)
     )})[0]  # fmt: skip
-    same(mine[:, :35], expected[:, :35], "logits of numbered documents and padding")
+    same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
 
 
 def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
@@ -405,10 +405,10 @@ def _pools(_: int, side: str, reduction: str) -> None:
         assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]  # wrong on purpose
         assert list(model.state_dict()) == keys
         with Wide():
-            mine = model(**model_inputs)
-            loss_of(mine).backward()
-        same(mine.logits, out.logits, "pooled logits")
-        same(loss_of(mine), loss_of(out), "loss")
+            local = model(**model_inputs)
+            loss_of(local).backward()
+        same(local.logits, out.logits, "pooled logits")
+        same(loss_of(local), loss_of(out), "loss")
         grads = reduced(model, cp, reduction)
         assert grads.keys() == expected.keys()
         for weight, grad in grads.items():
@@ -439,10 +439,10 @@ def _routes(_: int, kind: str, reduction: str) -> None:
         cp = ContextParallel()
         hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
         with Wide():
-            mine = model(**batch)
-        mine.loss.backward()
-        same(mine.aux_loss, out.aux_loss, f"router's loss of {name}")
-        same(mine.loss, out.loss, f"loss of {name}")
+            local = model(**batch)
+        local.loss.backward()
+        same(local.aux_loss, out.aux_loss, f"router's loss of {name}")
+        same(local.loss, out.loss, f"loss of {name}")
         grads = reduced(model, cp, reduction)
         assert grads.keys() == expected.keys()
         for weight, grad in grads.items():

@@ -152,23 +152,23 @@ def _bad(rank: int) -> dict[str, tuple[str, str]]:
 def test_bad_arguments_are_named_before_anything_is_sent() -> None:
     with LocalRanks(2) as pool:
         said, _ = pool.run(_bad)
-    for name, (_, _, _, words) in (BAD | REFUSED).items():
+    for name, (_, _, _, message) in (BAD | REFUSED).items():
         kind, text = said[name]
         assert kind == ("UnsupportedError" if name in REFUSED else "ValueError"), name
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             raise ValueError(text)
 
 
 @pytest.mark.parametrize(
-    ("function", "x", "words"),
+    ("function", "x", "message"),
     [
         ("ring_flash_attn_kvpacked_func", torch.zeros(1, 8, 3, H, D), r"kv must be a tensor \[B, T_local, 2, heads, D\]"),
         ("ring_flash_attn_qkvpacked_func", TOKENS, r"qkv must be a tensor \[B, T_local, 3, heads, D\]"),
     ],
 )  # fmt: skip
-def test_packed_shapes(function: str, x: Tensor, words: str) -> None:
+def test_packed_shapes(function: str, x: Tensor, message: str) -> None:
     more = (x,) if "qkv" in function else (BATCHED, x)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         getattr(ring_flash_attn, function)(*more)
 
 

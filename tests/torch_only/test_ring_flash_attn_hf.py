@@ -69,8 +69,8 @@ def _ring(_: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
     model.config._attn_implementation = "flash_attention_2"
     substitute_hf_flash_attn(group, heads_k_stride=1)
     update_ring_flash_attn_params(torch.tensor(DOCUMENTS, dtype=torch.int32), group)
-    mine = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
-    tokens, places, weight = mine
+    local = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
+    tokens, places, weight = local
     logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
     logits.backward(weight)
     return logits.detach(), [x.grad for x in model.parameters()]
@@ -102,8 +102,8 @@ def test_models(pool: LocalRanks, name: str, size: int) -> None:
     """Eager attention takes its softmax in float32, which is all that they differ by."""
     logits, grads = whole(name)
     results = pool.run(_ring, name, size)[:size]
-    got = torch.cat([part for part, _ in results], dim=1)
-    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+    actual = torch.cat([part for part, _ in results], dim=1)
+    torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
     for parts, expected in zip(
         zip(*(part for _, part in results), strict=True), grads, strict=True
     ):

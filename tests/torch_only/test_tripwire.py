@@ -339,8 +339,8 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
-    words = "captured into a CUDA graph are not checked"
-    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=words):
+    message = "captured into a CUDA graph are not checked"
+    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=message):
         attend(0)
 
 

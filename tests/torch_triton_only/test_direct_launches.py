@@ -27,7 +27,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         def launch(*args: Any, **named: Any) -> Any:
             self.asked.append((grid, args, named))
             return SimpleNamespace(
-                run=lambda *got: self.direct.append(got), function=len(self.asked), packed_metadata="packed"
+                run=lambda *actual: self.direct.append(actual), function=len(self.asked), packed_metadata="packed"
             )  # fmt: skip
 
         return launch
@@ -107,7 +107,7 @@ def test_unlike_launches_ask_triton(name: str) -> None:
         direct[1,](*args, **{**same, **named})
     direct[1,](X, None, 7, **same)
     assert len(kernel.asked) == 2
-    assert [got[4] for got in kernel.direct] == [2, 1]
+    assert [actual[4] for actual in kernel.direct] == [2, 1]
 
 
 def test_each_device_has_its_own(state: SimpleNamespace) -> None:
@@ -115,7 +115,7 @@ def test_each_device_has_its_own(state: SimpleNamespace) -> None:
     direct = DirectKernel(kernel)
     for state.device in (0, 1, 0, 1):
         direct[1,](X, None, 7, SIZE=8, ROWS=4)
-    assert len(kernel.asked) == 2 and [got[4] for got in kernel.direct] == [1, 2]
+    assert len(kernel.asked) == 2 and [actual[4] for actual in kernel.direct] == [1, 2]
 
 
 @pytest.mark.usefixtures("state")

@@ -89,9 +89,9 @@ def _check(call: Any, arrays: list[Any]) -> str:
 
     program = jax.jit(both).lower(*arrays).compile()
     expected = reference.attention_grads(*[_inputs()[n] for n in (3, 0, 1, 2)], causal=True)
-    wanted = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
-    for got, exact in zip(program(*arrays), wanted, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+    expected_value = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
+    for actual, exact in zip(program(*arrays), expected_value, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=2e-5)
     return str(program.as_text())
 
 
@@ -192,8 +192,8 @@ def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
         return cp.unshard(cp.attention(*(cp.shard(x) for x in args), causal=True, **dropout))
 
     program = jax.jit(call).lower(*arrays).compile()
-    wanted = reference.attention(q, k, v, causal=True, **dropout)[0]
-    np.testing.assert_allclose(program(*arrays), wanted, rtol=2e-5, atol=2e-5)
+    expected = reference.attention(q, k, v, causal=True, **dropout)[0]
+    np.testing.assert_allclose(program(*arrays), expected, rtol=2e-5, atol=2e-5)
     assert _travelled(str(program.as_text()), mesh) == {"cp"}
 
 

@@ -70,10 +70,10 @@ def _grads(attend: Attend, *x: Any) -> Any:
 
 def _compared(attend: Attend) -> None:
     x = _inputs()
-    for got, expected in zip(
+    for actual, expected in zip(
         *map(jax.tree.leaves, (_grads(attend, *x), _grads(_by_hand, *x))), strict=True
     ):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def _global(cp: ContextParallel, **options: Any) -> Attend:

@@ -51,10 +51,10 @@ def test_a_dense_mask_is_exact(
         return jnp.sum(out**2), out
 
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
-    for got, expected in zip(
+    for actual, expected in zip(
         *(jax.tree.leaves(run(qkv, mask, x)) for x in (KERNEL, "xla")), strict=True
     ):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nightly(unless=["shape1"])

@@ -52,8 +52,8 @@ def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned:
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
     with interpreted():
-        got = jax.block_until_ready(run(qkv, pallas))
-    for ours, expected in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+        actual = jax.block_until_ready(run(qkv, pallas))
+    for ours, expected in zip(*map(jax.tree.leaves, (actual, run(qkv, "xla"))), strict=True):
         assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 

@@ -120,9 +120,9 @@ def test_pieces_are_all_blocks_in_order(
 
 def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list[int]]]) -> None:
     """A piece's list; what it visits is added to ``blocks_by_batch``."""
-    words, steps = walk.piece(jnp.int32(n))
-    assert words.size <= block_index._MAX_WORDS
-    for row, seen in zip(np.asarray(words), blocks_by_batch, strict=True):
+    entries, steps = walk.piece(jnp.int32(n))
+    assert entries.size <= block_index._MAX_WORDS
+    for row, seen in zip(np.asarray(entries), blocks_by_batch, strict=True):
         visits = [unpack(word) for word in row[: int(steps)]]
         assert sum(visit.is_first for visit in visits) == sum(visit.is_last for visit in visits)
         places = [[int(visit.q_block), int(visit.k_block)] for visit in visits]

@@ -62,10 +62,10 @@ def _keeps(rank: int, kept: Any) -> None:
     own = _objective(model, batch, kept)
     cp.reduce_gradients(model)
     handle.remove()
-    for mine, x in zip(own, expected, strict=True):
+    for local, x in zip(own, expected, strict=True):
         real = batch["attention_mask"][:, -x.shape[1] :] == 1
         shown = real if isinstance(kept, int) else slice(None)
-        torch.testing.assert_close(mine[shown], x[shown], rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(local[shown], x[shown], rtol=1e-9, atol=1e-10)
     for name, x in model.named_parameters():
         atol = 1e-9 * float(grads[name].abs().max()) + 1e-12
         torch.testing.assert_close(x.grad, grads[name], rtol=1e-8, atol=atol)

@@ -103,7 +103,7 @@ def test_every_float_has_its_graph(name: str, pool: LocalRanks) -> None:
 def _refused(_: int) -> list[str]:
     torch._dynamo.reset()
     x = torch.ones(1, 8, 2, 8)
-    words = []
+    texts = []
     for options in (
         {"window": 3}, {"window": (-1, 0)}, {"chunk_size": 0}, {"cu_seqlens": torch.tensor([0, 5])},
         {"mask": Mask(causal=True), "causal": True}, {"dropout_p": 0.1}, {"mask": "causal"},
@@ -115,14 +115,14 @@ def _refused(_: int) -> list[str]:
         )  # fmt: skip
         with pytest.raises(Exception, match=r"must be|must end|mask was given|needs") as error:
             compiled()
-        words.append(str(error.value))
-    return words
+        texts.append(str(error.value))
+    return texts
 
 
 def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
-    for words in pool.run(_refused):
+    for expected_message in pool.run(_refused):
         for message, name in zip(
-            words,
+            expected_message,
             ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p", "mask"],
             strict=True,
         ):

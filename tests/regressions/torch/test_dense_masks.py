@@ -126,7 +126,7 @@ def test_it_may_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"),
+    ("mask", "message"),
     [
         (torch.zeros(T, T), "array of booleans, got one of float32"),
         (torch.ones(T, T, dtype=torch.int32), "array of booleans, got one of int32"),
@@ -136,14 +136,14 @@ def test_it_may_be_changed_in_place() -> None:
         (torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
     ],
 )
-def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
+def test_what_is_no_such_mask_is_refused(mask: Tensor, message: str) -> None:
     qkv, _, _ = _given((T, T))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         ring_attention(*qkv, mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("bias", "words"),
+    ("bias", "message"),
     [
         ([0.0], "bias must be a torch.Tensor"),
         (torch.zeros(T, T), "bias must have shape"),
@@ -153,11 +153,11 @@ def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
         (torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
     ],
 )
-def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, words: str) -> None:
+def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, message: str) -> None:
     qkv, mask, _ = _given((T, T))
     options: list[dict[str, Any]] = [{}, {"mask": mask}]
     for kwargs in options:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             ring_attention(*qkv, bias=bias, **kwargs)
 
 

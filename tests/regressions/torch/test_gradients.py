@@ -58,13 +58,13 @@ def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wanted", "compiled"),
+    ("strategy", "expected", "compiled"),
     list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
 )
 def test_lse_takes_fast_kernels_until_it_has_a_gradient(
-    strategy: str, wanted: tuple[bool, bool], compiled: bool, pool: LocalRanks
+    strategy: str, expected: tuple[bool, bool], compiled: bool, pool: LocalRanks
 ) -> None:
-    pool.run(_found, strategy, *wanted, compiled)
+    pool.run(_found, strategy, *expected, compiled)
 
 
 def _on_one_rank(rank: int) -> None:

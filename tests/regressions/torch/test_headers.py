@@ -90,8 +90,8 @@ def _named(rank: int, name: str) -> str:
 @pytest.mark.parametrize("name", ["documents", "many documents", "a mask's documents", "chunks"])
 def test_equally_many_are_told_apart(name: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_named, name):
-            assert ("chunks is" if name == "chunks" else "cu_seqlens is") in words
+        for message in pool.run(_named, name):
+            assert ("chunks is" if name == "chunks" else "cu_seqlens is") in message
 
 
 def _on_stream(rank: int, what: str) -> str:
@@ -109,8 +109,8 @@ def _on_stream(rank: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
 def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_on_stream, what):
-            assert (words == "the same") == (what == "nothing")
+        for message in pool.run(_on_stream, what):
+            assert (message == "the same") == (what == "nothing")
 
 
 def _unlike(rank: int, strategy: str) -> str:
@@ -123,9 +123,9 @@ def _unlike(rank: int, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_unlike_shards_are_told_how_to_be_padded(strategy: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_unlike, strategy):
-            assert "pad every shard to the longest" in words
-            assert "negative segment_ids" in words
+        for message in pool.run(_unlike, strategy):
+            assert "pad every shard to the longest" in message
+            assert "negative segment_ids" in message
 
 
 @pytest.mark.parametrize("shape", [[2, 8, 2, 8, "float32"], [1, 8, 4, 8, "float32"]])

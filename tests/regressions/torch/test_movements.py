@@ -62,7 +62,7 @@ def _weighted(move: Move, rank: int) -> Move:
 def _second(rank: int, name: str, layout: LayoutSpec) -> None:
     """A gradient penalty and a product with the Hessian, against whole sequences."""
     cp = ContextParallel(layout=layout)
-    mine, of_whole = MOVES[name]
+    local, of_whole = MOVES[name]
     whole = numbers(0, 1, T, 2).requires_grad_()
     # The loss of all ranks, which every rank computes from whole sequences.
     of_rank = _weighted(of_whole(cp), rank)(whole)
@@ -72,7 +72,7 @@ def _second(rank: int, name: str, layout: LayoutSpec) -> None:
     (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # of the sum's square
     dist.all_reduce(penalty)
     x = cp.shard(whole.detach()).requires_grad_()
-    loss = _weighted(mine(cp), rank)
+    loss = _weighted(local(cp), rank)
     (own,) = torch.autograd.grad(loss(x), x, create_graph=True)
     torch.testing.assert_close(own.detach(), cp.shard(total))
     (second_grad,) = torch.autograd.grad(own.square().sum(), x)

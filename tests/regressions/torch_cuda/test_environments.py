@@ -61,10 +61,10 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
         expected = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
-    mine = [cp.shard(x).requires_grad_() for x in qkv]
-    results = cp.attention(*mine, causal=True, **options)
-    got = (results, *torch.autograd.grad(results, mine, cp.shard(dout)))
-    for x, y in zip(got, expected, strict=True):
+    local = [cp.shard(x).requires_grad_() for x in qkv]
+    results = cp.attention(*local, causal=True, **options)
+    actual = (results, *torch.autograd.grad(results, local, cp.shard(dout)))
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), **CLOSE)
 
 
@@ -87,11 +87,11 @@ def test_inference_before_training(pool: LocalRanks, length: str, move: Any) -> 
 
 
 def _elsewhere(rank: int, length: int, move: Any, kernel: str) -> None:
-    mine = torch.device("cuda", rank)
+    local = torch.device("cuda", rank)
     cp = ContextParallel(_new_group())
     torch.cuda.set_device(1 - rank)
     try:
-        _check(cp, length, mine, **move, kernel=kernel)
+        _check(cp, length, local, **move, kernel=kernel)
         assert torch.cuda.current_device() == 1 - rank
     finally:
         torch.cuda.set_device(rank)
