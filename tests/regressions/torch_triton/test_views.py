@@ -116,7 +116,7 @@ PASSES: dict[str, Callable[..., Any]] = {
     "sinks of rows": lambda view: memory_ops.sink_grads_on_gpu(
         torch.zeros(3), torch.zeros(ROWS), view(torch.zeros(ROWS))
     ),
-    "pack": lambda view: memory_ops.pack_on_gpu(
+    "pack": lambda view: memory_ops.pack_kv_on_gpu(
         view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)
     ),
 }

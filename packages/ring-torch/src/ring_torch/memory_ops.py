@@ -133,7 +133,7 @@ def bias_shift_on_gpu(
     _assert_unit_strides(bias, *(ids or ()))
     q_ids, k_ids = (None, None) if ids is None else ids
     if shift.numel() > 0:
-        _largest[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
+        _largest_bias[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
             bias, start, stop, q_ids, k_ids, shift, rows, columns,
             bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
             *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
@@ -142,7 +142,7 @@ def bias_shift_on_gpu(
     return shift
 
 
-def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor) -> None:
+def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor) -> None:
     """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor.
 
     That is ``packed [B, n, K * (D + Dv)]``, contiguous in its last dimension. The heads of a token
@@ -152,7 +152,7 @@ def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor) -> None:
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
     if packed.numel() > 0:
-        _pack[(tokens, batch)](
+        _pack_token[(tokens, batch)](
             k, v, packed, *k.stride()[:2], *v.stride()[:2], *packed.stride()[:2],
             K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)),
         )  # fmt: skip
@@ -183,7 +183,7 @@ def _assert_unit_strides(*tensors: Tensor) -> None:
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack(
+def _pack_token(
     k, v, packed, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +229,7 @@ def _add(
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(
+def _largest_bias(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -277,9 +277,9 @@ def write_keys(
     """
     own_k, own_v = inputs.k[:, span], inputs.v[:, span]
     if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
-        from ring_torch.memory_ops import pack_on_gpu
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(own_k, own_v, message[0])
+        pack_kv_on_gpu(own_k, own_v, message[0])
     else:
         k, v = keys.split(message[0])
         k.copy_(own_k)
