@@ -48,7 +48,7 @@ def check_traffic(
     size = call.plan.cp_size
     if call.axis_name is None or size == 1:
         return
-    moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+    moved = sum(_bytes_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
     if direction == "forward" and inputs.bias_shift is not None:
         # The shift of a bias needs the segment ids of all keys, see bias_shift.
         expected += size * (size - 1) * nbytes(inputs.k_ids)
@@ -60,7 +60,7 @@ def check_traffic(
         )
 
 
-def _moved(jaxpr: Any, size: int) -> Iterator[int]:
+def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -78,7 +78,7 @@ def _moved(jaxpr: Any, size: int) -> Iterator[int]:
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _moved(getattr(inner, "jaxpr", inner), size)
+                yield from _bytes_moved(getattr(inner, "jaxpr", inner), size)
 
 
 def start_clock(

@@ -278,9 +278,9 @@ def write_keys(
     """
     own_k, own_v = inputs.k[:, span], inputs.v[:, span]
     if message[0].is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_on_gpu
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(own_k, own_v, message[0])
+        pack_kv_on_gpu(own_k, own_v, message[0])
     else:
         k, v = keys.split(message[0])
         k.copy_(own_k)
@@ -297,9 +297,9 @@ def put_key_grads(
     assert not sums.head_major
     (packed,) = sums.parts(flat, length, span)
     if flat.is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_on_gpu
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(dk, dv, packed, add=add)
+        pack_kv_on_gpu(dk, dv, packed, add=add)
     else:
         _put(sums.keys, dk, dv, packed, add=add)
 
