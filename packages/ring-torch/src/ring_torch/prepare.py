@@ -41,7 +41,7 @@ from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, resolve, strategy_names
 from ring_torch.transports import transport_names
-from ring_torch.tripwire import checked_every, number_checked
+from ring_torch.check_settings import checked_every, number_checked
 
 _LONGEST = 48  # characters of a list of numbers in an error message
 _QKV = ("q", "k", "v")
