@@ -27,8 +27,8 @@ from ring_torch.compiled.static import (
 from ring_torch.derivatives import refuse_batch
 from ring_torch.movement.methods import (
     Halo,
-    check_of,
     check_halo,
+    check_of,
     check_shift,
     halo_ids_of,
     meeting_of,
@@ -64,7 +64,7 @@ def shift_in_graph(
         to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     text = _text((group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
-    moved, _ = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0, None)
+    moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0, None)[0]
     return moved
 
 
@@ -123,7 +123,7 @@ def relayout_in_graph(
         to_json(tokens if states_tokens else None, [], numbers), seq_len is not None,
     ]  # fmt: skip
     text = _text(groups, "relayout", fields, index(dim % x.ndim), _needs_grad(x))
-    moved, _ = move(x, [], numbers, text, tokens, 0, None)
+    moved: Tensor = move(x, [], numbers, text, tokens, 0, None)[0]
     return moved
 
 
