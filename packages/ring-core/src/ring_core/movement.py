@@ -238,7 +238,7 @@ class Movement:
 
         >>> from ring_core import Layout
         >>> shift(Layout("zigzag", seq_len=16, cp_size=2), 1).traffic(0)
-        (1, 2)
+        (1, 1)
         """
         source_is_own, target_is_own = self.source.rank == rank, self.target.rank == rank
 
