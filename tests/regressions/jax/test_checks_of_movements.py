@@ -113,7 +113,8 @@ def test_replicated_shards_pass() -> None:
     mesh = jax.make_mesh((SIZE,), ("cp",))
 
     def local(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda x: (ring_jax.shift(x, 1, axis_name="cp") ** 2).sum())(x)
+        grad: jax.Array = jax.grad(lambda x: (ring_jax.shift(x, 1, axis_name="cp") ** 2).sum())(x)
+        return grad
 
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))
     x = jnp.ones((1, 5))

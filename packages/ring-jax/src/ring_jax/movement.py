@@ -206,8 +206,21 @@ def relayout(
     """
     dim, place = _place(x, dim, axis_name, layout, seq_len)
     make = Layout if seq_len is None else Layout.padded
-    movement = relayout_movement(place, make(check_layout(to), place.seq_len, place.cp_size))
-    return _moved(x, dim, movement, axis_name, place, 0)
+    target = make(check_layout(to), place.seq_len, place.cp_size)
+    return relaid(x, layout=place, to=target, axis_name=axis_name, dim=dim)
+
+
+def relaid(x: Array, *, layout: Layout, to: Layout, axis_name: Hashable | None, dim: int) -> Array:
+    """Return this device's tokens in another layout of the same sequence.
+
+    Args:
+        x: ``[..., T_local, ...]``, of any dtype.
+        layout: The layout that it has, with any padding.
+        to: The layout that it gets, likewise.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        dim: Dimension of the sequence, not negative.
+    """
+    return _moved(x, dim, relayout_movement(layout, to), axis_name, layout, 0)
 
 
 def check_shift(x: Array, n: object, fill: object) -> None:
