@@ -16,7 +16,7 @@ import torch
 
 import ring_torch
 from ring_core.programs import ring as ring_module
-from ring_torch import RankMismatchError, WrongResultError
+from ring_torch import RankMismatchError, WrongResultError, check_settings, watch
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.kernels.eager import EagerKernel
@@ -25,7 +25,7 @@ from ring_torch.payload import HeadGroups
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
-from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic
+from ring_torch.tripwire import traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -338,7 +338,7 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
+    monkeypatch.setattr(check_settings, "is_capturing", lambda: True)
     message = "captured into a CUDA graph are not checked"
     with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=message):
         attend(0)
@@ -348,7 +348,7 @@ def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tripwire_traffic, "peak_tflops", lambda _: 989.5)
     with ring_torch.check():
         attend(0)  # a CPU is slower than that
-        monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)
+        monkeypatch.setattr(watch.Watch, "seconds", 1e-12)
         with pytest.raises(WrongResultError, match="TFLOP/s, and the device has 990"):
             attend(0)
 
