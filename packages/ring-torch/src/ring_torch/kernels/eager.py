@@ -371,7 +371,8 @@ def dropout_keep(
     device = index.device
     groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
-    h = (torch.arange(heads, device=device) if isinstance(heads, int) else heads).view(1, -1, 1, 1)
+    h = torch.arange(heads, device=device) if isinstance(heads, int) else heads.long()
+    h = h.view(1, -1, 1, 1)
     random_words = torch.stack(
         _random_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1
     )
