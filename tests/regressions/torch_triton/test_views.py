@@ -12,7 +12,7 @@ from torch import Tensor
 from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
 
 from ring_core import KernelConfig
-from ring_torch import autograd, memory_ops, prepare
+from ring_torch import autograd, memory_ops, merge_ops, prepare
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
@@ -95,17 +95,17 @@ def test_passes_over_memory(view: str) -> None:
     weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
     merged = weights[0] * acc + weights[1] * y
     total = torch.logaddexp(acc_lse, lse)
-    memory_ops.merge_on_gpu(acc, acc_lse, y, lse)
+    merge_ops.merge_on_gpu(acc, acc_lse, y, lse)
     torch.testing.assert_close(acc, merged)
     torch.testing.assert_close(acc_lse, total)
 
 
 WIDE, ROWS = (2, 32, 3, 8), (2, 3, 32)
 PASSES: dict[str, Callable[..., Any]] = {
-    "merge": lambda view: memory_ops.merge_on_gpu(
+    "merge": lambda view: merge_ops.merge_on_gpu(
         torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(WIDE)), torch.zeros(ROWS)
     ),
-    "merge lse": lambda view: memory_ops.merge_on_gpu(
+    "merge lse": lambda view: merge_ops.merge_on_gpu(
         torch.zeros(WIDE), torch.zeros(ROWS), torch.zeros(WIDE), view(torch.zeros(ROWS))
     ),
     "mark": lambda view: memory_ops.mark_on_gpu(torch.zeros(WIDE), view(torch.zeros(ROWS))),

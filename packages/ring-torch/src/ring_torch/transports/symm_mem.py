@@ -42,7 +42,8 @@ def _open(spec: SessionSpec) -> GatherSession:
         else 0
     )
     digest = signature.as_int64(spec.number, spec.seed)
-    if gather.own and fits_one_kernel(spec.plan, keys, spec.groups, gather.splits, gather.tile):
+    splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
+    if fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, grad_bytes, digest)
