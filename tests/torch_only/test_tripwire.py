@@ -16,7 +16,7 @@ import torch
 
 import ring_torch
 from ring_core.programs import ring as ring_module
-from ring_torch import RankMismatchError, WrongResultError
+from ring_torch import RankMismatchError, WrongResultError, check_settings, watch
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.kernels.eager import EagerKernel
@@ -25,7 +25,7 @@ from ring_torch.payload import HeadGroups
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
-from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic
+from ring_torch.tripwire import traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -254,8 +254,25 @@ def test_the_error_names_the_entry(backend: Any) -> None:
 def test_right_calls_pass(strategy: str, backend: Any) -> None:
     layout = "contiguous" if strategy == "balanced" else "zigzag"
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kernel": "auto"}
-    options |= {"sinks": None} if strategy == "ulysses" else {}
     backend.pool(2).run(right_calls, options)
+
+
+@pytest.mark.parametrize("bias_heads", [1, 4])
+def test_right_calls_that_trade_all_there_is_pass(bias_heads: int, backend: Any) -> None:
+    """Over three ranks, which divide neither the query heads nor the K/V heads."""
+    backend.pool(SIZE).run(all_traded, bias_heads)
+
+
+def all_traded(rank: int, bias_heads: int) -> None:
+    """Bytes of a bias, its shift and its gradient, of segment ids and of padding are counted."""
+    generator = torch.Generator().manual_seed(rank)
+    bias = torch.randn(1, bias_heads, 12, 36, generator=generator).requires_grad_()
+    ids = (torch.arange(12).expand(2, 12) // 5).int()
+    options: Any = {"strategy": "ulysses", "layout": "zigzag", "segment_ids": ids}
+    with ring_torch.check():
+        for sinks in (None, torch.zeros(4)):
+            attend(rank, sinks=sinks, bias=bias, dropout_p=0.2, dropout_seed=5, **options)
+            attend(rank, sinks=sinks, bias=bias.detach(), return_lse=True, **options)
 
 
 @pytest.mark.nightly(unless=["groups0"])
@@ -338,7 +355,7 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
+    monkeypatch.setattr(check_settings, "is_capturing", lambda: True)
     message = "captured into a CUDA graph are not checked"
     with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=message):
         attend(0)
@@ -348,7 +365,7 @@ def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tripwire_traffic, "peak_tflops", lambda _: 989.5)
     with ring_torch.check():
         attend(0)  # a CPU is slower than that
-        monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)
+        monkeypatch.setattr(watch.Watch, "seconds", 1e-12)
         with pytest.raises(WrongResultError, match="TFLOP/s, and the device has 990"):
             attend(0)
 

@@ -166,6 +166,10 @@ class _Runs(NamedTuple):
         """Return the runs of one rank."""
         return self.take(self.rank == rank)
 
+    def positions(self) -> Ints:
+        """Return the position of each row, run by run."""
+        return np.repeat(self.start, self.length) + self.stride * _counts_up(self.length)
+
     def take(self, index: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
         """Return some of the runs."""
         rank, local, length, start = (x[index] for x in self[:4])
@@ -226,6 +230,28 @@ class Movement:
         pack = pack._replace(target=_starts(pack.length), target_step=1)
         unpack = unpack._replace(source=_starts(unpack.length), source_step=1)
         return Exchange(local, pack, unpack, sent, received)
+
+    def traffic(self, rank: int) -> tuple[int, int]:
+        """Count the rows that leave a rank and those that arrive at it, position by position.
+
+        No intersection of runs takes part: :meth:`exchange` has to agree.
+
+        >>> from ring_core import Layout
+        >>> shift(Layout("zigzag", seq_len=16, cp_size=2), 1).traffic(0)
+        (1, 1)
+        """
+        source_is_own, target_is_own = self.source.rank == rank, self.target.rank == rank
+
+        def count(source: _Runs, target: _Runs) -> int:
+            wanted = target.positions()
+            if self.allowed is not None:
+                wanted = wanted[np.isin(wanted, self.allowed.positions())]
+            return int(np.isin(wanted, source.positions()).sum())
+
+        return (
+            count(self.source.take(source_is_own), self.target.take(~target_is_own)),
+            count(self.source.take(~source_is_own), self.target.take(target_is_own)),
+        )
 
     def _allowed(self, runs: _Runs) -> _Runs:
         """Return the parts of runs whose positions may move."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import Any, ClassVar, Literal, Unpack, cast, overload
 
 import jax
@@ -262,9 +264,8 @@ class ContextParallel:
 
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
-            UnsupportedError: ``to`` is over another axis or mesh, and ``seq_len`` is given; or over
-                other devices, or over the same in another order, inside ``jax.vmap`` or
-                ``jax.jit``, whose programs run on one list of devices.
+            UnsupportedError: ``to`` is over other devices, or over the same in another order,
+                inside ``jax.vmap`` or ``jax.jit``, whose programs run on one list of devices.
 
         Example::
 
@@ -272,29 +273,32 @@ class ContextParallel:
             x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
         dim = self._check_move(x, dim, seq_len)
-        if isinstance(to, ContextParallel) and (to.mesh, to.axis_name) != (
-            self.mesh, self.axis_name,
-        ):  # fmt: skip
-            if seq_len is not None:
-                raise UnsupportedError(
-                    "relayout to another axis or mesh takes no seq_len. Instead: "
-                    "to.shard(cp.unshard(x, seq_len=T), pad=True)"
-                )
-            return self._relayout_over(x, to, dim)
-        layout = to.layout if isinstance(to, ContextParallel) else check_layout(to)
-        if seq_len is None:
-            Layout(layout, x.shape[dim], self.cp_size)
-        spec, options = self._spec(x, dim), {"to": layout, "seq_len": seq_len}
-        return cast("Array", self._over_shards(movement.relayout, x, dim, options, spec, spec))
+        source = self.layout_of(x.shape[dim])
+        if seq_len is not None:
+            source = Layout.padded(self.layout, seq_len, self.cp_size)
+        if not isinstance(to, ContextParallel):
+            make = Layout if seq_len is None else Layout.padded
+            target = make(check_layout(to), source.seq_len, self.cp_size)
+            return self._relaid(x, source, target, dim)
+        target = to.layout_of(source.seq_len, pad=seq_len is not None)
+        if (to.mesh, to.axis_name) == (self.mesh, self.axis_name):
+            return self._relaid(x, source, target, dim)
+        return self._relayout_over(x, to, dim, source, target)
 
-    def _relayout_over(self, x: Array, to: ContextParallel, dim: int) -> Array:
+    def _relaid(self, x: Array, source: Layout, target: Layout, dim: int) -> Array:
+        """Return an array in another layout over this axis."""
+        spec, options = self._spec(x, dim), {"layout": source, "to": target}
+        return cast("Array", self._over_shards(movement.relaid, x, dim, options, spec, spec))
+
+    def _relayout_over(
+        self, x: Array, to: ContextParallel, dim: int, source: Layout, target: Layout
+    ) -> Array:
         """Return an array in the layout of another axis or mesh.
 
         Devices exchange rows until each piece is one of a device there, and the pieces move. Where
         the numbers of devices differ, pieces of consecutive tokens do, and devices there exchange
         rows.
         """
-        to.layout_of(x.shape[dim])
         is_elsewhere = devices_of(to.mesh) != devices_of(self.mesh)
         if is_elsewhere and isinstance(x, jax.core.Tracer) and x.to_concrete_value() is None:
             raise UnsupportedError(
@@ -303,16 +307,19 @@ class ContextParallel:
                 f"between two jitted functions; or make both meshes of the same devices in the same "
                 f"order"
             )
-        layout: LayoutSpec = to.layout if to.cp_size == self.cp_size else "contiguous"
-        pieces = self.relayout(x, to=layout, dim=dim)
+        is_same_size = to.cp_size == self.cp_size
+        # Padded so that both numbers of devices divide it.
+        unit = lcm(self.cp_size, to.cp_size)
+        pad_to = -(-source.seq_len // unit) * unit
+        between = Layout("contiguous", source.seq_len, self.cp_size, pad_to)
+        pieces = self._relaid(x, source, target if is_same_size else between, dim)
         if to.mesh == self.mesh:
             moved = split(pieces, to.mesh, dim, to.axis_name)
         else:
             moved = transfer(pieces, to.mesh, dim, to.axis_name)
-        if layout == to.layout:
+        if is_same_size:
             return moved
-        to_contiguous = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
-        return to_contiguous.relayout(moved, to=to.layout, dim=dim)
+        return to._relaid(moved, replace(between, cp_size=to.cp_size), target, dim)
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.

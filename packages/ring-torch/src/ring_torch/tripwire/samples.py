@@ -34,9 +34,8 @@ from ring_torch.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_torch.tripwire.traffic import CheckedPass, Watch
-
-_NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
+from ring_torch.tripwire.traffic import CheckedPass
+from ring_torch.watch import Watch, shared_findings
 
 #: Result of the call, exact result, plain result and root of the summed squares of terms that were
 #: rounded, ``[4, H, D]`` each, and a bound of each row's terms ``[4]``: input of ``SampledRows``.
@@ -214,13 +213,9 @@ class Sample(NamedTuple):
     def agree(self, messages: list[str], pass_name: str) -> str | None:
         """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
         call, ranks = self.call, self.call.ranks
-        note = "; ".join(messages).encode()[:_NOTE].ljust(_NOTE, b"\0")
-        local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
-        by_rank = exchange(ranks, [[local] * ranks.size], call.device)[0]
-        notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
-        if not any(notes):
+        lines = shared_findings(ranks, messages, call.device)
+        if lines is None:
             return None
-        lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(notes) if text)
         return (
             f"call {call.checked} ({pass_name}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
