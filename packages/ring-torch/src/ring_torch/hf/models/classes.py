@@ -393,7 +393,8 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
         yield lacks(name_of(model), f"argument {name}")
     for submodel in (model.get_encoder(), model.get_decoder()):
         if any(
-            _COUNTER not in names_in_forward(type(x)) for x in filter(_only_counts_positions, submodel.modules())
+            _COUNTER not in names_in_forward(type(x))
+            for x in filter(_only_counts_positions, submodel.modules())
         ):
             yield lacks(type(submodel).__name__, f"module that calls its {_COUNTER}")
         if "position_ids" not in parameters_of(type(submodel)) and not any(
