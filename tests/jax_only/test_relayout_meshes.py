@@ -20,8 +20,8 @@ T = 48
 def mesh(
     devices: list[int], shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType
 ) -> Mesh:
-    every = np.array(jax.devices())[devices].reshape(shape)
-    return Mesh(every, names, axis_types=(kind,) * len(shape))
+    grid = np.array(jax.devices())[devices].reshape(shape)
+    return Mesh(grid, names, axis_types=(kind,) * len(shape))
 
 
 FOUR = ([0, 1, 2, 3], (4,), ("cp",), "cp")
@@ -45,11 +45,11 @@ LAYOUTS: dict[str, tuple[LayoutSpec, LayoutSpec]] = {
 
 
 def contexts(name: str, layouts: str, kind: AxisType) -> tuple[ContextParallel, ContextParallel]:
-    one, other = MESHES[name]
+    source, target = MESHES[name]
     layout, to = LAYOUTS[layouts]
     return (
-        ContextParallel(mesh(one[0], one[1], one[2], kind), one[3], layout=layout),
-        ContextParallel(mesh(other[0], other[1], other[2], kind), other[3], layout=to),
+        ContextParallel(mesh(source[0], source[1], source[2], kind), source[3], layout=layout),
+        ContextParallel(mesh(target[0], target[1], target[2], kind), target[3], layout=to),
     )
 
 

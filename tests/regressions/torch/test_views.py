@@ -56,15 +56,15 @@ def _wrong(
     rank: int, size: int, kernel: str, options: dict[str, Any], some: list[Entry], compiled: bool
 ) -> list[str]:
     """What is wrong, of which tensors and views."""
-    found, known = list[str](), Known()
+    errors, known = list[str](), Known()
     with chosen(kernel) as named:
         for entry in some:
-            given = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
+            call = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
             wrong = differences(
-                given, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
+                call, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
             )
-            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return found
+            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
+    return errors
 
 
 def _options(kernel: str, way: str) -> list[str]:
@@ -79,8 +79,8 @@ def _options(kernel: str, way: str) -> list[str]:
 def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
     size, options = WAYS[way]
     some = entries(_options(kernel, way), part, PARTS, turn=list(WAYS).index(way))
-    found = backend.pool(size).run(_wrong, size, kernel, options, some, False)
-    assert found == [[]] * size
+    errors = backend.pool(size).run(_wrong, size, kernel, options, some, False)
+    assert errors == [[]] * size
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
             for entry in entries(_options(kernel, way), part, PARTS, turn)
         ]
         for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            found = [entry[which] for entry in some]
-            assert all(found.count(name) >= 2 for name in names)
+            shares = [entry[which] for entry in some]
+            assert all(shares.count(name) >= 2 for name in names)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -141,9 +141,9 @@ def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.Monk
     for name, tensors in (("forward", 3), ("backward", 4)):
         method = getattr(PlainFlash, name)
 
-        def spy(self: Any, *given: Any, method: Any = method, tensors: int = tensors) -> Any:
-            read.append(tuple(x.data_ptr() for x in given[:tensors]))
-            return method(self, *given)
+        def spy(self: Any, *args: Any, method: Any = method, tensors: int = tensors) -> Any:
+            read.append(tuple(x.data_ptr() for x in args[:tensors]))
+            return method(self, *args)
 
         monkeypatch.setattr(PlainFlash, name, spy)
     x = made(0, 1)
@@ -181,9 +181,9 @@ def test_accumulators_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     grads_into = EagerKernel.grads_into
 
-    def spy(self: Any, *given: Any) -> None:
-        seen.extend(x for grads in given[-2:] for x in grads if x is not None)
-        grads_into(self, *given)
+    def spy(self: Any, *args: Any) -> None:
+        seen.extend(x for grads in args[-2:] for x in grads if x is not None)
+        grads_into(self, *args)
 
     monkeypatch.setattr(EagerKernel, "grads_into", spy)
     x = made(0, 1)

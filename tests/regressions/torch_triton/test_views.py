@@ -12,7 +12,7 @@ from torch import Tensor
 from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, made, strided
 
 from ring_core import KernelConfig
-from ring_torch import autograd, memory_ops, prepare
+from ring_torch import autograd, memory_ops, merge_ops, prepare
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
@@ -39,7 +39,7 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
 
 def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:
     """What is wrong, of which tensors and views; passes over memory are kernels, too."""
-    found, known = list[str](), Known()
+    errors, known = list[str](), Known()
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
@@ -49,10 +49,10 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
             batch = 2 if size == 1 else 1  # interpreted programs take their time
             x = made(rank, size, batch=batch, length=16, heads=(2, 2), dtype=torch.float32)
             config = KernelConfig("triton", block_q=16, block_k=16)
-            given = Given.of(entry, x, {"causal": True, "kernel": config, **options})
-            wrong = differences(given, known=known, rtol=1e-5, atol=1e-5)
-            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return found
+            call = Given.of(entry, x, {"causal": True, "kernel": config, **options})
+            wrong = differences(call, known=known, rtol=1e-5, atol=1e-5)
+            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
+    return errors
 
 
 def _entries(way: str, part: int) -> list[Entry]:
@@ -73,8 +73,8 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
     for part in range(PARTS):
         some = [entry for way in WAYS for entry in _entries(way, part)]
         for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            found = [entry[which] for entry in some]
-            assert all(found.count(name) >= 2 for name in names), (part, found)
+            shares = [entry[which] for entry in some]
+            assert all(shares.count(name) >= 2 for name in names), (part, shares)
 
 
 # Blocks of rows are whole: of others the interpreter takes the logarithm of zero, with a warning.
@@ -95,17 +95,17 @@ def test_passes_over_memory(view: str) -> None:
     weights = torch.stack([acc_lse, lse]).softmax(0).transpose(2, 3).unsqueeze(-1)
     merged = weights[0] * acc + weights[1] * y
     total = torch.logaddexp(acc_lse, lse)
-    memory_ops.merge_on_gpu(acc, acc_lse, y, lse)
+    merge_ops.merge_on_gpu(acc, acc_lse, y, lse)
     torch.testing.assert_close(acc, merged)
     torch.testing.assert_close(acc_lse, total)
 
 
 WIDE, ROWS = (2, 32, 3, 8), (2, 3, 32)
 PASSES: dict[str, Callable[..., Any]] = {
-    "merge": lambda view: memory_ops.merge_on_gpu(
+    "merge": lambda view: merge_ops.merge_on_gpu(
         torch.zeros(WIDE), torch.zeros(ROWS), view(torch.zeros(WIDE)), torch.zeros(ROWS)
     ),
-    "merge lse": lambda view: memory_ops.merge_on_gpu(
+    "merge lse": lambda view: merge_ops.merge_on_gpu(
         torch.zeros(WIDE), torch.zeros(ROWS), torch.zeros(WIDE), view(torch.zeros(ROWS))
     ),
     "mark": lambda view: memory_ops.mark_on_gpu(torch.zeros(WIDE), view(torch.zeros(ROWS))),
@@ -116,7 +116,7 @@ PASSES: dict[str, Callable[..., Any]] = {
     "sinks of rows": lambda view: memory_ops.sink_grads_on_gpu(
         torch.zeros(3), torch.zeros(ROWS), view(torch.zeros(ROWS))
     ),
-    "pack": lambda view: memory_ops.pack_on_gpu(
+    "pack": lambda view: memory_ops.pack_kv_on_gpu(
         view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)
     ),
 }

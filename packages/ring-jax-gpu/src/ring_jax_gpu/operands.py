@@ -314,8 +314,8 @@ class StepWork:
         if rows.slopes is not None:
             options |= {"slopes": rows.slopes.astype(jnp.float32), "q_at": rows.positions}
         if rows.seed is not None:
-            words = lax.bitcast_convert_type(rows.seed, jnp.int32)
-            dropout = jnp.concatenate([words, not_none(rows.offsets)])
+            seed_words = lax.bitcast_convert_type(rows.seed, jnp.int32)
+            dropout = jnp.concatenate([seed_words, not_none(rows.offsets)])
             options |= {"dropout": dropout, "q_index": rows.indices}
         if rows.slopes is not None or rows.seed is not None:
             options["k_at"] = columns.positions

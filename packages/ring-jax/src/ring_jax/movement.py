@@ -23,12 +23,12 @@ from ring_core.movement import (
     Movement,
     RowTable,
     check_consecutive,
-    check_documents,
     check_fill as check_fill_of,
     check_sides,
     check_steps,
     halo as halo_movement,
     hops,
+    offsets_of_documents,
     relayout as relayout_movement,
     shift as shift_movement,
 )
@@ -141,7 +141,7 @@ def _halo_ids(
     The device computes them, as :func:`ring_core.movement.halo_ids` does. As constants of the
     program they would be megabytes.
     """
-    offsets = check_documents(layout, offsets_of(cu_seqlens))
+    offsets = offsets_of_documents(layout, offsets_of(cu_seqlens))
     starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)), jnp.int32)[rank]
     steps = jnp.arange(layout.run_length + left + right, dtype=jnp.int32) - left
     positions = starts[:, None] + steps[None]

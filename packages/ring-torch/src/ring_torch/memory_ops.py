@@ -1,18 +1,18 @@
-"""Triton kernels for memory-bound passes: merging partial results, packing K/V, sums, row dots."""
+"""Triton kernels for memory-bound passes: packing K/V, sums, row dots, marks of lse."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.launches.direct import DirectKernel, PreparedLaunch, has_launch_hooks
+from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
 
 _ROWS = 16
 _MARK_ROWS = 1024
@@ -22,60 +22,13 @@ _SHIFTED_ROWS, _SHIFTED_COLUMNS = 8, 512  # block of a bias that a program loads
 _AT_ONCE = 4  # most parts that one launch adds
 
 
-def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators, in place.
-
-    It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
-    """
-    _assert_unit_strides(acc, acc_lse, out, lse)
-    if acc.numel() > 0:
-        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
-        _merge[grid](*arguments, **constants, FIRST=False, ALL_SEE=False)
-
-
-class MergeOnGpu:
-    """A merge of results of a launch in which every row sees something, for tensors alike.
-
-    An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
-    is the ``first`` merge of its rows, the accumulators need no value yet.
-    """
-
-    def __init__(self, *, first: bool) -> None:
-        self._first = first
-        self._launch: PreparedLaunch | None = None
-
-    def __call__(self, acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge as :func:`merge_on_gpu`; there is at least one number."""
-        if self._launch is not None and not has_launch_hooks():
-            addresses = [x.data_ptr() for x in (acc, acc_lse, out, lse)]
-            self._launch(dict(enumerate(addresses)))
-            return
-        grid, arguments, constants = _merge_arguments(acc, acc_lse, out, lse)
-        constants |= {"FIRST": self._first, "ALL_SEE": True}
-        _merge[grid](*arguments, **constants)
-        self._launch = _merge.prepared(grid, *arguments, **constants)
-
-
-def _merge_arguments(
-    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor
-) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the grid of a merge, its arguments, and its constants."""
-    batch, rows, heads, dim = acc.shape
-    arguments = (
-        acc, acc_lse, out, lse, rows,
-        *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
-    )  # fmt: skip
-    constants = {"DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS}
-    return (triton.cdiv(rows, _ROWS), heads, batch), arguments, constants
-
-
 def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
     """Write NaN into ``lse [B, H, n]`` of rows whose scores are not finite, in place.
 
     Such rows are those whose ``lse`` is ``inf``, or is ``-inf`` while ``out [B, n, H, D]`` is NaN.
     A row that sees nothing has ``lse = -inf`` and numbers in ``out``; it is left as it is.
     """
-    _assert_unit_strides(lse)
+    assert_unit_strides(lse)
     batch, heads, rows = lse.shape
     if lse.numel() > 0:
         _mark[(triton.cdiv(rows, _MARK_ROWS), heads, batch)](
@@ -85,7 +38,7 @@ def mark_on_gpu(out: Tensor, lse: Tensor) -> None:
 
 def row_dots_on_gpu(x: Tensor, y: Tensor) -> Tensor:
     """Return ``rowsum(x * y)`` for ``x`` and ``y [B, n, H, D]``, float32 ``[B, H, n]``."""
-    _assert_unit_strides(x, y)
+    assert_unit_strides(x, y)
     batch, rows, heads, dim = x.shape
     dots = torch.empty(batch, heads, rows, dtype=torch.float32, device=x.device)
     if dots.numel() > 0:
@@ -102,7 +55,7 @@ def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     ``sinks`` are ``[H]``; ``lse``, which includes the sinks, and ``delta`` are float32 ``[B, H,
     n]``. One program sums up a head, in float32 and in a fixed order: results repeat bit for bit.
     """
-    _assert_unit_strides(sinks, lse, delta)
+    assert_unit_strides(sinks, lse, delta)
     batch, heads, rows = lse.shape
     grads = torch.empty_like(sinks)
     if heads > 0:
@@ -130,10 +83,10 @@ def bias_shift_on_gpu(
     batch, heads, rows, columns = bias.shape
     batch = batch if ids is None else len(ids[0])
     shift = torch.empty(batch, heads, rows, dtype=torch.float32, device=bias.device)
-    _assert_unit_strides(bias, *(ids or ()))
+    assert_unit_strides(bias, *(ids or ()))
     q_ids, k_ids = (None, None) if ids is None else ids
     if shift.numel() > 0:
-        _largest[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
+        _largest_bias[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
             bias, start, stop, q_ids, k_ids, shift, rows, columns,
             bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
             *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
@@ -142,20 +95,32 @@ def bias_shift_on_gpu(
     return shift
 
 
-def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor) -> None:
-    """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor.
+def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
+    """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor, or add them.
 
-    That is ``packed [B, n, K * (D + Dv)]``, contiguous in its last dimension. The heads of a token
-    have to be contiguous in k and in v.
+    That is ``packed [B, n, K * (D + Dv)]``, in their dtype or a wider one. All are contiguous in
+    their last dimensions.
     """
-    _assert_unit_strides(k, v)
+    if packed.numel() > 0:
+        grid, integers, constants = _pack_arguments(k, v, packed, add=add)
+        _pack_token[grid](k, v, packed, *integers, **constants)
+
+
+def repeated_pack(*, add: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """Return :func:`pack_kv_on_gpu` for tensors alike, with at least one number."""
+    return RepeatedLaunch(_pack_token, partial(_pack_arguments, add=add))
+
+
+def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
+    assert_unit_strides(k, v, packed)
     batch, tokens, heads, dim = k.shape
     widths = heads * dim, heads * v.shape[3]
-    if packed.numel() > 0:
-        _pack[(tokens, batch)](
-            k, v, packed, *k.stride()[:2], *v.stride()[:2], *packed.stride()[:2],
-            K=widths[0], V=widths[1], SIZE=triton.next_power_of_2(max(widths)),
-        )  # fmt: skip
+    constants = {
+        "K": widths[0], "V": widths[1], "K_DIM": dim, "V_DIM": v.shape[3],
+        "SIZE": triton.next_power_of_2(max(widths)), "ADD": add,
+    }  # fmt: skip
+    integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
+    return Arguments((tokens, batch), integers, constants)
 
 
 def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
@@ -176,25 +141,31 @@ def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
         )  # fmt: skip
 
 
-def _assert_unit_strides(*tensors: Tensor) -> None:
+def assert_unit_strides(*tensors: Tensor) -> None:
     """Assert that the last dimensions are contiguous, as the kernels take for granted."""
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
 
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack(
-    k, v, packed, k_batch, k_token, v_batch, v_token, batch_stride, token_stride,
-    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
+def _pack_token(
+    k, v, packed, k_batch, k_token, k_head, v_batch, v_token, v_head, batch_stride, token_stride,
+    K: tl.constexpr, V: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SIZE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """Copy K and V of one token side by side."""
+    """Copy K and V of one token side by side, or add them to what is there."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, SIZE)
+    in_k, in_v = column < K, column < V
     dst = packed + batch * batch_stride + token * token_stride + column
-    x = tl.load(k + batch * k_batch + token * k_token + column, mask=column < K)
-    y = tl.load(v + batch * v_batch + token * v_token + column, mask=column < V)
-    tl.store(dst, x, mask=column < K)
-    tl.store(dst + K, y, mask=column < V)
+    k_at = k + batch * k_batch + token * k_token + column // K_DIM * k_head + column % K_DIM
+    v_at = v + batch * v_batch + token * v_token + column // V_DIM * v_head + column % V_DIM
+    x, y = tl.load(k_at, mask=in_k), tl.load(v_at, mask=in_v)
+    if ADD:
+        x = tl.load(dst, mask=in_k) + x
+        y = tl.load(dst + K, mask=in_v) + y
+    tl.store(dst, x, mask=in_k)
+    tl.store(dst + K, y, mask=in_v)
 
 
 @DirectKernel
@@ -229,7 +200,7 @@ def _add(
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(
+def _largest_bias(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -319,49 +290,3 @@ def _sum_sinks(
         lse_at += lse_batch
         delta_at += delta_batch
     tl.store(grads + head, -tl.sum(sums, axis=0))
-
-
-@DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge(
-    acc, acc_lse, out, lse, rows,
-    acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
-    out_batch, out_row, out_head, lse_batch, lse_head,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
-    ALL_SEE: tl.constexpr,
-):  # fmt: skip
-    """Merge ``(out, lse)`` of a few rows of one head into the accumulators.
-
-    With ``FIRST`` these hold nothing yet and are not read. With ``ALL_SEE`` every row sees
-    something, so an infinity in ``lse`` comes from scores that are not finite.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    column = tl.arange(0, PADDED)
-    inside = row < rows
-    mask = inside[:, None] & (column < DIM)[None, :]
-    row = row.to(tl.int64)
-    old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
-    new_at = lse + batch * lse_batch + head * lse_head + row
-    old = tl.full((ROWS,), float("-inf"), tl.float32)
-    if not FIRST:
-        old = tl.load(old_at, mask=inside, other=float("-inf"))
-    new = tl.load(new_at, mask=inside, other=float("-inf"))
-    if ALL_SEE:
-        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
-    # Weights relative to the larger lse; a row that neither side has seen gets weights of 0.
-    top = tl.maximum(old, new)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    old_weight, new_weight = tl.exp(old - safe), tl.exp(new - safe)
-    total = old_weight + new_weight
-    divisor = tl.where(total == 0.0, 1.0, total)
-    acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
-    out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
-    # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
-    x = tl.zeros((ROWS, PADDED), tl.float32)
-    if not FIRST:
-        x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
-    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    merged = x * (old_weight / divisor)[:, None] + y * (new_weight / divisor)[:, None]
-    tl.store(acc_at, merged, mask=mask)
-    tl.store(old_at, safe + tl.log(total), mask=inside)

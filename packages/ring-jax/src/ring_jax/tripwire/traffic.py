@@ -91,10 +91,10 @@ def check_movement(
 
 def _carried(size: int, run: Callable[..., Any], *arrays: Any) -> int:
     """Return the bytes that leave all ranks together by the collectives of a function."""
-    return sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+    return sum(_bytes_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
 
 
-def _moved(jaxpr: Any, size: int) -> Iterator[int]:
+def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -112,7 +112,7 @@ def _moved(jaxpr: Any, size: int) -> Iterator[int]:
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _moved(getattr(inner, "jaxpr", inner), size)
+                yield from _bytes_moved(getattr(inner, "jaxpr", inner), size)
 
 
 def start_clock(

@@ -22,7 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.library import ForwardLaunch, ItemBackward
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartBackward, PartLaunch
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -214,6 +214,15 @@ class Kernel(Protocol):
         """
         return None
 
+    def prepare_part(
+        self, _rows: QueryBlock, _columns: KeyBlock, _item: WorkItem, _params: KernelParams, /
+    ) -> tuple[PartLaunch, PartBackward] | None:
+        """Return both launches of an item whose results are joined with those of other items.
+
+        It is asked as :meth:`prepare_forward`, of kernels that return tensors of their own.
+        """
+        return None
+
     def attend_into(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
@@ -270,7 +279,7 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
     numbers ``out`` has there, NaN included.
     """
     if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
-        from ring_torch.memory_ops import merge_on_gpu
+        from ring_torch.merge_ops import merge_on_gpu
 
         merge_on_gpu(into.out, into.lse, out, lse)
         return
@@ -292,9 +301,9 @@ def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, Att
     and alignments that it is called with first.
     """
     if like.is_cuda and has_triton():
-        from ring_torch.memory_ops import MergeOnGpu
+        from ring_torch.merge_ops import merge_of_seen_on_gpu
 
-        merge = MergeOnGpu(first=first)
+        merge = merge_of_seen_on_gpu(first=first)
         return lambda into, results: merge(*into, *results)
 
     def merge_in_torch(into: AttentionState, results: AttentionState) -> None:

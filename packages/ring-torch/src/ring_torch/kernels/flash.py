@@ -28,6 +28,8 @@ from ring_torch.kernels.library import (
     ItemBackward,
     LaunchOptions,
     Mods,
+    PartBackward,
+    PartLaunch,
     as_given,
     capability,
 )
@@ -122,7 +124,9 @@ class FlashKernel(Kernel):
             return AttentionState(result, _mark_nonfinite(lse))
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
-        options = _options(item, params, item.documents_window, _documents(item, batch, device))
+        options = _options(
+            item, params, item.documents_window, _documents_of_batch(item, batch, device)
+        )
         unseen, packed_dst = _unseen(item, device), None
         if out is not None and batch == 1 and unseen is None:
             packed_dst = AttentionState(out.out[0], out.lse[0])
@@ -142,12 +146,7 @@ class FlashKernel(Kernel):
     ) -> ForwardLaunch | None:  # fmt: skip
         """Return the library's launch of a band, if nothing has to be padded, copied or cut."""
         q, k, v = rows.q, columns.k, columns.v
-        dims = q.shape[-1], v.shape[-1]
-        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
-        fits = self._dims("forward", q, v) == dims and 0 not in q.stride()
-        if not (is_band and fits and rows.slopes is None and all(map(is_aligned, (q, k, v)))):
-            return None
-        if self._pieces(item):
+        if not self._takes_as_is("forward", rows, columns, item):
             return None
         options = _with_mods(_options(item, params), rows, columns, item, params)
         return self.flash.prepare_forward(
@@ -160,12 +159,7 @@ class FlashKernel(Kernel):
     ) -> ItemBackward | None:  # fmt: skip
         """Return the library's backward of a band, if nothing has to be padded, copied or cut."""
         q, k, v, (dout, out, lse, _) = rows.q, columns.k, columns.v, upstream
-        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
-        fits = self._dims("backward", q, v) == (q.shape[-1], v.shape[-1]) and 0 not in q.stride()
-        tensors = q, k, v, dout, out
-        if not (is_band and fits and rows.slopes is None and all(map(is_aligned, tensors))):
-            return None
-        if self._pieces(item):
+        if not self._takes_as_is("backward", rows, columns, item, dout, out):
             return None
         options = _options(item, params)
         launch = self.flash.prepare_backward(dout, q, k, v, out, lse.contiguous(), options, dq)
@@ -178,6 +172,26 @@ class FlashKernel(Kernel):
             return launch(q, k, v, dout, out, lse.contiguous(), dq)
 
         return run
+
+    def prepare_part(
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
+    ) -> tuple[PartLaunch, PartBackward] | None:
+        """Return the library's launches of a band, if nothing has to be padded, copied or cut."""
+        directions: tuple[Direction, ...] = "forward", "backward"
+        if not all(self._takes_as_is(one_way, rows, columns, item) for one_way in directions):
+            return None
+        return self.flash.prepare_part(rows.q, columns.k, _options(item, params))
+
+    def _takes_as_is(
+        self, direction: Direction, rows: QueryBlock, columns: KeyBlock, item: WorkItem,
+        *others: Tensor,
+    ) -> bool:  # fmt: skip
+        """Return True if an item is a band, and nothing has to be padded, copied or cut."""
+        q, k, v = rows.q, columns.k, columns.v
+        is_band = item.cu_q is None and item.tiles is None and rows.segments is None
+        fits = self._dims(direction, q, v) == (q.shape[-1], v.shape[-1]) and 0 not in q.stride()
+        are_ready = all(map(is_aligned, (q, k, v, *others)))
+        return is_band and fits and rows.slopes is None and are_ready and not self._pieces(item)
 
     def mark_nonfinite(self, lse: Tensor) -> None:
         """Write NaN into ``lse`` where it is infinite: a score was not finite there."""
@@ -199,7 +213,7 @@ class FlashKernel(Kernel):
             return Grads(*grads, None)
         batch = rows.q.shape[0]
         options = _options(
-            item, params, item.documents_window, _documents(item, batch, rows.q.device)
+            item, params, item.documents_window, _documents_of_batch(item, batch, rows.q.device)
         )
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
@@ -414,7 +428,7 @@ def _with_mods(
 
 
 @capture_safe_cache(maxsize=256)
-def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
+def _documents_of_batch(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """Return an item's documents, repeated for each sequence of a batch, one after the other."""
     sides = not_none(item.cu_q), not_none(item.cu_k)
     offsets = (

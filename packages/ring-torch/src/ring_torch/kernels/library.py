@@ -107,6 +107,22 @@ class ItemBackward(Protocol):
         """Write ``dq``, and return ``(dk, dv)``."""
 
 
+class PartLaunch(Protocol):
+    """A forward launch, prepared for tensors alike, whose results are joined with other parts."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Return ``out [B, n, H, Dv]`` and ``lse [B, H, n]`` in memory of their own."""
+
+
+class PartBackward(Protocol):
+    """A backward launch, prepared for tensors alike, whose gradients are added to other parts'."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)`` in memory of their own."""
+
+
 class HeadDims(NamedTuple):
     """Head dims of Q and K, and of V."""
 
@@ -162,4 +178,13 @@ class FlashLibrary(Protocol):
         _options: LaunchOptions, _dst: Tensor, /,
     ) -> ItemBackward | None:  # fmt: skip
         """Return a backward for later calls with tensors like these, if there is a shorter way."""
+        return None
+
+    def prepare_part(
+        self, _q: Tensor, _k: Tensor, _options: LaunchOptions, /
+    ) -> tuple[PartLaunch, PartBackward] | None:
+        """Return both launches of a part for later calls with tensors like these.
+
+        A library that writes into memory of the caller has :meth:`prepare_forward` instead.
+        """
         return None

@@ -20,7 +20,14 @@ from ring_core import Capabilities, Request, RingProgram, WorkItem
 from ring_torch.kernels.api import AccumulatingKernel, merge_into
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
-from ring_torch.kernels.library import FlashLibrary, LaunchOptions, capability, rounded_to_8
+from ring_torch.kernels.library import (
+    FlashLibrary,
+    LaunchOptions,
+    PartBackward,
+    PartLaunch,
+    capability,
+    rounded_to_8,
+)
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -177,6 +184,37 @@ class Cudnn(FlashLibrary):
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
+
+    def prepare_part(
+        self, q: Tensor, k: Tensor, options: LaunchOptions
+    ) -> tuple[PartLaunch, PartBackward] | None:
+        """Return torch's operators without what is looked up in each call."""
+        queries, keys = q.shape[1], k.shape[1]
+        if queries == keys == 1:
+            return None
+        is_causal, scale = _is_causal(q, options), options.scale
+        attend = aten._scaled_dot_product_cudnn_attention.default
+        differentiate = aten._scaled_dot_product_cudnn_attention_backward.default
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's, which is not read
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse, *_ = attend(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, is_causal,
+                False, scale=scale,
+            )  # fmt: skip
+            return out.transpose(1, 2), lse.squeeze(3)
+
+        def backward(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = differentiate(
+                dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                out.transpose(1, 2), lse.contiguous().unsqueeze(3), state, state, None, None, None,
+                queries, keys, 0.0, is_causal, scale=scale,
+            )  # fmt: skip
+            return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+        return forward, backward
 
 
 def _is_causal(q: Tensor, options: LaunchOptions) -> bool:

@@ -9,7 +9,7 @@ kernel, which is launched directly. That relies on Triton's internals, so it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,6 +121,35 @@ class DirectKernel:
             self._compiled = {}
         constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)
+
+
+class Arguments(NamedTuple):
+    """Arguments of a launch behind its tensors: its grid, integers, and constants and options."""
+
+    grid: tuple[int, ...]
+    integers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+class RepeatedLaunch:
+    """A launch of a kernel whose arguments begin with tensors, for tensors like those of the first.
+
+    They have the same shapes, strides, dtypes and alignment to 16 bytes.
+    """
+
+    def __init__(self, kernel: DirectKernel, arguments_of: Callable[..., Arguments]) -> None:
+        """Take the kernel, and a function from the tensors to the arguments behind them."""
+        self._kernel, self._arguments_of = kernel, arguments_of
+        self._launch: PreparedLaunch | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch; the arguments are worked out once."""
+        if self._launch is not None and not has_launch_hooks():
+            self._launch(dict(enumerate([x.data_ptr() for x in tensors])))
+            return
+        grid, integers, constants = self._arguments_of(*tensors)
+        self._kernel[grid](*tensors, *integers, **constants)
+        self._launch = self._kernel.prepared(grid, *tensors, *integers, **constants)
 
 
 def _key_and_values(

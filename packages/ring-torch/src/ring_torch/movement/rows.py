@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_core import Layout, LayoutSpec, WrongResultError
 from ring_core.checks import padded_layout
-from ring_core.movement import Movement, RowCopy, check_documents, halo, relayout, shift
+from ring_core.movement import Movement, RowCopy, halo, offsets_of_documents, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device
@@ -85,7 +85,7 @@ class HaloMove:
     def movement(self, tokens: int, size: int) -> Movement:
         """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
         layout = layout_of(self, tokens, size)
-        check_documents(layout, self.cu_seqlens)
+        offsets_of_documents(layout, self.cu_seqlens)
         return halo(layout, self.left, self.right)
 
 

@@ -49,6 +49,7 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
+from ring_torch.strategies.gathered import MAX_SAVED_BYTES, saved_key_shapes, saves_keys
 from ring_torch.strategies.prepared import (
     PreparedBackward,
     PreparedLaunches,
@@ -74,10 +75,6 @@ MOST_MEMORY = 3.0
 #: the host cannot launch ahead of the GPU.
 GROUP_FLOPS = 1e12
 MOST_GROUPS = 4
-
-#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
-#: otherwise fetches them again.
-MAX_SAVED_BYTES = 256 << 20
 
 #: Bytes fetched per FLOP of a forward above which heads are cut into groups. It is the ratio of
 #: four ranks with as many K/V heads as query heads at 128k tokens. Below, fetches hide behind the
@@ -288,10 +285,7 @@ class Gather(Strategy):
         keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self._saves(call, keys):
             return []
-        length = self.gather.length
-        kv: Shapes = [((keys.batch, length, keys.width), keys.dtype)]
-        ids: Shapes = [((keys.batch, length), torch.int32)] if keys.segments else []
-        return (kv + ids) * self.groups.forward
+        return saved_key_shapes(self.gather, keys, groups=self.groups.forward)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
@@ -303,9 +297,7 @@ class Gather(Strategy):
 
     def _saves(self, call: Call, keys: KVPayload) -> bool:
         """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        gather = self.gather
-        longest = longest_gather(call.plan, splits=gather.splits, tile=gather.tile).length
-        return call.needs_grad and self.groups.forward * keys.size(longest) <= MAX_SAVED_BYTES
+        return saves_keys(call, self.gather, keys, groups=self.groups.forward)
 
 
 def _attend(
@@ -397,7 +389,7 @@ def _differentiate(
                 query_grads.dq.copy_(result.dq)
             if query_grads.dbias is not None and result.dbias is not None:
                 query_grads.dbias.add_(result.dbias)
-            put_columns((result.dk, result.dv), sums.views(grads, length), item, overwrite)
+            put_columns((result.dk, result.dv), sums, grads, length, item, overwrite)
 
 
 def _keys_by_group(
@@ -503,7 +495,10 @@ def _resolve(resolution: Resolution) -> Strategy:
     """
     program = resolution.program
     if resolution.kernel.capabilities.bands != "any":
-        return TwoStageGather.of(program.plan, resolution.rank)
+        return TwoStageGather.of(
+            program.plan, resolution.rank, prepares=resolution.kernel.prepares,
+            saves=not resolution.returns_lse,
+        )  # fmt: skip
     needs_more = resolution.needs_index or resolution.segment_ids
     groups = (
         ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)

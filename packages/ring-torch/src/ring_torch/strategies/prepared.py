@@ -8,7 +8,7 @@ those for which the strategy was resolved. Launches hold sizes and compiled func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
 )
+from ring_torch.transports.api import put_key_grads
 
 
 class PreparedItem(NamedTuple):
@@ -159,7 +160,6 @@ class _ItemByItem(BackwardLaunch):
         """Write ``dq``, and put dK/dV into the sums."""
         rows = [item.q_stop - item.q_start for item in self.gather.items]
         slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
-        totals = self.sums.views(sums, self.gather.length)
         work = zip(
             self.launches, self.gather.items, self.gather.overwritten, *slices,
             lse.split_with_sizes(rows, 2),
@@ -170,7 +170,7 @@ class _ItemByItem(BackwardLaunch):
             grads = launch(
                 q_n, k.narrow(1, *columns), v.narrow(1, *columns), dout_n, out_n, lse_n, dq_n
             )
-            put_columns(grads, totals, item, overwrite)
+            put_columns(grads, self.sums, sums, self.gather.length, item, overwrite)
         return None
 
 
@@ -200,10 +200,17 @@ def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
 
 
 def put_columns(
-    grads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], item: WorkItem,
+    grads: tuple[Tensor, Tensor], sums: KeyGradBuffer, flat: Tensor, length: int, item: WorkItem,
     overwrite: Sequence[slice],
 ) -> None:  # fmt: skip
-    """Store an item's dK/dV in the sums of all columns: replace ``overwrite``, add to others."""
+    """Put an item's dK/dV into flat sums of all columns: replace ``overwrite``, add to others."""
+    for start, stop, add in column_segments(item, overwrite):
+        dk, dv = (x.narrow(1, start - item.k_start, stop - start) for x in grads)
+        put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=add)
+
+
+def column_segments(item: WorkItem, overwrite: Sequence[slice]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the columns of an item in spans ``(start, stop, add)``: added to, or overwritten."""
     # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
     edges = [
         item.k_start,
@@ -211,12 +218,8 @@ def put_columns(
         item.k_stop,
     ]
     for n, (start, stop) in enumerate(pairwise(edges)):
-        if start == stop:
-            continue
-        for total, x in zip(sums, grads, strict=True):
-            total_span = total.narrow(1, start, stop - start)
-            grad_span = x.narrow(1, start - item.k_start, stop - start)
-            total_span.add_(grad_span) if n % 2 == 0 else total_span.copy_(grad_span)
+        if start < stop:
+            yield start, stop, n % 2 == 0
 
 
 def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:

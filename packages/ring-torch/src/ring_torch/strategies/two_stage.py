@@ -1,19 +1,21 @@
 """Strategy ``gather`` in two stages, for kernels that cannot mask any band.
 
 The forward attends to the rank's own K/V while those of other ranks arrive, then to these in full
-rectangles, and merges. The backward goes over the other ranks' K/V first, and over its own while
-their dK/dV travel home.
+rectangles, and joins the parts. The backward goes over the other ranks' K/V first, and over its own
+while their dK/dV travel home.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
 from ring_core import GatherProgram, Plan, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Strategy, zero_row_grads
+from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import (
     AttentionState,
@@ -24,63 +26,95 @@ from ring_torch.records import (
     KeyGrads,
     empty_state,
 )
-from ring_torch.transports.api import Traffic, gathered_traffic
+from ring_torch.strategies.gathered import saved_key_shapes, saves_keys
+from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
+from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
 @dataclass(frozen=True)
 class TwoStageGather(Strategy):
-    """Strategy ``gather`` in two stages. It saves nothing: the backward fetches K/V again."""
+    """Strategy ``gather`` in two stages.
+
+    The forward saves the other ranks' K/V as :class:`ring_torch.strategies.gather.Gather` does.
+    """
 
     gather: GatherProgram
     own_items: tuple[WorkItem, ...]
     name: str = "gather"
+    prepares: bool = False  # True if the kernel may prepare launches
+    saves: bool = True  # False if another kernel, with another program, may run the backward
+    launches: dict[object, PreparedParts] = field(default_factory=dict, compare=False)
     depends_on_kernel = True
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> Self:
+    def of(cls, plan: Plan, rank: int, *, prepares: bool = False, saves: bool = True) -> Self:
         """Make what a rank fetches from others, and its work over its own K/V."""
-        return cls(gather_program(plan, rank, own=False), plan.items(rank, rank))
+        program = gather_program(plan, rank, own=False)
+        return cls(program, plan.items(rank, rank), prepares=prepares, saves=saves)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Return ``(out, lse)`` in the accumulators' dtype; nothing is saved."""
+        """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
-        gather = self.gather
-        # Fetches from all peers are in flight from here on, into one buffer.
-        (arriving,) = session.fetch(gather, inputs)
-        columns = call.gathered_columns(gather, session.spec.keys, arriving.tensors)
-        rows, rank = call.rows(inputs), call.ranks.rank
+        gather, keys, own_kv = self.gather, session.spec.keys, inputs[1:3]
+        # A row that has sinks is rounded after they are added.
+        key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
+        prepared, state = self.launches.get(key), None
+        saved: Saved = ()
+        # Fetches from all peers are in flight from here on, into one buffer. There is one group of
+        # heads; the session goes on behind its launches, as sessions ask.
+        for arriving in session.fetch(gather, inputs):
+            if prepared is not None:
+                kv = keys.split(arriving.tensors[0])
+                state = prepared.attend(inputs.q, own_kv, kv, arriving.wait)
+            else:
+                columns = call.gathered_columns(gather, keys, arriving.tensors)
+                state = self._attend(call, inputs, columns, arriving.wait)
+            saved = tuple(arriving.tensors)
+        assert state is not None
+        if key is not None and prepared is None and state.out.numel() > 0:
+            own = call.columns(call.ranks.rank, inputs.key_tensors()), self.own_items
+            others = columns, gather
+            rows = call.rows(inputs)
+            prepared = prepare_parts(call.kernel, rows, own, others, keys, call.params)
+            keep(self.launches, key, prepared)
+        return state, saved if self._saves(call, keys) else ()
+
+    def _attend(
+        self, call: Call, inputs: Inputs, columns: KeyBlock, wait: Callable[[int | None], None]
+    ) -> AttentionState:
+        """Run the launches one by one, each merged into one state of the accumulators' dtype."""
+        gather, rows = self.gather, call.rows(inputs)
         into = empty_state(rows.q, inputs.v.shape[3])
-        own = call.columns(rank, inputs.key_tensors())
+        own = call.columns(call.ranks.rank, inputs.key_tensors())
         work = [(own, item, 0) for item in self.own_items]
         work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
         # Own K/V wait for nothing and hide the fetches; each item of the buffer waits for its own
         # fetches, while later ones still write other columns.
         for keys, item, waits_for in work:
-            arriving.wait(waits_for)
+            wait(waits_for)
             if rows.q.shape[0] > 0:
                 call.kernel.attend_into(
                     rows.take(item.q_slice), keys.take(item.k_slice), item, call.params, into.take(item.q_slice)
                 )  # fmt: skip
         # All has arrived, and the rank's own K/V have been read: the caller may change them.
-        arriving.wait(None)
-        return into, ()
+        wait(None)
+        return into
 
-    def backward(
-        self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: Saved
-    ) -> Grads:
-        """Return the gradients in the accumulators' dtype."""
+    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
+        """Return the gradients in the inputs' dtype or the accumulators'."""
         session = call.open_session(inputs, call.backward_signature, self.gather, groups=1)
+        prepared = self.launches.get(tensors_key(*inputs[:3])) if self.prepares else None
+        is_aligned = (upstream.dout.data_ptr() | upstream.out.data_ptr()) % 16 == 0
+        if prepared is not None and is_aligned and upstream.delta is None:
+            return self._repeat(call, inputs, upstream, saved, session, prepared)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
         row_grads = zero_row_grads(call, rows)
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
         (peer_sums,) = session.accumulators(gather, sums, zero=True)
-        (arriving,) = session.fetch(gather, inputs)
+        columns = call.gathered_columns(gather, keys, _gathered(session, gather, inputs, saved))
         own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
-        columns = call.gathered_columns(gather, keys, arriving.tensors)
-        # Nothing to compute meanwhile: own launches are kept to hide the way home.
-        arriving.wait(None)
 
         def differentiate(
             key_block: KeyBlock, item: WorkItem, dk: torch.Tensor, dv: torch.Tensor
@@ -107,10 +141,56 @@ class TwoStageGather(Strategy):
         add_to(own_sums, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
+    def _repeat(
+        self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
+        prepared: PreparedParts,
+    ) -> Grads:  # fmt: skip
+        """Run a backward by prepared launches, which leave nothing of the sums to be zeroed."""
+        gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        sums, tensors = KeyGradBuffer(keys, head_major=False), (q, upstream.dout, upstream.out)
+        (peer_sums,) = session.accumulators(gather, sums, zero=False)
+        kv = keys.split(_gathered(session, gather, inputs, saved)[0])
+        packed = peer_sums.view(keys.batch, gather.length, keys.width)
+        dqs = prepared.differentiate_others(tensors, upstream.lse, kv, packed)
+        # `peer_sums` is final and may not be written any more: peers take their part of it, while
+        # this rank starts taking the peers' sums for its own keys ...
+        add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)
+        # ... and goes on with the launch over own keys, whose gradients nobody else reads.
+        own_sums = torch.empty(
+            (keys.batch, keys.length, keys.width), dtype=call.acc_dtype, device=call.device
+        )
+        dq = prepared.differentiate_own(tensors, upstream.lse, (k, v), dqs, own_sums)
+        # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
+        add_to(own_sums.view(-1), keys.length, lambda source: source)
+        return Grads(dq, *keys.split(own_sums), None)
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Return the shapes of the gathered K/V; none if the plan is not known."""
+        keys = KVPayload.of(inputs)
+        if not plan_known or not self._saves(call, keys):
+            return []
+        return saved_key_shapes(self.gather, keys, groups=1)
+
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of K/V, fetched in both passes, and of returned dK/dV."""
-        del saved  # it saves nothing
+        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         return gathered_traffic(
             self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
-            forward=forward, fetches=True,
+            forward=forward, fetches=forward or not saved,
         )  # fmt: skip
+
+    def _saves(self, call: Call, keys: KVPayload) -> bool:
+        """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
+        return self.saves and saves_keys(call, self.gather, keys, groups=1)
+
+
+def _gathered(
+    session: GatherSession, gather: GatherProgram, inputs: Inputs, saved: Saved
+) -> Sequence[torch.Tensor]:
+    """Return the gathered tensors of a backward, saved or fetched again."""
+    tensors: Sequence[torch.Tensor] = saved
+    if not saved:
+        # Nothing to compute meanwhile: own launches are kept to hide the way home.
+        for arriving in session.fetch(gather, inputs):
+            arriving.wait(None)
+            tensors = arriving.tensors
+    return tensors

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,11 +17,12 @@ from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload, are_rows
+from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 
 _ALL = slice(None)
 
+Put = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # takes dK, dV, sums of both
 IndexMap = Callable[[slice], slice]  # maps local indices of a rank's keys to columns of a buffer
 
 
@@ -276,16 +277,50 @@ def write_keys(
     ``message`` are tensors shaped as :attr:`KVPayload.message`, for as many tokens as ``span`` has.
     """
     own_k, own_v = inputs.k[:, span], inputs.v[:, span]
-    if message[0].is_cuda and has_triton() and are_rows(own_k) and are_rows(own_v):
-        from ring_torch.memory_ops import pack_on_gpu
+    if message[0].is_cuda and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(own_k, own_v, message[0])
+        pack_kv_on_gpu(own_k, own_v, message[0])
     else:
         k, v = keys.split(message[0])
         k.copy_(own_k)
         v.copy_(own_v)
     if inputs.k_ids is not None:
         message[1].copy_(inputs.k_ids[:, span])
+
+
+def put_key_grads(
+    sums: KeyGradBuffer, flat: torch.Tensor, length: int, span: slice, dk: torch.Tensor,
+    dv: torch.Tensor, *, add: bool = False,
+) -> None:  # fmt: skip
+    """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
+    assert not sums.head_major
+    (packed,) = sums.parts(flat, length, span)
+    if flat.is_cuda and has_triton():
+        from ring_torch.memory_ops import pack_kv_on_gpu
+
+        pack_kv_on_gpu(dk, dv, packed, add=add)
+    else:
+        _put(sums.keys, dk, dv, packed, add=add)
+
+
+def repeated_put(keys: KVPayload, device: torch.device, *, add: bool) -> Put:
+    """Return what writes, or adds, dK/dV of tokens into sums ``[B, n, width]``, for tensors alike.
+
+    It is :func:`put_key_grads` on such a part of the flat sums.
+    """
+    if device.type == "cuda" and has_triton():
+        from ring_torch.memory_ops import repeated_pack
+
+        return repeated_pack(add=add)
+    return partial(_put, keys, add=add)
+
+
+def _put(
+    keys: KVPayload, dk: torch.Tensor, dv: torch.Tensor, packed: torch.Tensor, *, add: bool
+) -> None:
+    for total, grad in zip(keys.split(packed), (dk, dv), strict=True):
+        total.add_(grad) if add else total.copy_(grad)
 
 
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:

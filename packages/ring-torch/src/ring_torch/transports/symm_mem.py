@@ -42,7 +42,8 @@ def _open(spec: SessionSpec) -> GatherSession:
         else 0
     )
     digest = signature.as_int64(spec.number, spec.seed)
-    if gather.own and fits_one_kernel(spec.plan, keys, spec.groups, gather.splits, gather.tile):
+    splits = gather.own and gather.splits  # only own keys in the buffer can be left out of it
+    if fits_one_kernel(spec.plan, keys, spec.groups, splits, gather.tile):
         from ring_torch.transports.one_kernel import OneKernel
 
         return OneKernel.of(spec, grad_bytes, digest)
@@ -94,7 +95,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
     return None if buffer is None else buffer.refusals
 
 
-def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
+def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
     """Return why processes of this machine cannot use this transport, or an empty string.
 
     ``reaches[n]`` are the indices of the GPUs whose memory GPU ``n`` can access directly.
@@ -116,5 +117,5 @@ def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
 SYMM_MEM = Transport(
     "symm_mem", _open, _refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
-    missing=_missing, is_short=_is_short,
+    missing=_missing_on_machine, is_short=_is_short,
 )  # fmt: skip

@@ -246,7 +246,7 @@ def forward_faults(
         return None
     sample = Sample.of(call, inputs)
     rows, (exact, plain) = sample.local_rows("queries"), sample.means()
-    size = _largest(inputs.v).expand(len(rows))
+    size = _largest_norm(inputs.v).expand(len(rows))
     results: dict[str, Compared] = {
         "out": (
             out[sample.batch, rows], exact.means, plain.means.to(call.dtype), plain.squares.sqrt(),
@@ -291,17 +291,17 @@ def backward_faults(
     # A backward computes exp(scores - lse) again. Its relative error is the absolute error of the
     # exponent, which grows with the size of lse.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    scale, v_long = abs(call.params.scale), _largest(v, 2)
-    size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
+    scale, v_long = abs(call.params.scale), _largest_norm(v, 2)
+    size = scale * lengths * _largest_norm(k) * v_long * digits[:, rows].amax(dim=0)
     messages = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    long, dims = _largest(upstream.dout, 2), [k.shape[3], v.shape[3]]
+    long, dims = _largest_norm(upstream.dout, 2), [k.shape[3], v.shape[3]]
     (exact_dk, exact_dv), (plain_dk, plain_dv, *squares) = (
         x[..., :-1].split(dims * 2, dim=-1)[:count] for x, count in ((exact, 2), (plain, 4))
     )
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
-    dk_size = scale * weights * long * v_long * _largest(q)
+    dk_size = scale * weights * long * v_long * _largest_norm(q)
     messages += sample.faults("keys", {
         "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_rounded, dk_size),
         "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), dv_rounded, weights * long),
@@ -310,7 +310,7 @@ def backward_faults(
     return sample.agree(messages, "backward")
 
 
-def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
+def _largest_norm(x: Tensor, order: float = torch.inf) -> Tensor:
     """Return the largest norm of the last dimension's vectors, with NaN and infinity counted as 0.
 
     ``order`` infinity gives the largest absolute number, 2 the largest length.

@@ -1,0 +1,242 @@
+"""Triton kernels that join partial results: attention over some keys, and partial gradients."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
+from ring_torch.memory_ops import assert_unit_strides
+
+#: Most parts that :class:`JoinOnGpu` joins: those of a zigzag layout over own keys, keys of earlier
+#: tokens and, for half of the rows, keys of later ones.
+MOST_PARTS = 3
+_ROWS = 16
+_LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
+
+Span = tuple[int, int]  # first row, and how many
+
+
+def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge ``(out [B, n, H, D], lse [B, H, n])`` into float32 accumulators, in place.
+
+    It is :func:`ring_core.merge`; ``acc`` and ``acc_lse`` have the same shapes.
+    """
+    if acc.numel() > 0:
+        arguments = _merge_arguments(acc, acc_lse, out, lse, first=False, all_see=False)
+        grid, integers, constants = arguments
+        _merge[grid](acc, acc_lse, out, lse, *integers, **constants)
+
+
+def merge_of_seen_on_gpu(*, first: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Return :func:`merge_on_gpu` for launches in which every row sees something, of tensors alike.
+
+    An infinity in such a row's ``lse`` says that a score is not finite, and NaN is merged. If it
+    is the ``first`` merge of its rows, the accumulators need no value yet. There is at least one
+    number.
+    """
+    return RepeatedLaunch(_merge, partial(_merge_arguments, first=first, all_see=True))
+
+
+def _merge_arguments(
+    acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor, *, first: bool, all_see: bool
+) -> Arguments:
+    assert_unit_strides(acc, acc_lse, out, lse)
+    batch, rows, heads, dim = acc.shape
+    integers = (
+        rows, *acc.stride()[:3], *acc_lse.stride()[:2], *out.stride()[:3], *lse.stride()[:2],
+    )  # fmt: skip
+    constants = {
+        "DIM": dim, "PADDED": triton.next_power_of_2(dim), "ROWS": _ROWS, "FIRST": first,
+        "ALL_SEE": all_see,
+    }  # fmt: skip
+    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
+
+
+class JoinOnGpu:
+    """A join of parts in one launch: each number is read once, and rounded once, for tensors alike.
+
+    The first part has all rows, and holds the results afterwards; others have a span of the rows
+    each. The order of additions is that of merging, or adding, part by part in float32.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        """Prepare for parts of these rows, of which the first has all."""
+        assert 1 <= len(spans) <= MOST_PARTS
+        assert spans[0][0] == 0
+        assert all(start + n <= spans[0][1] for start, n in spans)
+        self._missing = MOST_PARTS - len(spans)
+        bounds = [bound for start, n in spans[1:] for bound in (start, start + n)]
+        bounds += [0, 0] * self._missing
+        self._merge = RepeatedLaunch(_merge_parts, partial(_join_arguments, bounds, len(spans)))
+        self._sum = RepeatedLaunch(_sum_parts, partial(_join_arguments, bounds, len(spans)))
+
+    def merge(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all parts.
+
+        Every row of a part sees something, so an infinity in ``lse`` says that a score is not
+        finite; it becomes NaN.
+        """
+        self._merge(*(x for part in (*parts, *[parts[0]] * self._missing) for x in part))
+
+    def sum(self, parts: Sequence[Tensor]) -> None:
+        """Add up ``[B, n, H, D]`` of all parts, the first one last; there are two at least."""
+        self._sum(*parts, *[parts[0]] * self._missing)
+
+
+def _join_arguments(bounds: Sequence[int], num_parts: int, *tensors: Tensor) -> Arguments:
+    """Return the arguments behind the tensors of parts; a kernel reads ``num_parts`` of them."""
+    assert_unit_strides(*tensors)
+    batch, rows, heads, dim = tensors[0].shape
+    integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
+    constants = {
+        "PARTS": num_parts,
+        "DIM": dim,
+        "PADDED": triton.next_power_of_2(dim),
+        "ROWS": _ROWS,
+    }
+    return Arguments((triton.cdiv(rows, _ROWS), heads, batch), integers, constants)
+
+
+@triton.jit
+def _weights(old, new):
+    """Return the weights of two parts of rows, and their joint lse, from the lse of each.
+
+    Weights are relative to the larger lse; a row that neither part has seen gets weights of 0.
+    """
+    top = tl.maximum(old, new)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    old_weight, new_weight = tl.exp(old - safe), tl.exp(new - safe)
+    total = old_weight + new_weight
+    divisor = tl.where(total == 0.0, 1.0, total)
+    # Explicit, so that every kernel rounds alike, whatever its compiler would join.
+    both = tl.where(total == 0.0, float("-inf"), tl.fma(tl.log2(divisor), _LN_2, safe))
+    return old_weight / divisor, new_weight / divisor, both
+
+
+@triton.jit
+def _weighted(x, x_weight, y, y_weight):
+    """Return the weighted sum of rows, rounded alike in every kernel."""
+    return tl.fma(x, x_weight[:, None] + tl.zeros_like(x), y * y_weight[:, None])
+
+
+@DirectKernel
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge(
+    acc, acc_lse, out, lse, rows,
+    acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    ALL_SEE: tl.constexpr,
+):  # fmt: skip
+    """Merge ``(out, lse)`` of a few rows of one head into the accumulators.
+
+    With ``FIRST`` these hold nothing yet and are not read. With ``ALL_SEE`` every row sees
+    something, so an infinity in ``lse`` comes from scores that are not finite.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = row < rows
+    mask = inside[:, None] & (column < DIM)[None, :]
+    row = row.to(tl.int64)
+    old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
+    new_at = lse + batch * lse_batch + head * lse_head + row
+    old = tl.full((ROWS,), float("-inf"), tl.float32)
+    if not FIRST:
+        old = tl.load(old_at, mask=inside, other=float("-inf"))
+    new = tl.load(new_at, mask=inside, other=float("-inf"))
+    if ALL_SEE:
+        new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
+    old_weight, new_weight, both = _weights(old, new)
+    acc_at = acc + batch * acc_batch + head * acc_head + row[:, None] * acc_row + column[None, :]
+    out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+    # Rows with lse = -inf have any numbers in out, NaN included: they are not loaded.
+    x = tl.zeros((ROWS, PADDED), tl.float32)
+    if not FIRST:
+        x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
+    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
+    tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
+    tl.store(old_at, both, mask=inside)
+
+
+@triton.jit
+def _add_part(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
+              l_batch, l_head):  # fmt: skip
+    """Return ``(x, lse)`` of a few rows after a merge with a part that has rows start to stop."""
+    in_part = (row >= start) & (row < stop)
+    local_row = row - start
+    new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_part, other=0.0)
+    new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
+    new = tl.where(in_part, new, float("-inf"))
+    old_weight, new_weight, both = _weights(old, new)
+    out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
+    y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
+    # A row outside of the part stays as it is, bit for bit: it would be divided by 1.
+    return _weighted(x, old_weight, y, new_weight), both
+
+
+@DirectKernel
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_parts(
+    out, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
+    o_batch, o_row, o_head, l_batch, l_head, o1_batch, o1_row, o1_head, l1_batch, l1_head,
+    o2_batch, o2_row, o2_head, l2_batch, l2_head,
+    PARTS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge up to two parts into a first one that has all rows, for a few rows of one head."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    inside = row < rows
+    mask = inside[:, None] & (column < DIM)[None, :]
+    lse_at = lse + batch * l_batch + head * l_head + row
+    out_at = out + batch * o_batch + head * o_head + row[:, None] * o_row + column[None, :]
+    top = tl.load(lse_at, mask=inside, other=0.0)
+    top = tl.where(tl.abs(top) == float("inf"), float("nan"), top)
+    if PARTS > 1:
+        # Sums stay in registers, in float32, until they are rounded once.
+        x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+        x, top = _add_part(
+            x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row,
+            o1_head, l1_batch, l1_head,
+        )  # fmt: skip
+        if PARTS > 2:
+            x, top = _add_part(
+                x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
+                o2_head, l2_batch, l2_head,
+            )  # fmt: skip
+        tl.store(out_at, x.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse_at, top, mask=inside)
+
+
+@DirectKernel
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_parts(
+    x, x1, x2, rows, start1, stop1, start2, stop2,
+    x_batch, x_row, x_head, x1_batch, x1_row, x1_head, x2_batch, x2_row, x2_head,
+    PARTS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up to two parts, and then ``x``, which has all rows, for a few rows of one head."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    mask = (row < rows)[:, None] & (column < DIM)[None, :]
+    in_part = (row >= start1) & (row < stop1)
+    at = x1 + batch * x1_batch + head * x1_head + (row - start1)[:, None] * x1_row + column[None, :]
+    total = tl.load(at, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
+    if PARTS > 2:
+        in_part = (row >= start2) & (row < stop2)
+        at = x2 + batch * x2_batch + head * x2_head + (row - start2)[:, None] * x2_row
+        at += column[None, :]
+        total += tl.load(at, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
+    at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
+    total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(x.dtype.element_ty), mask=mask)

@@ -1,0 +1,148 @@
+"""A gather in two stages: its launches are prepared, and a repeat gives the bits of the first call.
+
+The kernel masks no band but the causal one, and returns tensors of its own, as cuDNN does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from plain_flash import PlainFlash
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_core import Capabilities
+from ring_torch import ContextParallel, prepare, ring_attention
+from ring_torch.kernels.api import Selection
+from ring_torch.kernels.flash import FlashKernel
+from ring_torch.kernels.library import LaunchOptions, PartBackward, PartLaunch, rounded_to_8
+from ring_torch.strategies import gathered
+from ring_torch.strategies.prepared_parts import PreparedParts
+
+LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
+
+
+@dataclass(frozen=True)
+class Bandless(PlainFlash):
+    """A library whose launches of parts are noted."""
+
+    launched: list[str]
+
+    def prepare_part(
+        self, q: Tensor, k: Tensor, options: LaunchOptions
+    ) -> tuple[PartLaunch, PartBackward]:
+        del q, k
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            self.launched.append("forward")
+            return self.forward(q, k, v, options, None)
+
+        def backward(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            self.launched.append("backward")
+            return self.backward(dout, q, k, v, out, lse, options, None)
+
+        return forward, backward
+
+
+def kernel_of(launched: list[str]) -> FlashKernel:
+    dtypes = "float64", "float32", "bfloat16"
+    return FlashKernel(
+        Bandless(launched), Capabilities("bandless", dtypes=dtypes, bands="causal"),
+        head_dims=rounded_to_8, unavailable=lambda: None,
+    )  # fmt: skip
+
+
+def repeated(
+    rank: int, layout: Any, causal: bool, dtype: torch.dtype, saves: bool, view: str
+) -> tuple[list[str], list[list[Tensor]], list[Tensor]]:
+    """What was launched in repeats, results of each call, and those of dense attention."""
+    del rank
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(2, LENGTH, n, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for n in (*HEADS, HEADS[0])
+    ]
+    cp = ContextParallel(layout=layout)
+    launched: list[str] = []
+    calls = []
+    prepare._prepare.cache_clear()
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(kernel_of(launched), ())),
+        patch.object(gathered, "MAX_SAVED_BYTES", (1 << 20) * saves),
+    ):
+        for n in range(3):
+            if n == 1:
+                launched.clear()
+            q, k, v, dout = (cp.shard(x).clone() for x in whole)
+            if view == "heads first":
+                k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            out = ring_attention(
+                q, k, v, causal=causal, layout=layout, strategy="gather", transport="p2p"
+            )
+            calls.append([out.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
+    prepare._prepare.cache_clear()
+    q, k, v = (x.double().requires_grad_() for x in whole[:3])
+    query, key, value = (
+        x.repeat_interleave(HEADS[0] // x.shape[2], dim=2).transpose(1, 2) for x in (q, k, v)
+    )
+    expected = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2)
+    grads = torch.autograd.grad(expected, (q, k, v), whole[3].double())
+    return launched, calls, [cp.shard(x.detach()) for x in (expected, *grads)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "causal", "dtype", "saves", "view"),
+    [
+        ("zigzag", True, torch.float64, True, "plain"),
+        ("zigzag", True, torch.bfloat16, True, "plain"),
+        ("zigzag", True, torch.float32, False, "heads first"),
+        ("contiguous", True, torch.float32, True, "heads first"),
+        ("contiguous", False, torch.bfloat16, False, "plain"),
+    ],
+)
+def test_repeats(
+    layout: str, causal: bool, dtype: torch.dtype, saves: bool, view: str, backend: Any
+) -> None:
+    # Own keys, keys of earlier tokens, and keys of later ones that half of the rows see.
+    zigzag, contiguous = (2, 3, 2), (1, 2, 2)
+    launches = zigzag if layout == "zigzag" else contiguous if causal else (2, 2, 2)
+    results = backend.pool(3).run(repeated, layout, causal, dtype, saves, view)
+    for number, (launched, calls, expected) in zip(launches, results, strict=True):
+        assert sorted(launched) == ["backward"] * 2 * number + ["forward"] * 2 * number
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        for first, second, third, wanted in zip(*calls, expected, strict=True):
+            torch.testing.assert_close(first.double(), wanted, rtol=tolerance, atol=tolerance)
+            assert torch.equal(first, second)
+            assert torch.equal(second, third)
+
+
+def with_sinks_or_lse(rank: int) -> None:
+    """A forward with sinks is rounded once; a call that returns lse saves no keys."""
+    del rank
+    launched: list[str] = []
+    q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
+    prepare._prepare.cache_clear()
+    options: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
+    with (
+        patch.object(prepare, "choose", lambda *_: Selection(kernel_of(launched), ())),
+        patch.object(PreparedParts, "attend", side_effect=AssertionError),
+    ):
+        for _ in range(2):
+            ring_attention(q, k, v, sinks=torch.zeros(HEADS[0]), **options)
+    prepare._prepare.cache_clear()
+    for _ in range(2):
+        out, lse = ring_attention(q, k, v, return_lse=True, **options)
+        assert len(out.grad_fn.saved_tensors) == 10  # inputs, given or not, out and lse
+        torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    prepare._prepare.cache_clear()
+
+
+def test_sinks_and_lse(backend: Any) -> None:
+    backend.pool(2).run(with_sinks_or_lse)
