@@ -101,16 +101,16 @@ def _attends(_: int, way: str, name: str) -> None:
     """Compare all lengths with one process."""
     layout, how = WAYS[way]
     cp, takes_lse_grad = ContextParallel(layout=layout), not way.startswith("two")
-    alone = [dist.new_group([n]) for n in range(SIZE)][dist.get_rank()]
+    alone: Any = [dist.new_group([n]) for n in range(SIZE)][dist.get_rank()]
     for length in range(1, 3 * SIZE + 1):
         qkv, options = _leaves(length, OPTIONS[name](length))
         like, like_options = _leaves(length, OPTIONS[name](length))
-        sharded = {
+        sharded: dict[str, Any] = {
             key: cp.shard(x, dim=_DIMS[key], pad=True) if isinstance(x, Tensor) and key in _DIMS else x
             for key, x in options.items()
         }  # fmt: skip
-        shards = [cp.shard(x, pad=True, fill=9) for x in qkv]
-        out, lse = cp.attention(*shards, seq_len=length, return_lse=True, **how, **sharded)
+        q, k, v = (cp.shard(x, pad=True, fill=9) for x in qkv)
+        out, lse = cp.attention(q, k, v, seq_len=length, return_lse=True, **how, **sharded)
         lse = lse if takes_lse_grad else lse.detach()
         whole = cp.unshard(out, grad="slice", seq_len=length)
         whole_lse = cp.unshard(lse, dim=2, grad="slice", seq_len=length)
