@@ -394,10 +394,13 @@ FAULTS = (
         how="Shards and attention have one layout, which all ranks compare before they send.",
     ),
     Fault(
-        heads_of_another_model, ring="refused", heads=(6, 2),
-        how="Nothing is kept between models; `ulysses` names heads that ranks do not divide.",
+        heads_of_another_model, heads=(6, 2),
+        how="Nothing is kept between models; each call's heads are dealt out anew, to any ranks.",
     ),
-    Fault(ratio_of_heads_broken_by_padding, how="No heads are padded: `H % K == 0` is all it takes."),
+    Fault(
+        ratio_of_heads_broken_by_padding,
+        how="`ulysses` pads so that each K/V head of a rank keeps equally many query heads of its own.",
+    ),
     Fault(
         key_heads_fewer_than_ranks, heads=(4, 2),
         how="Rings and gathers split tokens, never heads, so one key head will do.",

@@ -100,10 +100,21 @@ def test_rejected_there_and_right_here(fault: Fault, backend: Any) -> None:
             np.testing.assert_allclose(value, x.exact[name], rtol=2e-4, atol=2e-5, err_msg=name)
 
 
-def test_heads_that_ranks_do_not_divide_are_refused(backend: Any) -> None:
-    (fault,) = (fault for fault in FAULTS if fault.name == "heads_of_another_model")
+@pytest.mark.parametrize(
+    "name",
+    ["heads_of_another_model", "ratio_of_heads_broken_by_padding", "key_heads_fewer_than_ranks"],
+)
+def test_heads_that_ranks_do_not_divide_are_right(name: str, backend: Any) -> None:
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
     x = Example(fault.options, fault.heads)
-    with pytest.raises(LocalRankError, match="6 heads, which 4 ranks do not divide"):
+    right = together(backend.pool(RANKS).run(run, x, "zigzag", "ulysses"), "zigzag")
+    for key, value in right.items():
+        np.testing.assert_allclose(value, x.exact[key], rtol=2e-4, atol=2e-5, err_msg=key)
+
+
+def test_fewer_heads_than_ranks_are_refused(backend: Any) -> None:
+    x = Example({}, (2, 1))
+    with pytest.raises(LocalRankError, match="at most 2 ranks can split them, not 4"):
         backend.pool(RANKS).run(run, x, "contiguous", "ulysses")
 
 

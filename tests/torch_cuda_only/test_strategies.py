@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,19 +16,14 @@ from ring_torch.local import LocalRankError
 #: Strategy and transport.
 WAYS = {
     "p2p": ("ring", "p2p"), "gather": ("gather", "p2p"), "symm_mem": ("gather", "symm_mem"),
-    "ulysses": ("ulysses", "p2p"),
+    "ulysses": ("ulysses", "p2p"), "ulysses-symm_mem": ("ulysses", "symm_mem"),
 }  # fmt: skip
 
 
 def cases(way: str) -> list[Case]:
-    """Cases of two ranks that a strategy has; for Ulysses with heads that two divide."""
+    """Cases of two ranks that a strategy has."""
     two = [case for case in CASES.values() if case.cp_size == 2]
-    if way == "p2p":
-        return two
-    two = [case for case in two if case.strategy == "ring"]
-    if way != "ulysses":
-        return two
-    return [replace(x, heads=(4, 2)) for x in two if not (x.segments or x.dropout_p or x.bias)]
+    return two if way == "p2p" else [case for case in two if case.strategy == "ring"]
 
 
 TWO = [(way, case) for way in WAYS for case in cases(way)]

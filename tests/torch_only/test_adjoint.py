@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import gather_program
+from ring_core import gather_program, head_plan
+from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
 from ring_torch.comm import head_exchange
 from ring_torch.comm.ranks import ranks_of
@@ -21,7 +22,7 @@ from ring_torch.compat.documents import PackMove
 from ring_torch.options import CallOptions
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.prepare import check_call
-from ring_torch.strategies.ulysses import _orders as ulysses_orders, exchanges_of
+from ring_torch.strategies.ulysses import exchanges_of, tables_of
 
 SIZE, TOKENS = 3, 36
 LAYOUTS: Any = ("contiguous", "zigzag", "striped")
@@ -88,21 +89,36 @@ def _pack(rank: int, layout: Any) -> None:
     assert torch.equal(pack.run(ring, moved.detach(), back=True), x)
 
 
-def _ulysses(rank: int, layout: Any) -> None:
-    q, y = numbers(rank, (2, TOKENS // SIZE, 6, 4), (2, TOKENS, 2, 4))
-    k, v = numbers(rank, *2 * [(2, TOKENS // SIZE, 3, 4)])
+def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> None:
+    q, k, v = numbers(rank, *((2, TOKENS // SIZE, n, 4) for n in (q_heads, kv_heads, kv_heads)))
     ring = ranks_of(None)
     options = CallOptions(strategy="ulysses")
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
-    moved, orders = exchanges_of(call, inputs).qkv, ulysses_orders(call)
-    orders_of_qkv = (orders[0], orders[1], orders[1])
+    heads = head_plan(q_heads, kv_heads, SIZE)
+    layouts, tables = exchanges_of(call, inputs, heads), tables_of(call.plan, heads, rank, q.device)
+    every = tables.rows, tables.columns, tables.columns
     carry = head_exchange.HeadMessages(ring)
-    there = head_exchange.to_heads(carry, moved, (q, k, v), orders_of_qkv)
-    back = head_exchange.to_tokens(carry, moved, [y, *there[1:]], orders_of_qkv)
-    same([(there[0], y)], [(q, back[0])])
-    again = head_exchange.to_tokens(carry, moved, there, orders_of_qkv)
-    for x, y in zip(again, (q, k, v), strict=True):
-        assert torch.equal(x, y)
+    there = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), every)
+    y = numbers(rank + SIZE, *(x.shape for x in there))
+    for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
+        grad[:, :, torch.tensor(places[rank] == PADDING)] = 0  # as gradients of padding are
+    back = head_exchange.to_tokens(carry, layouts.grads, y, every)
+    back = tables.without_padding(*back)
+    for x, grad, place, home in zip((q, k, v), y, there, back, strict=True):
+        same([(place, grad)], [(x, home)])
+    again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, there, every))
+    for x, whole, copies in zip((q, k, v), again, (1, heads.copies, heads.copies), strict=True):
+        assert torch.equal(x * copies, whole)
+
+
+def _ulysses_with_copies(rank: int, layout: Any) -> None:
+    """Three copies of one K/V head, and two of nine places of query heads for none."""
+    _ulysses(rank, layout, 7, 1)
+
+
+def _ulysses_with_padding(rank: int, layout: Any) -> None:
+    """K/V heads that are no multiple of the ranks, and query heads that are no range."""
+    _ulysses(rank, layout, 15, 5)
 
 
 def _gather(rank: int, layout: Any, own: bool) -> None:
@@ -135,7 +151,10 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     same(list(zip(fetched, y, strict=True)), list(zip((k, v), returned, strict=True)))
 
 
-MOVEMENTS = (_shard, _unshard_slice, _unshard_sum, _pack, _ulysses)
+MOVEMENTS = (
+    _shard, _unshard_slice, _unshard_sum, _pack, _ulysses, _ulysses_with_copies,
+    _ulysses_with_padding,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -255,8 +255,25 @@ def test_the_error_names_the_entry(backend: Any) -> None:
 def test_right_calls_pass(strategy: str, backend: Any) -> None:
     layout = "contiguous" if strategy == "balanced" else "zigzag"
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "kernel": "auto"}
-    options |= {"sinks": None} if strategy == "ulysses" else {}
     backend.pool(2).run(right_calls, options)
+
+
+@pytest.mark.parametrize("bias_heads", [1, 4])
+def test_right_calls_that_trade_all_there_is_pass(bias_heads: int, backend: Any) -> None:
+    """Over three ranks, which divide neither the query heads nor the K/V heads."""
+    backend.pool(SIZE).run(all_traded, bias_heads)
+
+
+def all_traded(rank: int, bias_heads: int) -> None:
+    """Bytes of a bias, its shift and its gradient, of segment ids and of padding are counted."""
+    generator = torch.Generator().manual_seed(rank)
+    bias = torch.randn(1, bias_heads, 12, 36, generator=generator).requires_grad_()
+    ids = (torch.arange(12).expand(2, 12) // 5).int()
+    options: Any = {"strategy": "ulysses", "layout": "zigzag", "segment_ids": ids}
+    with ring_torch.check():
+        for sinks in (None, torch.zeros(4)):
+            attend(rank, sinks=sinks, bias=bias, dropout_p=0.2, dropout_seed=5, **options)
+            attend(rank, sinks=sinks, bias=bias.detach(), return_lse=True, **options)
 
 
 @pytest.mark.nightly(unless=["groups0"])

@@ -11,24 +11,21 @@ from cases import CASES, Case
 from tolerances import assert_close
 
 import ring_torch
-from ring_torch.local import LocalRankError
 
 SEVERAL = [case for case in CASES.values() if case.cp_size > 1 and case.strategy == "ring"]
+
+
+def _with_a_head_a_rank(case: Case) -> Case:
+    """The case, with as many groups of heads as make a query head for every rank."""
+    heads, kv_heads = case.heads
+    return replace(case, heads=(heads * -(-case.cp_size // heads), kv_heads))
 
 
 @pytest.mark.nightly(only=[case.name for case in SEVERAL if "again" in case.nightly])
 @pytest.mark.parametrize("case", SEVERAL, ids=[case.name for case in SEVERAL])
 def test_case(case: Case, backend: Any) -> None:
-    divides = not any(heads % case.cp_size for heads in case.heads)
-    missing = "bias" in case.inputs or bool(case.segments) or case.dropout_p > 0
-    if divides and not missing:
-        assert_close(case, backend.run(case, strategy="ulysses"))
-        return
-    with pytest.raises(LocalRankError, match="UnsupportedError: strategy 'ulysses'") as refused:
-        backend.run(case, strategy="ulysses")
-    for heads in case.heads:
-        if heads % case.cp_size:
-            assert f"{heads} heads, which {case.cp_size} ranks do not divide" in str(refused.value)
+    case = _with_a_head_a_rank(case)
+    assert_close(case, backend.run(case, strategy="ulysses"))
 
 
 @pytest.mark.parametrize("sinks", [0, 3], ids=["one a head", "several a head"])

@@ -31,7 +31,6 @@ CAN = {
     "sdpa": ("sinks",),
     "flash": ("sinks",),
 }
-WITHOUT = {"ulysses": {"segments", "bias"}}
 PARTS, COMPILED_PARTS = 4, 24
 
 
@@ -67,10 +66,6 @@ def _wrong(
     return errors
 
 
-def _options(kernel: str, way: str) -> list[str]:
-    return [option for option in CAN[kernel] if option not in WITHOUT.get(way, ())]
-
-
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
 )
@@ -78,7 +73,7 @@ def _options(kernel: str, way: str) -> list[str]:
 @pytest.mark.parametrize("kernel", CAN)
 def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
     size, options = WAYS[way]
-    some = entries(_options(kernel, way), part, PARTS, turn=list(WAYS).index(way))
+    some = entries(CAN[kernel], part, PARTS, turn=list(WAYS).index(way))
     errors = backend.pool(size).run(_wrong, size, kernel, options, some, False)
     assert errors == [[]] * size
 
@@ -92,7 +87,7 @@ def test_compiled(kernel: str, way: str, part: int, backend: Any) -> None:
     """Compiled calls take views, too, and what they return lies as their graphs expect."""
     size, options = WAYS[way]
     turn = list(WAYS).index(way) + 5 * list(CAN).index(kernel)
-    some = entries(_options(kernel, way), part, COMPILED_PARTS, turn)
+    some = entries(CAN[kernel], part, COMPILED_PARTS, turn)
     assert backend.pool(size).run(_wrong, size, kernel, options, some, True) == [[]] * size
 
 
@@ -102,7 +97,7 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
             entry
             for kernel in CAN
             for turn, way in enumerate(WAYS)
-            for entry in entries(_options(kernel, way), part, PARTS, turn)
+            for entry in entries(CAN[kernel], part, PARTS, turn)
         ]
         for names, which in ((OPERANDS, 0), (VIEWS, 1)):
             shares = [entry[which] for entry in some]

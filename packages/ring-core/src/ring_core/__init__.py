@@ -44,6 +44,7 @@ from ring_core.programs.gather import (
     gather_refusals as gather_refusals,
     longest_gather as longest_gather,
 )
+from ring_core.programs.heads import HeadPlan as HeadPlan, head_plan as head_plan
 from ring_core.programs.ring import (
     RingProgram as RingProgram,
     Step as Step,

@@ -86,6 +86,11 @@ class Strategy(Protocol):
         """Return the number of visible (query, key) pairs that this rank computes for each head."""
         return float(call.program.work()[:, call.ranks.rank].sum())
 
+    def notes(self, call: Call) -> tuple[str, ...]:
+        """Return lines for ``explain`` that say what is special about this call."""
+        del call
+        return ()
+
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes and dtypes of what a compiled forward saves.
 

@@ -7,6 +7,7 @@ values of its options.
 from __future__ import annotations
 
 import hashlib
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import (
     ChunkLayout,
+    HeadPlan,
     KernelConfig,
     LayoutSpec,
     Mask,
@@ -26,6 +28,7 @@ from ring_core import (
     StrategyConfig,
     UnsupportedError,
     checks,
+    head_plan,
     make_plan,
     ring_program,
 )
@@ -238,6 +241,7 @@ def _prepare(
     *,
     lse_grad: bool = False,
     lengths: tuple[int, int] | None = None,
+    heads: tuple[int, ...] | None = None,
 ) -> Call:
     """Check, plan and choose all that is static about a call: once for equal calls.
 
@@ -253,6 +257,7 @@ def _prepare(
         lse_grad: True for the backward of a call whose ``lse`` has a gradient.
         lengths: Queries and keys without padding, for the inner call of a strategy that splits
             heads; ``None`` asks the option ``seq_len``.
+        heads: Global indices of the query heads for dropout, likewise; ``None`` counts from 0.
     """
     sizes, tensors = _check_tensors(facts)
     if lengths is None:
@@ -288,10 +293,12 @@ def _prepare(
     )
     inner = None
     if spec.splits_heads:
+        split = head_plan(request.q_heads, request.kv_heads, ranks.size)
+        own_heads = tuple(split.q_filled[ranks.rank].tolist()) if request.dropout else None
         inner = _prepare(
-            ALONE, "contiguous", _facts_of_heads(facts, ranks.size),
+            ALONE, "contiguous", _facts_of_heads(facts, split),
             options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
-            lse_grad=lse_grad, lengths=lengths,
+            lse_grad=lse_grad, lengths=lengths, heads=own_heads,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
@@ -307,7 +314,9 @@ def _prepare(
         request.segment_ids, is_short, options.return_lse, inner,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
-    params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
+    params = _params(
+        plan, request, config, options, grads, device, heads, sinks=tensors.sinks is not None
+    )
     fields = _fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
@@ -320,20 +329,30 @@ def _prepare(
 
 
 def _facts_of_heads(
-    facts: tuple[TensorSpec | None, ...], ranks: int
+    facts: tuple[TensorSpec | None, ...], heads: HeadPlan
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the properties of the inner call's tensors: all tokens of ``H / ranks`` heads."""
-    *qkv, _, _, sinks, _, slopes = facts
-    qkv_facts: list[TensorSpec | None] = []
-    for fact in qkv:
-        assert fact is not None
-        batch, length, heads, dim = fact.shape
-        qkv_facts.append(fact._replace(shape=(batch, ranks * length, heads // ranks, dim)))
-    if sinks is not None:
-        sinks = sinks._replace(shape=(sinks.shape[0] // ranks, *sinks.shape[1:]))
-    if slopes is not None:
-        slopes = slopes._replace(shape=(*slopes.shape[:-1], slopes.shape[-1] // ranks))
-    return (*qkv_facts, None, None, sinks, None, slopes)
+    """Return the properties of the inner call's tensors: all tokens of a rank's heads."""
+    (ranks, q_heads), kv_heads = heads.q.shape, heads.kv.shape[1]
+    sizes = {"q": q_heads, "k": kv_heads, "v": kv_heads}
+
+    def of_heads(name: str, fact: TensorSpec) -> TensorSpec:
+        match name, fact.shape:
+            case (("q" | "k" | "v"), (batch, length, _, dim)):
+                shape: tuple[int, ...] = (batch, ranks * length, sizes[name], dim)
+            case (("q_ids" | "k_ids"), (batch, length)):
+                shape = (batch, ranks * length)
+            case "sinks", (_, *per_head):
+                shape = (q_heads, *per_head)
+            case "bias", (batch, bias_heads, length, keys):
+                shape = (batch, 1 if bias_heads == 1 else q_heads, ranks * length, keys)
+            case "slopes", (*batch, _):
+                shape = (*batch, q_heads)
+        return fact._replace(shape=shape)
+
+    return tuple([
+        None if fact is None else of_heads(name, fact)
+        for name, fact in zip(Inputs._fields, facts, strict=False)
+    ])  # fmt: skip
 
 
 class Described(NamedTuple):
@@ -389,12 +408,20 @@ def _check_options(
         alibi=tensors.alibi_slopes is not None, dropout=options.dropout_p > 0,
         deterministic=options.deterministic, any_scale=scale <= 0, grad=grads[0],
         lse_grad=lse_grad, batch=sizes.batch, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads,
+        shared_bias_bytes=_shared_bias_bytes(tensors.bias),
     ), kernel_config(options.kernel, kernel_names())  # fmt: skip
+
+
+def _shared_bias_bytes(bias: checks.Tensor | None) -> int:
+    """Return the bytes of a bias with one head for all query heads, 0 for others."""
+    if bias is None or len(bias.shape) != 4 or bias.shape[1] != 1:
+        return 0
+    return math.prod(bias.shape) * int(getattr(torch, bias.dtype).itemsize)
 
 
 def _params(
     plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
-    device: torch.device, *, sinks: bool,
+    device: torch.device, heads: tuple[int, ...] | None, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
     """Return the parameters of all work items, but for the dropout seed, which calls set later."""
     return KernelParams(
@@ -403,7 +430,7 @@ def _params(
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_role != "added",
         shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
-        needs_lse=grads[0] or sinks or options.return_lse,
+        needs_lse=grads[0] or sinks or options.return_lse, heads=_head_indices(heads, device),
     )  # fmt: skip
 
 
@@ -436,6 +463,13 @@ def _shortened(numbers: tuple[object, ...] | None) -> str | None:
     text = str(numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
+
+
+def _head_indices(heads: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
+    if heads is None:
+        return None
+    with torch.inference_mode(mode=False):  # calls that train share them
+        return torch.tensor(heads, dtype=torch.int32).to(device)
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

@@ -133,7 +133,8 @@ class Request:
 
     Flags are named as in :class:`Capabilities`, and compared with those by
     :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads`` say how large the call is on
-    one device, by which measured times are scaled.
+    one device, by which measured times are scaled. ``shared_bias_bytes`` are the bytes that a
+    device holds of a bias with one head for all query heads, or 0.
     """
 
     device: str
@@ -154,6 +155,7 @@ class Request:
     batch: int = 1
     q_heads: int = 1
     kv_heads: int = 1
+    shared_bias_bytes: int = 0
 
 
 OPTION_WORDS = {

@@ -224,7 +224,7 @@ def attention(
     rule = checks.check_mask(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
-    dense = _dense(
+    dense = dense_forward(
         q, k, v, seq_len, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes,
         dropout_p, dropout_seed,
     )  # fmt: skip
@@ -279,11 +279,11 @@ def attention_grads(
     rule = checks.check_mask(
         mask, causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens
     )
-    dense = _dense(
+    dense = dense_forward(
         q, k, v, seq_len, causal, rule, segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes,
         dropout_p, dropout_seed,
     )  # fmt: skip
-    grads = _grads(dense, *dense.inputs.upstream(dout, dlse))
+    grads = dense_backward(dense, *dense.inputs.upstream(dout, dlse))
     rows, columns = dense.inputs.padding
     return Grads(
         _with_padding(grads.dq, 1, rows),
@@ -302,7 +302,7 @@ def _with_padding(x: Floats, axis: int, padding: int, fill: float = 0.0) -> Floa
 
 
 @dataclass(frozen=True)
-class _Dense:
+class Dense:
     """A forward pass with everything its backward needs; heads come first: ``[B, H, T, D]``."""
 
     q: Floats
@@ -318,15 +318,19 @@ class _Dense:
     inputs: Inputs
 
 
-def _dense(
+def dense_forward(
     q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike,
     seq_len: int | tuple[int, int] | None, causal: bool, mask: Mask,
     segment_ids: SegmentIds | None,
     softmax_scale: float | None, softcap: float | None, sinks: npt.ArrayLike | None,
     bias: npt.ArrayLike | None,
     alibi_slopes: npt.ArrayLike | None, dropout_p: float, dropout_seed: int | None,
-) -> _Dense:  # fmt: skip
-    """Check a call's arguments, and run the forward pass."""
+    heads: npt.NDArray[np.int32] | None = None,
+) -> Dense:  # fmt: skip
+    """Check a call's arguments, and run the forward pass.
+
+    ``heads`` are the global indices of the query heads, for dropout; by default they count from 0.
+    """
     inputs = check_inputs(q, k, v, segment_ids, sinks, bias, alibi_slopes, seq_len)
     sizes = inputs.sizes
     checks.check_causal(causal, sizes.q_len, sizes.k_len)
@@ -366,12 +370,13 @@ def _dense(
     keep = np.ones_like(probs)
     if dropout_p > 0 and dropout_seed is not None:
         kept = dropout_keep(
-            dropout_p, dropout_seed, batch=np.arange(sizes.batch), heads=np.arange(sizes.q_heads),
+            dropout_p, dropout_seed, batch=np.arange(sizes.batch),
+            heads=np.arange(sizes.q_heads) if heads is None else heads,
             queries=np.arange(sizes.q_len), keys=k_pos,
         )  # fmt: skip
         keep = kept / (1 - dropout_p)
     out = masked_matmul(probs * keep, visible, v_by_head).transpose(0, 2, 1, 3)
-    return _Dense(
+    return Dense(
         q_by_head, k_by_head, v_by_head, visible, slope, probs, keep, lse, out, scale, inputs
     )
 
@@ -390,7 +395,7 @@ def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
 
 
 @np.errstate(invalid="ignore", over="ignore")
-def _grads(dense: _Dense, dout: Floats, dlse: Floats | None) -> Grads:
+def dense_backward(dense: Dense, dout: Floats, dlse: Floats | None) -> Grads:
     """Return the gradients of a forward pass."""
     do = dout.transpose(0, 2, 1, 3)
     dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep

@@ -139,7 +139,8 @@ class Options(NamedTuple):
         bias_shift: float32 ``[B or 1, H or 1, T]`` with the strides ``bias_shift_batch`` and
             ``bias_shift_head``, taken off the bias of each row; ``lse`` is that of shifted scores.
         slopes: float32 ``[B or 1, H]`` with the stride ``slopes_batch``.
-        dropout: int32 ``[4]``: the seed's low and high words, the first batch row and head.
+        dropout: int32 ``[3 + H]``: the seed's low and high words, the global index of the first
+            batch row, and those of all heads.
     """
 
     items: Any
@@ -443,7 +444,7 @@ def dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROW
     low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed = low | (high << 32)
-    b, h = tl.load(x.dropout + 2) + batch, tl.load(x.dropout + 3) + head
+    b, h = tl.load(x.dropout + 2) + batch, tl.load(x.dropout + 3 + head)
     if consts.ALIGNED8:
         rows = row_start + tl.arange(0, consts.BLOCK_Q)[:, None]
         cols = col_start + 4 * tl.arange(0, consts.BLOCK_K // 4)[None, :]

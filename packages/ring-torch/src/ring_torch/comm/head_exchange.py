@@ -67,7 +67,8 @@ class HeadMessages(HeadCarrier):
     ) -> None:  # fmt: skip
         """Send the messages in one all-to-all."""
         device, size = sources[0].device, (layout.ranks, layout.message.size)
-        sent, received = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        sent = torch.empty(size, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
         pack, unpack = _pack, _unpack
         if device.type == "cuda" and has_triton():
             from ring_torch.comm import head_exchange_kernel
@@ -112,6 +113,11 @@ def _unpack(
 def _blocks(layout: HeadBuffer, buffer: Tensor) -> list[Tensor]:
     """Return views of a buffer ``[P, bytes]``: of each tensor ``[P, B, T_local, H / P, D]``."""
     message = layout.message
+    if message.size == 0:  # which has no strides that another dtype could take
+        return [
+            buffer.new_empty(shape, dtype=dtype)
+            for shape, dtype in zip(layout.blocks, message.dtypes, strict=True)
+        ]
     return [
         buffer[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
         for shape, dtype, offset in zip(layout.blocks, message.dtypes, message.offsets, strict=True)

@@ -219,9 +219,12 @@ class ScoreBlocks:
         p = self.params.dropout_p
         if p == 0:
             return None
-        batch, heads = self.rows.q.shape[0], self.rows.q.shape[2]
+        batch, num_heads, heads = self.rows.q.shape[0], self.rows.q.shape[2], self.params.heads
         index, position = not_none(self.rows.indices)[i], not_none(self.columns.position)[j]
-        is_kept = dropout_keep(p, self.params.dropout_seed, range(batch), heads, index, position)
+        is_kept = dropout_keep(
+            p, self.params.dropout_seed, range(batch), num_heads if heads is None else heads, index,
+            position,
+        )  # fmt: skip
         return is_kept.to(like.dtype).div_(1 - p).view(like.shape)
 
     def add_bias_grad(self, dbias: Tensor, dscores: Tensor, i: slice, j: slice) -> None:
@@ -348,7 +351,7 @@ def is_clean(x: Tensor) -> bool:
 
 
 def dropout_keep(
-    p: float, seed: int, batch: range, heads: int, index: Tensor, position: Tensor
+    p: float, seed: int, batch: range, heads: int | Tensor, index: Tensor, position: Tensor
 ) -> Tensor:
     """Return which softmax weights survive dropout.
 
@@ -358,17 +361,18 @@ def dropout_keep(
         p: Probability to drop.
         seed: The seed, 64 bits.
         batch: Indices of sequences of the batch.
-        heads: Number of heads, which count from 0.
+        heads: Number of heads, which count from 0, or their global indices.
         index: Global indices of the queries.
         position: Global indices of the keys, ascending.
 
     Returns:
-        Booleans ``[len(batch), heads, len(index), len(position)]``.
+        Booleans ``[len(batch), H, len(index), len(position)]``.
     """
     device = index.device
     groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
-    h = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    h = torch.arange(heads, device=device) if isinstance(heads, int) else heads.long()
+    h = h.view(1, -1, 1, 1)
     random_words = torch.stack(
         _random_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1
     )

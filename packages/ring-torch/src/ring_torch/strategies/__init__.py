@@ -167,6 +167,7 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
         for name, forward in passes.items()
     ]
     lines.append(f"  this rank moves {', '.join(bytes_of_passes)}")
+    lines += [f"  {note}" for note in call.strategy.notes(call)]
     return "\n".join(lines)
 
 

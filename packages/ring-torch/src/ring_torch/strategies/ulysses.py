@@ -2,206 +2,416 @@
 
 Two all-to-all exchanges a pass, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
 in the forward Q, K and V go from tokens to heads and the output goes back; in the backward dout
-goes from tokens to heads, and dQ, dK and dV go back. In between a call of one rank runs, for
-``H / P`` query and ``K / P`` K/V heads, over all tokens in natural order; so every layout will do.
+goes from tokens to heads, and dQ, dK and dV go back. In between a call of one rank runs over all
+tokens in natural order, so every layout will do. Which heads a rank has is a
+:class:`ring_core.HeadPlan`: query heads are padded to equal counts, K/V heads copied where they are
+fewer than ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from ring_core import Plan, Request
+from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
-from ring_torch.buffers import HeadBuffer, HeadPart
-from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, attend
+from ring_core.programs.heads import PADDING, too_many_ranks
+from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.head_exchange import to_heads, to_tokens
-from ring_torch.comm.ranks import Ranks
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Refusals, Traffic
+
+_MOST_SHARED_BIAS = 1 << 30  # bytes of a bias with one head for all, which every rank gathers
 
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
     """Strategy ``ulysses``: an inner call of one rank computes all tokens of this rank's heads.
 
-    The forward saves q, k, v, out and lse of that inner call, so the backward exchanges only dout,
-    delta and gradients.
+    The forward saves the inputs and results of that inner call, so the backward exchanges only
+    dout, delta and gradients.
     """
 
     inner: Call
+    heads: HeadPlan
     name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
-        layouts = exchanges_of(call, inputs)
+        layouts = exchanges_of(call, inputs, self.heads)
         carry = call.open_heads(call.forward_signature, layouts.most_bytes)
-        rows, columns = _orders(call)
+        tables = tables_of(call.plan, self.heads, call.ranks.rank, call.device)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
-        q, k, v = to_heads(carry, layouts.qkv, inputs[:3], (rows, columns, columns))
+        q, k, v = to_heads(
+            carry, layouts.qkv, tables.placed(*inputs[:3]),
+            (tables.rows, tables.columns, tables.columns),
+        )  # fmt: skip
+        traded = Traded(q, k, v)
+        if inputs.q_ids is not None or inputs.bias is not None:
+            traded = _with_options(carry, layouts, tables, inputs, traded)
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
-        (out, lse), _ = attend(self.inner, _inner_inputs(call.ranks, inputs, q, k, v))
+        (out, lse), _ = attend(self._inner(call), self._inner_inputs(tables, inputs, traded))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
-        sent = out, lse.transpose(1, 2).unsqueeze(-1)
-        own_out, own_lse = to_tokens(carry, layouts.results, sent, (rows, rows))
-        saved = (q, k, v, out, lse) if call.needs_grad else ()
+        own_out, own_lse = to_tokens(
+            carry, layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
+            (tables.rows, tables.rows),
+        )  # fmt: skip
+        saved = (*[x for x in traded if x is not None], out, lse) if call.needs_grad else ()
+        if tables.q_slots is not None:
+            own_out, own_lse = (x.index_select(2, tables.q_slots) for x in (own_out, own_lse))
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """Return the gradients in the inputs' dtype.
+        """Return the gradients, in the inputs' dtype or wider.
 
-        They are rounded before they travel: each is whole, as no other rank adds to it.
+        Where they are whole, as no other rank adds to them, they are rounded before they travel.
         """
-        layouts = exchanges_of(call, inputs)
+        layouts = exchanges_of(call, inputs, self.heads)
         carry = call.open_heads(call.backward_signature, layouts.most_bytes)
-        rows, columns = _orders(call)
-        q, k, v, out, lse = saved
+        tables = tables_of(call.plan, self.heads, call.ranks.rank, call.device)
+        *kept, out, lse = saved
+        traded = Traded.of(kept, inputs, shifts_bias=call.params.shifts_bias)
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
-        # dout and delta go from tokens to heads; q, k, v, out and lse stayed since the forward ...
-        dout, *deltas = to_heads(carry, layouts.upstream, sent, [rows] * len(sent))
+        if tables.q is not None:  # padding gets zeros, so that it adds to no gradient
+            sent = [
+                x.index_select(2, tables.q).index_fill_(2, not_none(tables.padding), 0)
+                for x in sent
+            ]
+        # dout and delta go from tokens to heads; the others stayed since the forward ...
+        dout, *deltas = to_heads(carry, layouts.upstream, sent, [tables.rows] * len(sent))
         delta = deltas[0].squeeze(-1).transpose(1, 2) if deltas else None
         # ... the backward of all tokens runs for this rank's heads ...
-        grads = self.inner.strategy.backward(
-            self.inner, _inner_inputs(call.ranks, inputs, q, k, v),
+        inner = self._inner(call)
+        grads = inner.strategy.backward(
+            inner, self._inner_inputs(tables, inputs, traded),
             BackwardInputs(dout, out, lse, delta), (),
         )  # fmt: skip
         # ... and gradients go back to the ranks that hold their tokens.
-        sent = [x.to(call.dtype) for x in (grads.dq, grads.dk, grads.dv)]
-        dq, dk, dv = to_tokens(carry, layouts.qkv, sent, (rows, columns, columns))
-        return Grads(dq, dk, dv, None)
+        sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
+        orders = tables.rows, tables.columns, tables.columns
+        dq, dk, dv = to_tokens(carry, layouts.grads, sent, orders)
+        dq, dk, dv = tables.without_padding(dq, dk, dv)
+        dbias = None
+        if grads.dbias is not None:
+            dbias = _bias_grad(carry, not_none(layouts.bias_grad), tables, inputs, grads.dbias)
+        return Grads(dq, dk, dv, dbias)
+
+    def _inner(self, call: Call) -> Call:
+        """Return the inner call with the seed of the call."""
+        if call.params.dropout_p == 0:
+            return self.inner
+        params = replace(self.inner.params, dropout_seed=call.seed)
+        return self.inner._replace(params=params)
+
+    def _inner_inputs(self, tables: Tables, inputs: Inputs, traded: Traded) -> Inputs:
+        """Return the inputs of the inner call, with this rank's part of sinks and slopes."""
+        q, k, v, q_ids, k_ids, bias, bias_shift = traded
+        sinks, slopes = inputs.sinks, inputs.slopes
+        if sinks is not None:
+            sinks = sinks[tables.own]
+        if slopes is not None:
+            slopes = slopes[..., tables.own]
+        return Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes, bias_shift)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of q, k, v, out and lse of the inner call, whatever the plan."""
+        """Return the shapes of the inner call's inputs and results, whatever the plan."""
         del plan_known
         if not call.needs_grad:
             return []
-        size = call.ranks.size
-        shapes = [
-            (x.shape[0], size * x.shape[1], x.shape[2] // size, x.shape[3])
-            for x in (inputs.q, inputs.k, inputs.v)
+        layouts = exchanges_of(call, inputs, self.heads)
+        token_parts = *layouts.qkv.parts, *(() if layouts.ids is None else layouts.ids.parts)
+        shapes: Shapes = [
+            ((x.batch, call.ranks.size * x.length, x.heads, x.dim), x.dtype) for x in token_parts
         ]
-        batch, length, heads, _ = shapes[0]
-        shapes.append((batch, length, heads, shapes[2][3]))  # the output's
-        return [*((x, call.dtype) for x in shapes), ((batch, heads, length), call.acc_dtype)]
+        shapes[3:] = [(shape[:2], dtype) for shape, dtype in shapes[3:]]  # of segment ids
+        out, row = layouts.results.parts
+        length = call.ranks.size * out.length
+        for buffer in (layouts.bias, layouts.bias_shift):
+            if buffer is not None:
+                (x,) = buffer.parts
+                width = () if buffer is layouts.bias_shift else (x.dim,)
+                shapes.append(((x.batch, x.heads, length, *width), x.dtype))
+        return [
+            *shapes, ((out.batch, length, out.heads, out.dim), out.dtype),
+            ((row.batch, row.heads, length), row.dtype),
+        ]  # fmt: skip
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of a pass's two exchanges, with the padding inside their messages."""
+        """Count the bytes of a pass's exchanges, with the padding inside their messages."""
         del saved
-        layouts = exchanges_of(call, inputs)
-        exchanges = (layouts.qkv, layouts.results) if forward else (layouts.upstream, layouts.qkv)
-        size = (call.ranks.size - 1) * sum(x.message.size for x in exchanges)
+        x = exchanges_of(call, inputs, self.heads)
+        of_forward = x.qkv, x.ids, x.bias, x.bias_shift, x.results
+        exchanges = of_forward if forward else (x.upstream, x.grads, x.bias_grad)
+        size = (call.ranks.size - 1) * sum(x.message.size for x in exchanges if x is not None)
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
         """Return the (query, key) pairs that a rank computes, per query head of the call.
 
-        A rank computes the pairs of all ranks for ``H / P`` heads. Divided by ``H`` that is the
-        mean over ranks.
+        A rank computes the pairs of all ranks for its heads, padding included.
         """
-        return float(call.program.work().sum(axis=0).mean())
+        heads: float = self.heads.q.shape[1] / len(self.heads.q_slots)
+        return float(call.program.work().sum()) * heads
+
+    def notes(self, call: Call) -> tuple[str, ...]:
+        """Return how heads are padded and copied, if they are."""
+        del call
+        text = self.heads.describe()
+        return (text,) if text else ()
+
+
+class Traded(NamedTuple):
+    """Inputs of the inner call that came from all ranks, over all tokens in natural order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_ids: Tensor | None = None
+    k_ids: Tensor | None = None
+    bias: Tensor | None = None
+    bias_shift: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], inputs: Inputs, *, shifts_bias: bool) -> Traded:
+        """Put the tensors of a call that are there, in the order of fields, back into a record."""
+        remaining = iter(tensors)
+        has_ids, has_bias = inputs.q_ids is not None, inputs.bias is not None
+        is_there = (True, True, True, has_ids, has_ids, has_bias, has_bias and shifts_bias)
+        return cls._make([next(remaining) if x else None for x in is_there])
+
+
+class Tables(NamedTuple):
+    """Index tables of a call's exchanges, int64; ``None`` where tensors are in order already.
+
+    Attributes:
+        rows: Global positions of all queries, in rank order.
+        columns: Global positions of all keys, in rank order.
+        q: Query head of each place, over the ranks.
+        kv: K/V head of each place, over the ranks.
+        padding: Places of ``q`` that stand for no head, set with ``q``.
+        q_slots: Place of each query head.
+        kv_slots: Places of the copies of each K/V head, ``[K, copies]``.
+        own: Query heads of this rank, a slice where they are a range.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    q: Tensor | None
+    kv: Tensor | None
+    padding: Tensor | None
+    q_slots: Tensor | None
+    kv_slots: Tensor | None
+    own: Tensor | slice
+
+    def placed(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Return Q, K and V ``[B, T_local, heads, D]`` with a head in each place."""
+        if self.q is not None:
+            q = q.index_select(2, self.q)
+        if self.kv is not None:
+            k, v = k.index_select(2, self.kv), v.index_select(2, self.kv)
+        return q, k, v
+
+    def without_padding(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """Return the gradients of the heads from those in all places; copies are summed."""
+        if self.q_slots is not None:
+            dq = dq.index_select(2, self.q_slots)
+        if self.kv_slots is not None:
+            dk, dv = (
+                x.index_select(2, self.kv_slots.flatten())
+                .unflatten(2, self.kv_slots.shape)
+                .sum(dim=3)
+                for x in (dk, dv)
+            )
+        return dq, dk, dv
+
+
+@capture_safe_cache(maxsize=64)
+def tables_of(plan: Plan, heads: HeadPlan, rank: int, device: torch.device) -> Tables:
+    """Return the index tables of a rank's exchanges."""
+
+    def table(indices: npt.NDArray[Any], *, skip: bool) -> Tensor | None:
+        """Return indices on the device, or ``None`` to ``skip`` them."""
+        return None if skip else torch.as_tensor(indices.astype(np.int64)).to(device)
+
+    tokens = (
+        np.concatenate([positions(rank) for rank in range(plan.cp_size)])
+        for positions in (plan.positions, plan.k_positions)
+    )
+    rows, columns = (table(x, skip=bool((np.diff(x) == 1).all())) for x in tokens)
+    q_in_order = heads.q.size == len(heads.q_slots) and bool((np.diff(heads.q_slots) == 1).all())
+    kv_in_order = heads.kv.size == len(heads.kv_slots)
+    own: Tensor | slice = slice(int(heads.q_filled[rank, 0]), int(heads.q_filled[rank, -1]) + 1)
+    if not (np.diff(heads.q_filled[rank]) == 1).all():
+        own = torch.as_tensor(heads.q_filled[rank].astype(np.int64)).to(device)
+    return Tables(
+        rows, columns,
+        table(heads.q_filled.ravel(), skip=q_in_order),
+        table(heads.kv_filled.ravel(), skip=kv_in_order),
+        table(np.flatnonzero(heads.q == PADDING), skip=q_in_order),
+        table(heads.q_slots, skip=q_in_order), table(heads.kv_slots, skip=kv_in_order), own,
+    )  # fmt: skip
 
 
 class ExchangeLayouts(NamedTuple):
-    """Message layouts of the exchanges of a call, two in each pass.
+    """Message layouts of the exchanges of a call, ``None`` for those that it has not.
 
     Attributes:
-        qkv: Q, K and V from tokens to heads; and dQ, dK and dV back.
+        qkv: Q, K and V from tokens to heads.
         results: ``out`` and ``lse`` from heads to tokens.
         upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
+        grads: dQ, dK and dV from heads to tokens.
+        ids: Segment ids of queries and keys, of which all ranks get all.
+        bias: The bias from tokens to heads; one for all heads goes to all ranks.
+        bias_shift: The shift of its rows, likewise.
+        bias_grad: Its gradient, from heads to tokens.
         most_bytes: Bytes of the largest exchange: of the messages from one rank to all.
     """
 
     qkv: HeadBuffer
     results: HeadBuffer
     upstream: HeadBuffer
+    grads: HeadBuffer
+    ids: HeadBuffer | None
+    bias: HeadBuffer | None
+    bias_shift: HeadBuffer | None
+    bias_grad: HeadBuffer | None
     most_bytes: int
 
 
-def exchanges_of(call: Call, inputs: Inputs) -> ExchangeLayouts:
+def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts:
     """Return the message layouts of a call's exchanges; equal calls share them."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k, v = inputs[:3]
+    bias = None
+    if inputs.bias is not None:
+        bias = inputs.bias.shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
     return _exchanges(
-        call.ranks.size, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype,
-        call.kernel.needs_delta,
+        heads, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype, call.kernel.needs_delta,
+        inputs.q_ids is not None, bias,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _exchanges(
-    ranks: int, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype,
-    acc_dtype: torch.dtype, needs_delta: bool,
+    heads: HeadPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int,
+    dtype: torch.dtype, acc_dtype: torch.dtype, needs_delta: bool, has_ids: bool,
+    bias: tuple[tuple[int, ...], torch.dtype, bool, bool] | None,
 ) -> ExchangeLayouts:  # fmt: skip
-    """Make the message layouts of a call from the shapes of its tensors; P ranks cut heads."""
-    q, k = (
-        HeadPart(batch, length, heads // ranks, dim, dtype)
-        for batch, length, heads, dim in (q_shape, k_shape)
-    )
+    """Make the message layouts of a call from the shapes of its tensors.
+
+    ``bias`` are its shape and dtype, and if it is shifted and has a gradient.
+    """
+    (ranks, q_places), kv_places = heads.q.shape, heads.kv.shape[1]
+    (batch, length, _, dim), k_length = q_shape, k_shape[1]
+    q = HeadPart(batch, length, q_places, dim, dtype)
+    k = HeadPart(batch, k_length, kv_places, dim, dtype)
     out = q._replace(dim=v_dim)
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
-    buffers = (
+    # Gradients of a K/V head with copies are summed before they are rounded.
+    dk = k._replace(dtype=dtype if heads.copies == 1 else acc_dtype)
+    ids = [HeadPart(batch, n, 1, 1, torch.int32) for n in (length, k_length)]
+    traded_bias = traded_shift = bias_grad = None
+    if bias is not None:
+        (bias_batch, bias_heads, _, keys), bias_dtype, shifts, has_grad = bias
+        places = 1 if bias_heads == 1 else q_places
+        part = HeadPart(bias_batch, length, places, keys, bias_dtype, head_major=True)
+        shift = part._replace(batch=batch if has_ids else bias_batch, dim=1, dtype=acc_dtype)
+        # The gradient of a bias that all heads share is summed over ranks before it is rounded.
+        grad = part._replace(dtype=acc_dtype if bias_heads == 1 else bias_dtype)
+        traded_bias, traded_shift, bias_grad = (
+            HeadBuffer.of(ranks, x) if is_sent else None
+            for x, is_sent in ((part, True), (shift, shifts), (grad, has_grad))
+        )
+    layouts = ExchangeLayouts(
         HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)), HeadBuffer.of(ranks, out, row),
         HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
+        HeadBuffer.of(ranks, q, dk, dk._replace(dim=v_dim)),
+        HeadBuffer.of(ranks, *ids) if has_ids else None, traded_bias, traded_shift, bias_grad, 0,
     )  # fmt: skip
-    return ExchangeLayouts(*buffers, max(ranks * x.message.size for x in buffers))
+    sizes = [ranks * x.message.size for x in layouts if isinstance(x, HeadBuffer)]
+    return layouts._replace(most_bytes=max(sizes))
 
 
-def _inner_inputs(
-    ring: Ranks, inputs: Inputs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Inputs:
-    """Return the inputs of the inner call: q, k, v, and this rank's part of sinks and slopes."""
-    sinks, slopes = inputs.sinks, inputs.slopes
-    if sinks is not None:
-        sinks = sinks.chunk(ring.size, dim=0)[ring.rank]
-    if slopes is not None:
-        slopes = slopes.chunk(ring.size, dim=-1)[ring.rank]
-    return Inputs(q, k, v, None, None, sinks, None, slopes)
+def _with_options(
+    carry: HeadCarrier, layouts: ExchangeLayouts, tables: Tables, inputs: Inputs, traded: Traded
+) -> Traded:
+    """Exchange segment ids, a bias and its shift, and return them beside Q, K and V."""
+    ranks = layouts.qkv.ranks
+    if layouts.ids is not None:
+        # Each rank gets a copy of the ids, as if that were a head of its own.
+        q_ids, k_ids = (
+            not_none(x)[:, :, None, None].expand(-1, -1, ranks, -1)
+            for x in (inputs.q_ids, inputs.k_ids)
+        )
+        orders = tables.rows, tables.columns
+        q_ids, k_ids = to_heads(carry, layouts.ids, (q_ids, k_ids), orders)
+        traded = traded._replace(q_ids=q_ids[..., 0, 0], k_ids=k_ids[..., 0, 0])
+    if layouts.bias is not None:
+        bias = _bias_to_heads(carry, layouts.bias, tables, not_none(inputs.bias))
+        traded = traded._replace(bias=bias)
+    if layouts.bias_shift is not None:
+        shift = not_none(inputs.bias_shift).unsqueeze(-1)
+        shift = _bias_to_heads(carry, layouts.bias_shift, tables, shift)
+        traded = traded._replace(bias_shift=shift.squeeze(-1))
+    return traded
 
 
-def _orders(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the global positions of all queries and of all keys, int64 ``[T]`` in rank order.
+def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias: Tensor) -> Tensor:
+    """Exchange ``bias [B, H or 1, T_local, n]``, and return ``[B, H_local or 1, T, n]``."""
+    x = bias.transpose(1, 2)
+    if bias.shape[1] == 1:
+        x = x.expand(-1, -1, layout.ranks, -1)
+    elif tables.q is not None:
+        x = x.index_select(2, tables.q)
+    (received,) = to_heads(carry, layout, (x,), (tables.rows,))
+    return received.transpose(1, 2)
 
-    ``None`` stands for natural order.
-    """
-    return _order(call.plan, False, call.device), _order(call.plan, True, call.device)
 
-
-@capture_safe_cache(maxsize=64)
-def _order(plan: Plan, keys: bool, device: torch.device) -> torch.Tensor | None:
-    """Return the global positions of all queries, or of all keys; see :func:`_orders`."""
-    positions = plan.k_positions if keys else plan.positions
-    by_rank = np.concatenate([positions(rank) for rank in range(plan.cp_size)])
-    if (np.diff(by_rank) == 1).all():
-        return None
-    return torch.as_tensor(by_rank, device=device)
+def _bias_grad(
+    carry: HeadCarrier, layout: HeadBuffer, tables: Tables, inputs: Inputs, dbias: Tensor
+) -> Tensor:
+    """Return the gradient of this rank's rows of the bias, of ``[B, H_local or 1, T, T_kv]``."""
+    sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
+    (grad,) = to_tokens(carry, layout, (sent,), (tables.rows,))
+    if not_none(inputs.bias).shape[1] == 1:
+        grad = grad.sum(dim=2, keepdim=True)
+    elif tables.q_slots is not None:
+        grad = grad.index_select(2, tables.q_slots)
+    return grad.transpose(1, 2)
 
 
 def _refusals(plan: Plan, request: Request) -> Refusals:
-    """Return why ranks cannot trade heads: indivisible head counts, and unsupported options."""
-    counts = (("q has", request.q_heads), ("k and v have", request.kv_heads))
-    options = (
-        ("bias", request.bias), ("segment_ids", request.segment_ids), ("dropout_p", request.dropout)
-    )  # fmt: skip
-    return (
-        *(
-            f"{name} {count} heads, which {plan.cp_size} ranks do not divide"
-            for name, count in counts
-            if count % plan.cp_size
-        ),
-        *(f"it has no {name} yet" for name, is_asked in options if is_asked),
-    )
+    """Return why ranks cannot trade heads: too few heads, or a bias that is too large to gather."""
+    reasons = []
+    if reason := too_many_ranks(request.q_heads, plan.cp_size):
+        reasons.append(reason)
+    gathered = plan.cp_size * request.shared_bias_bytes
+    if gathered > _MOST_SHARED_BIAS:
+        reasons.append(
+            f"each rank would gather a bias of {gathered / 2**30:.1f} GiB, whose one head all query "
+            f"heads share, and at most {_MOST_SHARED_BIAS >> 30} GiB are gathered"
+        )
+    return tuple(reasons)
 
 
-ULYSSES = StrategySpec(
-    "ulysses", lambda resolution: Ulysses(not_none(resolution.inner)), _refusals, splits_heads=True
-)
+def _resolve(resolution: Resolution) -> Strategy:
+    request, ranks = resolution.request, resolution.program.plan.cp_size
+    heads = head_plan(request.q_heads, request.kv_heads, ranks)
+    return Ulysses(not_none(resolution.inner), heads)
+
+
+ULYSSES = StrategySpec("ulysses", _resolve, _refusals, splits_heads=True)

@@ -213,8 +213,8 @@ class ItemLaunch:
             arguments["slopes_batch"] = slopes.shape[1] if slopes.shape[0] > 1 else 0
         if params.dropout_p > 0:
             assert rows.indices is not None
-            seed = _seed(params.dropout_seed, rows.q.device)
-            arguments |= {"q_index": rows.indices.to(torch.int32), "dropout": seed}
+            dropout = _dropout(params, rows.q.shape[2], rows.q.device)
+            arguments |= {"q_index": rows.indices.to(torch.int32), "dropout": dropout}
         return arguments
 
 
@@ -312,12 +312,13 @@ def _tile_numbers(item: WorkItem, geometry: BlockGeometry, device: torch.device)
     return torch.as_tensor(tile_numbers(item, geometry), device=device)
 
 
-def _seed(seed: int, device: torch.device) -> Tensor:
-    """Return int32 ``[4]``: the seed's two words, and zeros for the first batch row and head.
+def _dropout(params: KernelParams, heads: int, device: torch.device) -> Tensor:
+    """Return int32 ``[3 + H]``: the seed's two words, the first batch row 0, and global heads.
 
     It is filled on the device, so the host copies nothing and does not wait.
     """
-    halves = torch.zeros(4, dtype=torch.int64, device=device)
-    halves[0].fill_(seed & 0xFFFFFFFF)
-    halves[1].fill_(seed >> 32 & 0xFFFFFFFF)
-    return halves.to(torch.int32)
+    numbers = torch.zeros(3 + heads, dtype=torch.int64, device=device)
+    numbers[0].fill_(params.dropout_seed & 0xFFFFFFFF)
+    numbers[1].fill_(params.dropout_seed >> 32 & 0xFFFFFFFF)
+    numbers[3:] = torch.arange(heads, device=device) if params.heads is None else params.heads
+    return numbers.to(torch.int32)
