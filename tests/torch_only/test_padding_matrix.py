@@ -66,7 +66,6 @@ OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
 REFUSED = {
     "gather": {"predicate"},
     "two": {*OPTIONS} - {"full", "causal", "sinks"},
-    "ulysses": {"mask", "bias", "segment ids", "dropout"},
 }
 PAIRS = [
     (name, way)
