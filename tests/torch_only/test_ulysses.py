@@ -129,7 +129,7 @@ def compiled_and_not(rank: int, grad: bool) -> list[float]:
     *qkv, dout = (torch.randn(1, 12, *shape) for shape in shapes)
     leaves = [x.requires_grad_(grad) for x in (*qkv, bias)]
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
         return ring_torch.ring_attention(
             q, k, v, causal=True, layout="zigzag", strategy="ulysses", bias=b, **options
         )
