@@ -78,8 +78,8 @@ def main() -> int:
     single = loss_and_gradient(nnx.dot_product_attention, tokens, labels, jnp.arange(LENGTH))
     worst = 0.0
     for a, b in zip(jax.tree.leaves(ring), jax.tree.leaves(single), strict=True):
-        wanted = np.asarray(b)
-        worst = max(worst, float(np.abs(np.asarray(a) - wanted).max() / np.abs(wanted).max()))
+        expected = np.asarray(b)
+        worst = max(worst, float(np.abs(np.asarray(a) - expected).max() / np.abs(expected).max()))
     print(f"loss: {ring[0]:.7f} on {DEVICES} devices, {single[0]:.7f} on one")
     print(f"largest relative difference of loss and gradients: {worst:.1e}")
     return 0 if worst <= LIMIT else 1

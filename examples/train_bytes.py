@@ -245,9 +245,9 @@ def run_here(config: Config, function: Callable[..., Any], *args: Any) -> Any:
     life = PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if config.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=life, rank=rank, world_size=size)
-    found = function(dist.get_rank(), *args)
+    result = function(dist.get_rank(), *args)
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def train_all(_: int, configs: Sequence[Config]) -> list[Run]:

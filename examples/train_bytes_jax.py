@@ -245,8 +245,10 @@ def failures(config: Config, ring: Run, single: Run) -> Iterator[str]:
     """What is wrong with the losses; nothing is, for a dtype without a limit."""
     if config.dtype not in LIMITS:
         return
-    if not (found := difference(ring, single)) <= LIMITS[config.dtype]:  # NaN is wrong too
-        yield f"losses differ by {found:.1e}, by more than {LIMITS[config.dtype]:.0e}"
+    if (
+        not (difference_found := difference(ring, single)) <= LIMITS[config.dtype]
+    ):  # NaN is wrong too
+        yield f"losses differ by {difference_found:.1e}, by more than {LIMITS[config.dtype]:.0e}"
     fall = ring.losses[0] - ring.losses[-1]
     if config.steps >= LONG and not fall >= LEARNED:
         yield f"the loss fell by {fall:.3f}, not by {LEARNED:g} or more"
@@ -312,8 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", config.cp)
     jax.config.update("jax_enable_x64", config.dtype == "float64")
     jax.config.update("jax_default_matmul_precision", "highest")  # or GPUs take TF32 for float32
-    if (found := len(jax.devices())) < config.cp:
-        print(f"error: --cp is {config.cp}, and JAX has {found} devices", file=sys.stderr)
+    if (device_count := len(jax.devices())) < config.cp:
+        print(f"error: --cp is {config.cp}, and JAX has {device_count} devices", file=sys.stderr)
         return 2
     ring, single = train(config), train(replace(config, cp=1))
     report(config, ring, single)

@@ -93,9 +93,9 @@ def report(config: Config, ring: Run, single: Run | None) -> None:
     if config.device == "cpu" and config.cp > 1:
         print(f"All processes share {os.cpu_count()} cores here, so a ring saves memory, not time.")
     if single is not None:
-        found, early = differences(ring, single), min(EARLY, config.steps)
-        print(f"largest relative difference: {found[:early].max():.1e} in the first {early} steps, "
-              f"{found.max():.1e} in all {config.steps}")  # fmt: skip
+        by_step, early = differences(ring, single), min(EARLY, config.steps)
+        print(f"largest relative difference: {by_step[:early].max():.1e} in the first {early} steps, "
+              f"{by_step.max():.1e} in all {config.steps}")  # fmt: skip
     if config.dtype not in LIMITS:
         print(f"{config.dtype} is coarse: neither the difference nor the loss was checked")
 
@@ -103,9 +103,9 @@ def report(config: Config, ring: Run, single: Run | None) -> None:
 def explain(ring: Sequence[Run], single: Sequence[Run]) -> None:
     """Say in numbers why float32 losses differ; the runs are those of float32 and float64."""
     exact, rounding = differences(ring[1], single[1]), differences(single[0], single[1])
-    found = differences(ring[0], single[0])[: len(exact)]
+    by_step = differences(ring[0], single[0])[: len(exact)]
     print(f"In float64 ring and single process agree to {exact.max():.1e} over {len(exact)} steps: "
-          f"what separates\nthem in float32, {found.max():.1e}, is rounding alone, which also separates "
+          f"what separates\nthem in float32, {by_step.max():.1e}, is rounding alone, which also separates "
           f"float32 from float64\non one process, by {rounding.max():.1e}.")  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def draw(
     loss.set(title=f"loss in nats a byte, {config.dtype}", xlabel="training step")
     loss.legend(frameon=False)
     for ours, theirs, dtype in zip(ring, single, (config.dtype, "float64"), strict=False):
-        found = differences(ours, theirs).clamp(min=1e-17)  # equal losses have no logarithm
-        axes["d"].semilogy(steps[: len(found)], found, ".", label=dtype)
+        by_step = differences(ours, theirs).clamp(min=1e-17)  # equal losses have no logarithm
+        axes["d"].semilogy(steps[: len(by_step)], by_step, ".", label=dtype)
         axes["d"].set(title="relative difference; at the bottom: none", xlabel="training step")
         axes["d"].legend(frameon=False, loc="center right")
     shown = {str(config): ring[0]} | ({"1 process": single[0]} if single else {})

@@ -40,12 +40,12 @@ def context(size: int = 2, layout: Any = "zigzag") -> ContextParallel:
     return ContextParallel(mesh_of(size), "cp", layout=layout)
 
 
-def close(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=2e-5, atol=2e-5)
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=2e-5, atol=2e-5)
 
 
-def all_close(got: Any, expected: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+def all_close(actual: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         close(a, b)
 
 

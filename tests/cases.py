@@ -197,8 +197,8 @@ class Case:
             arrays["k"][:] = arrays["k"][:, :1]
         elif self.numbers == "one-hot":
             for name in "qk":
-                at = np.arange(arrays[name].shape[1]) % self.dims[0]
-                arrays[name][:] = 64 * np.eye(self.dims[0])[at][None, :, None]
+                index = np.arange(arrays[name].shape[1]) % self.dims[0]
+                arrays[name][:] = 64 * np.eye(self.dims[0])[index][None, :, None]
         elif self.numbers == "large":  # no rounding: whole numbers of 64
             for name in "qk":
                 arrays[name] = 64 * np.round(2 * arrays[name])
@@ -243,11 +243,11 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The oracle's keyword arguments."""
         arrays = self.inputs
-        given = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
+        by_name = {name: arrays.get(name) for name in ("sinks", "bias", "alibi_slopes")}
         ids = (arrays["q_ids"], arrays["k_ids"]) if self.segments else None
         return {
             "segment_ids": ids, "softmax_scale": self.softmax_scale, "softcap": self.softcap,
-            "dropout_p": self.dropout_p, "dropout_seed": self.dropout_seed, **given,
+            "dropout_p": self.dropout_p, "dropout_seed": self.dropout_seed, **by_name,
         }  # fmt: skip
 
     @cached_property

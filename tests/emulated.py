@@ -48,22 +48,24 @@ class Emulation:
 
     def run(self) -> Arrays:
         """``out``, ``lse`` and gradients, by name."""
-        x, found = self.x, {}
+        x, results = self.x, {}
         whole = empty_state(x["q"], x["v"].shape[3])
-        for at, rows, columns, _, item in self._launches():
-            into = self._local(whole.out, at, 1), self._local(whole.lse, at, 2)
+        for q_at, rows, columns, _, item in self._launches():
+            into = self._local(whole.out, q_at, 1), self._local(whole.lse, q_at, 2)
             result = whole._replace(out=into[0], lse=into[1])
             self.kernel.attend_into(rows, columns, item, self.params, result.take(item.q_slice))
-            whole.out[:, at], whole.lse[:, :, at] = result.out, result.lse
+            whole.out[:, q_at], whole.lse[:, :, q_at] = result.out, result.lse
         out, lse = whole
         if "sinks" in x:
             out, lse = add_sinks(out, lse, x["sinks"])
         out = out.to(x["q"].dtype)
         delta = (x["dout"].float() * out.float()).sum(-1).transpose(1, 2).contiguous()
         dq, dk, dv = (torch.zeros_like(x[name], dtype=torch.float32) for name in "qkv")
-        for at, rows, columns, k_at, item in self._launches():
-            upstream = BackwardInputs(x["dout"][:, at], out[:, at], lse[:, :, at], delta[:, :, at])
-            grads = [self._local(dq, at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
+        for q_at, rows, columns, k_at, item in self._launches():
+            upstream = BackwardInputs(
+                x["dout"][:, q_at], out[:, q_at], lse[:, :, q_at], delta[:, :, q_at]
+            )
+            grads = [self._local(dq, q_at, 1), self._local(dk, k_at, 1), self._local(dv, k_at, 1)]
             row_grads = QueryGrads(grads[0], None).take(item.q_slice)
             column_grads = KeyGrads(grads[1], grads[2]).take(item.k_slice)
             self.kernel.grads_into(
@@ -75,43 +77,47 @@ class Emulation:
                 row_grads,
                 column_grads,
             )
-            dq[:, at], dk[:, k_at], dv[:, k_at] = grads
-        found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        found = {
+            dq[:, q_at], dk[:, k_at], dv[:, k_at] = grads
+        results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        results = {
             name: value.to(x["q"].dtype) if name[0] == "d" else value
-            for name, value in found.items()
+            for name, value in results.items()
         }
         if "sinks" in x:
-            found["dsinks"] = _sink_grads(x["sinks"], lse, delta)
-        return {name: value.double().cpu().numpy() for name, value in found.items()}
+            results["dsinks"] = _sink_grads(x["sinks"], lse, delta)
+        return {name: value.double().cpu().numpy() for name, value in results.items()}
 
-    def _local(self, x: Tensor, at: Ints, dim: int) -> Tensor:
+    def _local(self, x: Tensor, index: Ints, dim: int) -> Tensor:
         """A copy of a shard."""
-        return x.index_select(dim, torch.as_tensor(at, device=self.device))
+        return x.index_select(dim, torch.as_tensor(index, device=self.device))
 
     def _launches(self) -> Iterator[tuple[Ints, QueryBlock, KeyBlock, Ints, WorkItem]]:
         """Each rank's items: global rows, what belongs to an item's, and global columns."""
         for rank in range(self.case.cp_size):
-            at = self.plan.positions(rank)
+            q_at = self.plan.positions(rank)
             rows = self._rows(rank)
             for k_at, columns, item in self._items(rank):
-                yield at, rows.take(item.q_slice), columns.take(item.k_slice), k_at, item
+                yield q_at, rows.take(item.q_slice), columns.take(item.k_slice), k_at, item
 
     def _rows(self, rank: int) -> QueryBlock:
-        at, x = self.plan.positions(rank), self.x
-        ids = self._local(x["q_ids"], at, 1) if "q_ids" in x else None
+        positions, x = self.plan.positions(rank), self.x
+        ids = self._local(x["q_ids"], positions, 1) if "q_ids" in x else None
         slopes = torch.atleast_2d(x["alibi_slopes"]) if "alibi_slopes" in x else None
         index, position = (
-            torch.as_tensor(y, device=self.device) for y in (at, self.plan.q_positions(rank))
+            torch.as_tensor(y, device=self.device) for y in (positions, self.plan.q_positions(rank))
         )
         runs = runs_of(self.plan.q_positions(rank))
-        return QueryBlock(self._local(x["q"], at, 1), index, position, ids, None, slopes, runs)
+        return QueryBlock(
+            self._local(x["q"], positions, 1), index, position, ids, None, slopes, runs
+        )
 
-    def _columns(self, at: Ints) -> KeyBlock:
+    def _columns(self, positions: Ints) -> KeyBlock:
         x = self.x
-        ids = self._local(x["k_ids"], at, 1) if "k_ids" in x else None
-        k, v = (self._local(x[name], at, 1) for name in "kv")
-        return KeyBlock(k, v, torch.as_tensor(at, device=self.device), ids, runs=runs_of(at))
+        ids = self._local(x["k_ids"], positions, 1) if "k_ids" in x else None
+        k, v = (self._local(x[name], positions, 1) for name in "kv")
+        return KeyBlock(
+            k, v, torch.as_tensor(positions, device=self.device), ids, runs=runs_of(positions)
+        )
 
     def _items(self, rank: int) -> Iterator[tuple[Ints, KeyBlock, WorkItem]]:
         if self.gathered:
@@ -123,6 +129,6 @@ class Emulation:
             return
         for step in range(self.program.num_steps):
             for item in self.program.items(rank, step):
-                at = self.plan.k_positions(item.kv_rank)
+                k_at = self.plan.k_positions(item.kv_rank)
                 assert item.q_rank == rank, "no layout that lends queries"
-                yield at, self._columns(at), item
+                yield k_at, self._columns(k_at), item

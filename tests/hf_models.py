@@ -93,10 +93,10 @@ def whole(kind: str) -> dict[str, Tensor]:
     labels = torch.where(torch.rand(tokens.shape, generator=generator) < 0.1, -100, tokens)
     batch = {"input_ids": tokens, "labels": labels}
     if kind in ("left", "right"):
-        at = torch.arange(LENGTH)
-        mask = torch.stack([at < 30, at < LENGTH]).long()
+        positions = torch.arange(LENGTH)
+        mask = torch.stack([positions < 30, positions < LENGTH]).long()
         batch["attention_mask"] = mask if kind == "right" else mask.flip(1)
-        first = torch.tensor([13, 0] if kind == "left" else [0, 0])[:, None] == at
+        first = torch.tensor([13, 0] if kind == "left" else [0, 0])[:, None] == positions
         batch["labels"] = labels.masked_fill((batch["attention_mask"] == 0) | first, -100)
     if kind in ("packed", "flattened"):  # documents cross the borders of shards
         lengths = [[5, 1, 17, 20], [30, 13]][:rows]

@@ -157,7 +157,7 @@ def equinox_apply(arrays: Any, attention: Any, layers: str, x: Array, mask: Any)
                 x = call(block, x)
             return x
         changing, fixed = eqx.partition(blocks, eqx.is_array)
-        return lax.scan(lambda x, one: (call(eqx.combine(one, fixed), x), None), x, changing)[0]
+        return lax.scan(lambda x, layer: (call(eqx.combine(layer, fixed), x), None), x, changing)[0]
 
     return jax.vmap(row)(x, mask)
 

@@ -76,8 +76,8 @@ def _lose_while_sending(how: str) -> None:
     """Be lost when the second transfer from now on is under way."""
     start, remaining = Ranks.start, iter((1, 0))
 
-    def start_(ring: Ranks, sends: Any, receives: Any) -> Transfer:
-        transfer = start(ring, sends, receives)
+    def start_(ranks: Ranks, sends: Any, receives: Any) -> Transfer:
+        transfer = start(ranks, sends, receives)
         if next(remaining, None) == 0:
             _lose(how)
         return transfer

@@ -78,10 +78,10 @@ def _last_step_dropped() -> Patches:
         right = sides.step_table
 
         def tables(program: Any, step: int) -> Any:
-            found = right(program, step)
+            table = right(program, step)
             if step < program.num_steps - 1 or step == 0:
-                return found
-            return found._replace(own=found.own[:, :0], peer=found.peer[:, :0], helpers=())
+                return table
+            return table._replace(own=table.own[:, :0], peer=table.peer[:, :0], helpers=())
 
         users = (_jax("strategies.ring"), _jax("strategies.steps"))
         patches += [(user, "step_table", tables) for user in users]
@@ -238,7 +238,7 @@ def _wrong_kv_head() -> Patches:
         def groups(q: Any, columns: Any) -> Any:
             kv_heads = columns.k.shape[2]
             k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
-            parts = [slice(at, at + kv_heads) for at in range(0, q.shape[2], kv_heads)]
+            parts = [slice(start, start + kv_heads) for start in range(0, q.shape[2], kv_heads)]
             return [(part, (q[:, :, part].transpose(1, 2), k, v)) for part in parts]
 
         patches.append((sdpa, "_head_groups", groups))
@@ -304,8 +304,8 @@ def _help_not_returned() -> Patches:
         right = sides.step_table
 
         def tables(program: Any, step: int) -> Any:
-            found = right(program, step)
-            return found._replace(peer=np.zeros_like(found.peer))
+            table = right(program, step)
+            return table._replace(peer=np.zeros_like(table.peer))
 
         users = (_jax("strategies.ring"), _jax("strategies.steps"))
         patches += [(user, "step_table", tables) for user in users]
@@ -317,8 +317,8 @@ def _fetched_from_the_wrong_rank() -> Patches:
 
     def wrong(runs: Any, *args: Any) -> Any:
         size = 1 + max(rank for _, rank in runs)
-        for one in right(runs, *args):
-            yield one._replace(rank=(one.rank + 1) % size)
+        for fetched in right(runs, *args):
+            yield fetched._replace(rank=(fetched.rank + 1) % size)
 
     return [(_gather, "_fetches", wrong)]
 

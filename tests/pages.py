@@ -83,22 +83,22 @@ def _front_matter(lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _blocks(lines: list[str]) -> Iterator[Block]:
-    at = 0
-    while at < len(lines):
-        opening = _FENCE.match(lines[at])
-        at += 1
+    number = 0
+    while number < len(lines):
+        opening = _FENCE.match(lines[number])
+        number += 1
         if opening is None:
             continue
         indent, ticks, language = opening.groups()
-        start, mark = at, ""
-        while lines[at].strip() != ticks:
-            at += 1
+        start, mark = number, ""
+        while lines[number].strip() != ticks:
+            number += 1
         if lines[start].strip().startswith(":class:"):
             mark = lines[start].partition(":class:")[2].strip()
             start += 1
-        code = "\n".join(line.removeprefix(indent) for line in lines[start:at])
+        code = "\n".join(line.removeprefix(indent) for line in lines[start:number])
         yield Block(language, code, start + 1, mark)
-        at += 1
+        number += 1
 
 
 def run(page: Page) -> None:
@@ -114,10 +114,10 @@ def run(page: Page) -> None:
         printed = io.StringIO()
         with redirect_stdout(printed):
             exec(compile(source, str(page.path), "exec"), module.__dict__)
-        got = "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines())
-        if shown is not None and os.environ.get("RANK", "0") == "0" and got != shown.rstrip():
+        actual = "\n".join(line.rstrip() for line in printed.getvalue().rstrip().splitlines())
+        if shown is not None and os.environ.get("RANK", "0") == "0" and actual != shown.rstrip():
             raise AssertionError(
-                f"{page.path}, line {block.line}: the page shows\n\n{shown}\n\nand the block prints\n\n{got}"
+                f"{page.path}, line {block.line}: the page shows\n\n{shown}\n\nand the block prints\n\n{actual}"
             )
 
 
@@ -138,10 +138,10 @@ def check_jax_matrix(printed: str, kernel: str) -> None:
     page = (ROOT / "docs" / "support-matrix.md").read_text()
     _, _, rest = page.partition("<!-- jax support matrix -->")
     shown = columns_of(rest.partition("<!-- end of jax support matrix -->")[0].strip())
-    found = columns_of(printed.strip())
+    columns = columns_of(printed.strip())
     assert list(shown) == ["", "`xla`", "`pallas`", "`cudnn`", "`triton`"]
-    assert {"", "`xla`", f"`{kernel}`"} <= found.keys()
-    for name, cells in found.items():
+    assert {"", "`xla`", f"`{kernel}`"} <= columns.keys()
+    for name, cells in columns.items():
         assert shown[name] == cells
         assert name == "" or all(cells)
 

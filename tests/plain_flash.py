@@ -24,38 +24,43 @@ class PlainFlash(FlashLibrary):
     """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions, place: AttentionState | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: FlashOptions,
+        destination: AttentionState | None,
     ) -> tuple[Tensor, Tensor]:
         """``(out, lse)``; it allocates them."""
-        del place
+        del destination
         q_read, k_read, v_read = _read(q), _for_heads(_read(k), q), _for_heads(_read(v), q)
         scores = _scores(q_read, k_read, options)
         top = scores.amax(-1, keepdim=True)
         safe = top.masked_fill(top == -torch.inf, 0.0)
         weights = (scores - safe).exp()
         total = weights.sum(-1, keepdim=True)
-        found = _round(weights, q) @ v_read / total.masked_fill(total == 0, 1.0)
+        heads_first = _round(weights, q) @ v_read / total.masked_fill(total == 0, 1.0)
         lse = (safe + total.log()).squeeze(-1)
         shape = (*q.shape[:3], v.shape[3])
         out = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
-        return out.copy_(found.transpose(1, 2)), lse
+        return out.copy_(heads_first.transpose(1, 2)), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        options: FlashOptions, place: Tensor | None,
+        options: FlashOptions, destination: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """``(dq, dk, dv)``; it allocates them."""
-        del place
-        up, mine, q_read = _read(dout), _read(out), _read(q)
+        del destination
+        up, local, q_read = _read(dout), _read(out), _read(q)
         k_read, v_read = _for_heads(_read(k), q), _for_heads(_read(v), q)
         seen = lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1)
         weights = (_scores(q_read, k_read, options) - seen).exp()
-        delta = (up * mine).sum(-1, keepdim=True)
+        delta = (up * local).sum(-1, keepdim=True)
         dscores = _round(weights * (up @ v_read.mT - delta), q)
         dq = options.scale * (dscores @ k_read)
         dk, dv = options.scale * (dscores.mT @ q_read), _round(weights, q).mT @ up
-        every = (q, dq), (k, _by_kv_head(dk, k)), (v, _by_kv_head(dv, v))
-        grads = [torch.empty_like(x).copy_(grad.transpose(1, 2)) for x, grad in every]
+        inputs_and_grads = (q, dq), (k, _by_kv_head(dk, k)), (v, _by_kv_head(dv, v))
+        grads = [torch.empty_like(x).copy_(grad.transpose(1, 2)) for x, grad in inputs_and_grads]
         return grads[0], grads[1], grads[2]
 
 

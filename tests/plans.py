@@ -27,7 +27,7 @@ def chunk_layouts(draw: st.DrawFn, cp_size: int) -> ChunkLayout:
     chunks_per_rank = draw(st.integers(1, 5))
     order = draw(st.permutations(range(cp_size * chunks_per_rank)))
     chunks = (order[rank::cp_size] for rank in range(cp_size))
-    return ChunkLayout(tuple(tuple(sorted(one)) for one in chunks))
+    return ChunkLayout(tuple(tuple(sorted(numbers)) for numbers in chunks))
 
 
 @st.composite

@@ -139,8 +139,11 @@ def count(backend: str, paths: str) -> Count:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = paths.split()
-        arguments = [word if word.startswith("-") else str(ROOT / "tests" / word) for word in words]
+        words_of_command = paths.split()
+        arguments = [
+            word if word.startswith("-") else str(ROOT / "tests" / word)
+            for word in words_of_command
+        ]
         command = ["-m", "pytest", *arguments, f"--backend={backend}", f"--junit-xml={report}"]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
         suites = list(ET.parse(report).getroot().iter("testsuite"))

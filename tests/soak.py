@@ -232,8 +232,8 @@ def main() -> int:
             "times": 2,
             "kinds": KINDS,
             "ranks": [
-                {"first": asdict(one), "again": asdict(other)}
-                for one, other in zip(first, again, strict=True)
+                {"first": asdict(before), "again": asdict(repeated)}
+                for before, repeated in zip(first, again, strict=True)
             ],
         }
         tokens = {

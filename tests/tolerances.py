@@ -200,8 +200,8 @@ def assert_close(case: Case, results: Arrays) -> None:
 def assert_shapes(case: Case, results: Arrays) -> None:
     """All results are there, no more, and have the oracle's shapes."""
     shapes = {name: x.shape for name, x in case.expected.items()}
-    got = {name: x.shape for name, x in results.items()}
-    assert got == shapes, f"{case.name}: shapes {got}, expected {shapes}"
+    actual = {name: x.shape for name, x in results.items()}
+    assert actual == shapes, f"{case.name}: shapes {actual}, expected {shapes}"
 
 
 def rows_error(case: Case, baseline: Arrays) -> float:

@@ -137,7 +137,7 @@ def looped(
     """
     model: Any = build("Llama").to(getattr(torch, dtype)).train()
     wrapped = model
-    mine = range(dp_size) if cp_size is None else [rank // cp_size]
+    local = range(dp_size) if cp_size is None else [rank // cp_size]
     cp = None
     if cp_size is not None:
         cp = context(cp_size)
@@ -159,9 +159,9 @@ def looped(
         ]  # fmt: skip
         items = sum(int((x["labels"][:, 1:] != -100).sum()) for dp in batches for x in dp)
         total = torch.zeros((), dtype=torch.float64)
-        for batch in (batch for dp in mine for batch in batches[dp]):
+        for batch in (batch for dp in local for batch in batches[dp]):
             with Wide() if dtype == "float64" else nullcontext():
-                loss = wrapped(**batch, num_items_in_batch=items / (dp_size // len(mine))).loss
+                loss = wrapped(**batch, num_items_in_batch=items / (dp_size // len(local))).loss
             loss.backward()
             total += loss.detach()
         if cp is not None:

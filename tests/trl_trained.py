@@ -28,8 +28,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ,.:()-'\n"
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each letter."""
-    words = ["<pad>", "<eos>", "<unk>", *LETTERS]
-    vocabulary = {word: number for number, word in enumerate(words)}
+    vocabulary_words = ["<pad>", "<eos>", "<unk>", *LETTERS]
+    vocabulary = {word: number for number, word in enumerate(vocabulary_words)}
     letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     return PreTrainedTokenizerFast(
@@ -64,26 +64,30 @@ def trl_trained(
         "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
         "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    words = tokenizer()
-    letters: dict[str, Any] = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
+    tokenizer_of_letters = tokenizer()
+    letters: dict[str, Any] = {
+        "vocab_size": len(tokenizer_of_letters),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     trainer: Any
     if kind == "sft":
         rows = Dataset.from_list([{"text": x} for x in texts(40)])
         trainer = SFTTrainer(
-            build("Llama", **letters).float(), processing_class=words, train_dataset=rows,
+            build("Llama", **letters).float(), processing_class=tokenizer_of_letters, train_dataset=rows,
             eval_dataset=rows.select(range(5)),
             args=SFTConfig(**common, packing=True, max_length=96),
         )  # fmt: skip
     elif kind == "reward":
         model = build("Llama", head="ForSequenceClassification", num_labels=1, **letters).float()
         trainer = RewardTrainer(
-            model, processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
+            model, processing_class=tokenizer_of_letters, train_dataset=pairs(16), eval_dataset=pairs(5),
             args=RewardConfig(**common, max_length=96),
         )  # fmt: skip
     else:
         trainer = DPOTrainer(
             build("Llama", **letters).float(), ref_model=build("Llama", **letters).float(),
-            processing_class=words, train_dataset=pairs(16), eval_dataset=pairs(5),
+            processing_class=tokenizer_of_letters, train_dataset=pairs(16), eval_dataset=pairs(5),
             args=DPOConfig(**common, max_length=96),
         )  # fmt: skip
     if cp_size is not None:

@@ -155,10 +155,10 @@ def results(given: Given, wrap: Wrap | None = None) -> dict[str, Tensor]:
         out, *lse = outputs if dlse is not None else (outputs,)
         return out.flatten(2).unflatten(2, out.shape[2:]), *lse  # as a model's projection needs it
 
-    found = (call if wrap is None else wrap(call))(x["q"], x["k"], x["v"])
-    grads = torch.autograd.grad(found, list(leaves.values()), [dout, dlse][: len(found)])
+    result = (call if wrap is None else wrap(call))(x["q"], x["k"], x["v"])
+    grads = torch.autograd.grad(result, list(leaves.values()), [dout, dlse][: len(result)])
     named_grads = {f"d{name}": y for name, y in zip(leaves, grads, strict=True)}
-    return dict(zip(("out", "lse"), found, strict=False)) | named_grads
+    return dict(zip(("out", "lse"), result, strict=False)) | named_grads
 
 
 Known = dict[Entry | None, dict[str, Tensor]]

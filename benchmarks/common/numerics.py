@@ -36,8 +36,8 @@ def errors(
         program = ring_program(
             make_plan(Mask(causal=True), seq_len=SEQ_LEN, cp_size=cp_size, layout=layout)
         )
-        got, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
-        rows.append([_rms(a - b) for a, b in zip([got, *grads], exact, strict=True)])
+        actual, _, *grads = reference.simulate(program, q, k, v, dout=dout, precision=precision)
+        rows.append([_rms(a - b) for a, b in zip([actual, *grads], exact, strict=True)])
     return np.array(rows)
 
 

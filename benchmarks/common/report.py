@@ -39,10 +39,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def write(path: Path, found: Any) -> None:
+def write(path: Path, results: Any) -> None:
     """Write JSON, into a new folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 class Report:
@@ -70,13 +70,13 @@ class Report:
 
 def environment(gpu: str, *libraries: str, **more: Any) -> dict[str, Any]:
     """What ran, and where; libraries by the names of their distributions."""
-    found = {"gpu": gpu, "python": platform.python_version()}
+    described = {"gpu": gpu, "python": platform.python_version()}
     for name in libraries:
         try:
-            found[name] = version(name)
+            described[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found | more
+            described[name] = "none"
+    return described | more
 
 
 def reason_of(error: BaseException) -> str:

@@ -35,17 +35,17 @@ def scaling(rows: Sequence[Row]) -> str:
     several = len({row["gpus"] for row in rows}) > 1
     head = ["GPUs"] * several + ["mask, length, heads", "method"]
     head += ["forward", "forward + backward", "GiB"] + ["exposed communication"] * bool(exposed)
-    one = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
-    lines = ([str(row["gpus"])] * several + _scaling_cells(row, one, exposed) for row in rows)
+    one_gpu = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
+    lines = ([str(row["gpus"])] * several + _scaling_cells(row, one_gpu, exposed) for row in rows)
     return markdown(head, lines)
 
 
-def _scaling_cells(row: Row, one: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
+def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
     cells = [row["setting"], f"`{row['method']}`"]
     if "forward" not in row:
         return [*cells, "refused or wrong", "", "", *[""] * bool(exposed)]
     shorter = re.sub(r"\b\d+k\b", "128k", row["setting"])
-    base = one.get((row["gpus"], row["setting"]), one.get((row["gpus"], shorter)))
+    base = one_gpu.get((row["gpus"], row["setting"]), one_gpu.get((row["gpus"], shorter)))
     for way in PASSES:
         rate = row[way]["tflops"]
         efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
@@ -170,7 +170,7 @@ def _jax_ring(rows: Sequence[Row]) -> str:
         )
         profile = row.get("profile", {})
         exposed = (
-            f"{max(one['exposed'] for one in profile[way].values()):.1%}".replace("%", " %")
+            f"{max(shares['exposed'] for shares in profile[way].values()):.1%}".replace("%", " %")
             for way in PASSES if way in profile
         )  # fmt: skip
         cells = (f"{row['length']:,}", f"`{row['method']}`", _both_rates(row))

@@ -130,7 +130,7 @@ def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str
     *qkv, dout = inputs(GATE_LENGTH, seed=2)
     wide = [x.astype("float32") for x in qkv]
     expected = jax.jit(partial(both, partial(exact, mask=mask)))(*wide, dout)
-    found, allowed = report.errors.setdefault(name_of(mask), {}), {}
+    errors_of_mask, allowed = report.errors.setdefault(name_of(mask), {}), {}
     for name in dict.fromkeys(("cudnn", *names)):  # all are compared with cuDNN
         allowed[name] = set[str]()
         for kind, run in passes(COLUMNS[name], mask).items():
@@ -140,9 +140,9 @@ def check(names: Iterable[str], mask: Mask, report: Report) -> dict[str, set[str
             except Exception as error:  # noqa: BLE001  # whatever it is, others go on
                 report.refuse(reason_of(error), mask=name_of(mask), column=name, what=kind)
                 continue
-            if len(found.setdefault(name, [])) < len(errors):
-                found[name] = errors
-            limits = [GATE * error for error in found.get("cudnn", [])]
+            if len(errors_of_mask.setdefault(name, [])) < len(errors):
+                errors_of_mask[name] = errors
+            limits = [GATE * error for error in errors_of_mask.get("cudnn", [])]
             if len(limits) >= len(errors) and all(map(le, errors, limits)):
                 allowed[name].add(kind)
             else:

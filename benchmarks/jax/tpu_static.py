@@ -86,7 +86,11 @@ def measure(topology: str) -> Iterator[dict[str, Any]]:
         for name, compiled in PROGRAMS.items()
         for direction in DIRECTIONS
     }
-    splash = [Program(direction, "causal", *at) for direction in DIRECTIONS for at in SPLASH_SIZES]
+    splash = [
+        Program(direction, "causal", *splash_sizes)
+        for direction in DIRECTIONS
+        for splash_sizes in SPLASH_SIZES
+    ]
     code = {
         "ours": loops(topology, "ours", list(dict.fromkeys(programs_of_ring.values()))),
         "splash": loops(topology, "splash", splash),
@@ -188,7 +192,8 @@ def loops(topology: str, who: str, programs: list[Program]) -> dict[Program, dic
             raise RuntimeError(process.stderr[-3000:])
         dumps = {n: folder / str(n) for n in range(len(programs)) if (folder / str(n)).exists()}
         loops_found = {
-            programs[n]: kernels_in(place, programs[n].direction) for n, place in dumps.items()
+            programs[n]: kernels_in(dump_path, programs[n].direction)
+            for n, dump_path in dumps.items()
         }
     assert all(loops_found.values()), f"a kernel was not dumped for {task}"
     return loops_found

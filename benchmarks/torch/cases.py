@@ -71,12 +71,12 @@ class Case(NamedTuple):
     def inputs(self, dtype: torch.dtype, sharpness: float = 1.0) -> list[Tensor]:
         """Random q, k, v and the gradient of the output, rounded to bfloat16 in any dtype."""
         made = torch.Generator(self.device).manual_seed(self.length)
-        found = [
+        tensors = [
             torch.randn(1, self.length, *shape, generator=made, device=self.device)
             for shape in self.row.shapes
         ]
-        found[0] *= sharpness
-        return [x.bfloat16().to(dtype).requires_grad_(n < 3) for n, x in enumerate(found)]
+        tensors[0] *= sharpness
+        return [x.bfloat16().to(dtype).requires_grad_(n < 3) for n, x in enumerate(tensors)]
 
 
 class Option(NamedTuple):

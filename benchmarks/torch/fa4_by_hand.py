@@ -67,11 +67,11 @@ def segment_blocks(ids: Tensor, size: int = BLOCK) -> Blocks:
 def predicate_blocks(rule: Rule, length: int, queries: int, keys: int, device: str) -> Blocks:
     """Of a rule over positions."""
     j = torch.arange(length, device=device)
-    found = []
+    blocks = []
     for i in j.split(queries):
         tile = rule(i[:, None], j).view(queries, -1, keys)
-        found.append((tile.any(2).any(0), tile.all(2).all(0)))
-    some, full = (torch.stack(x) for x in zip(*found, strict=True))
+        blocks.append((tile.any(2).any(0), tile.all(2).all(0)))
+    some, full = (torch.stack(x) for x in zip(*blocks, strict=True))
     return Blocks(some & ~full, full)
 
 
@@ -156,11 +156,11 @@ def passes(case: Case, *, pack_gqa: bool | None = None, keys: int = BLOCK) -> Pa
         return [x.detach().squeeze(0) if packed else x.detach() for x in tensors]
 
     def attend(tensors: list[Tensor], lists: list[Lists], *, return_lse: bool) -> list[Tensor]:
-        found = library._flash_attn_fwd(  # noqa: SLF001 - by hand
+        state = library._flash_attn_fwd(  # noqa: SLF001 - by hand
             *tensors, return_lse=return_lse, pack_gqa=pack_gqa, **_sparse(lists[:1], keys),
             **call.common,
         )  # fmt: skip
-        return list(found[:2])
+        return list(state[:2])
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         lists = [] if call.lists is None else call.lists(False)

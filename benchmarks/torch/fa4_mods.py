@@ -52,9 +52,9 @@ def unchanged(gradients, scores, batch_idx, head_idx, q_idx, kv_idx, seqlen_info
 def same_segment(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     """Causal, among equal ids."""
     ids = aux_tensors[0]
-    mine = scalar_to_ssa(ids[batch_idx[0], q_idx[0]], Int32)
+    local = scalar_to_ssa(ids[batch_idx[0], q_idx[0]], Int32)
     theirs = scalar_to_ssa(ids[batch_idx[0], kv_idx[0]], Int32)
-    return (mine == theirs) & (kv_idx <= q_idx)
+    return (local == theirs) & (kv_idx <= q_idx)
 
 
 @cache

@@ -163,13 +163,13 @@ def main() -> int:
     if not 2 <= options.gpus <= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
     with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
-        found = ranks.run(rows, options.gpus)[0]
-    for row in found:
+        measured = ranks.run(rows, options.gpus)[0]
+    for row in measured:
         print(row)
     if options.json:
         gpu = torch.cuda.get_device_name()
         environment = {"gpus": options.gpus, "gpu": gpu, "torch": torch.__version__}
-        report.write(options.json, {"environment": environment, "rows": found})
+        report.write(options.json, {"environment": environment, "rows": measured})
     return 0
 
 

@@ -107,8 +107,8 @@ def _sdpa(case: Case, backend: SDPBackend, *, padded: bool = False) -> Method:
     dropout = DROPOUT if case.row.option == "dropout" else 0.0
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = pad(v, (0, q.shape[3] - v.shape[3])) if padded else v
-        heads_first = [x.transpose(1, 2) for x in (q, k, given)]
+        padded_v = pad(v, (0, q.shape[3] - v.shape[3])) if padded else v
+        heads_first = [x.transpose(1, 2) for x in (q, k, padded_v)]
         with sdpa_kernel(backend):
             out = scaled_dot_product_attention(
                 heads_first[0], heads_first[1], heads_first[2], attn_mask=bias, dropout_p=dropout,
@@ -267,9 +267,9 @@ class _AllGather(torch.autograd.Function):
         world, (_, length, heads, dim) = dist.get_world_size(), grad.shape
         chunks = grad.view(2, world, -1, heads, dim)
         whole = torch.stack([chunks[0], chunks[1].flip(0)], dim=1).contiguous()
-        mine = grad.new_empty(1, length // world, heads, dim)
-        dist.reduce_scatter_tensor(mine, whole)
-        return mine
+        local = grad.new_empty(1, length // world, heads, dim)
+        dist.reduce_scatter_tensor(local, whole)
+        return local
 
 
 def _all_gather(mask: Mask) -> Method:

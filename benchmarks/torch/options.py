@@ -48,20 +48,22 @@ def errors(row: Row, device: str, methods: Mapping[str, Callable[[Case], Method]
 
     ``None`` where results are random: then they are only asked for.
     """
-    found: Errors = {}
+    errors_by_name: Errors = {}
     for rival in row.entrants:
         case = Case(row.of(rival), GATE_LENGTH, device)
         try:
             results = methods[rival.method](case).both(*case.inputs(torch.bfloat16, row.sharpness))
-            found[rival.name] = None if OPTIONS[row.option].random else _error(case, results)
+            errors_by_name[rival.name] = (
+                None if OPTIONS[row.option].random else _error(case, results)
+            )
         except Exception as error:  # noqa: BLE001 - a library's own; the row says so
-            found[rival.name] = reason_of(error)
-    return found
+            errors_by_name[rival.name] = reason_of(error)
+    return errors_by_name
 
 
 def _error(case: Case, results: Sequence[Tensor]) -> float:
-    wanted = exact(case).both(*case.inputs(torch.float32, case.row.sharpness))
-    pairs = zip(results[:4], wanted, strict=True)
+    expected = exact(case).both(*case.inputs(torch.float32, case.row.sharpness))
+    pairs = zip(results[:4], expected, strict=True)
     return max(float((a.float() - b).square().mean().sqrt() / b.std()) for a, b in pairs)
 
 
@@ -118,16 +120,16 @@ def quartiles(times: Sequence[float]) -> list[float]:
 def row_of(row: Row, wrong: Errors, took: Mapping[str, Times]) -> dict[str, Any]:
     """What is kept of a row."""
     kept = turns.kept(took, quartiles)
-    found: dict[str, Any] = {"row": row.name, "goal": row.goal, "error": wrong, **kept}
-    found |= {"best": {}, "met": {}}
+    result: dict[str, Any] = {"row": row.name, "goal": row.goal, "error": wrong, **kept}
+    result |= {"best": {}, "met": {}}
     for way, times in took.items():
         medians = {name: statistics.median(x) for name, x in times.items() if name != OURS}
         best = min(medians, key=lambda name: medians[name], default=None)
-        found["best"][way] = best
+        result["best"][way] = best
         if row.goal is not None:
             ratio = kept["ratio"][way].get(best)
-            found["met"][way] = ratio is not None and ratio[1] <= row.goal
-    return found
+            result["met"][way] = ratio is not None and ratio[1] <= row.goal
+    return result
 
 
 def measured(row: Row, length: int, count: int) -> dict[str, Any]:
@@ -148,10 +150,12 @@ def environment(length: int, count: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def keep(path: Path, found: dict[str, Any], where: dict[str, Any]) -> None:
+def keep(path: Path, result: dict[str, Any], where: dict[str, Any]) -> None:
     """Put a row in its place in a file, with what it was measured on."""
     kept = report.rows_of(path) if path.exists() else []
-    others = {one["row"]: one for one in kept} | {found["row"]: found | {"environment": where}}
+    others = {kept_row["row"]: kept_row for kept_row in kept} | {
+        result["row"]: result | {"environment": where}
+    }
     report.write(path, {"rows": [others[row.name] for row in ROWS if row.name in others]})
 
 
@@ -178,12 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, where = chosen(options.rows, options.part), environment(options.length, options.rounds)
     for row in (bar := tqdm(rows, unit="row")):
         bar.set_description(row.name)
-        found = measured(row, options.length, 1 if options.compile else options.rounds)
+        result = measured(row, options.length, 1 if options.compile else options.rounds)
         if options.compile:
             continue
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
         if options.json:
-            keep(options.json, found, where)
+            keep(options.json, result, where)
     return 0
 
 

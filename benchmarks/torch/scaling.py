@@ -115,26 +115,28 @@ def _errors(
     expected.backward(dout.float())
     local, upstream = [way.shard(x).requires_grad_() for x in (q, k, v)], way.shard(dout)
     own_sinks = [x.detach().requires_grad_() for x in sinks]
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def both() -> None:
-        found[:] = way.both(*local, upstream, *own_sinks)
+        results[:] = way.both(*local, upstream, *own_sinks)
 
     with way.around():
         run = _captured(both) if captured else both
         for _ in range(3):  # what is timed is a repeated call
             run()
     errors = {}
-    wanted = [expected, *(leaf.grad for leaf in leaves)]
-    for key, got, want in zip(("out", "dq", "dk", "dv"), found[:4], wanted, strict=True):
+    expected_value = [expected, *(leaf.grad for leaf in leaves)]
+    for key, actual, want in zip(
+        ("out", "dq", "dk", "dv"), results[:4], expected_value, strict=True
+    ):
         assert want is not None
-        error = (got.float() - way.shard(want)).detach()
+        error = (actual.float() - way.shard(want)).detach()
         largest, squares = error.abs().max(), error.square().mean()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(squares, op=dist.ReduceOp.AVG)
         errors[f"{key} max"], errors[f"{key} rms"] = float(largest), float(squares) ** 0.5
     if sinks:  # their gradient is a sum over all rows: relative to its largest entry
-        total = found[4].detach().clone()
+        total = results[4].detach().clone()
         dist.all_reduce(total)
         expected_sum = sinks[0].grad
         assert expected_sum is not None
@@ -205,9 +207,9 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
     host = (time.perf_counter() - host) / repeats
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    mine = torch.tensor(times, device="cuda")
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    ordered = sorted(mine.tolist())
+    local = torch.tensor(times, device="cuda")
+    dist.all_reduce(local, op=dist.ReduceOp.MAX)
+    ordered = sorted(local.tolist())
     return {
         "ms": statistics.median(ordered), "low": ordered[0], "high": ordered[-1],
         "runs": repeats, "host_ms": 1e3 * host,
@@ -257,8 +259,8 @@ def _emulated(world: int, setting: Setting, name: str, seconds: float) -> dict[s
     if wrong := _wrong(errors):
         return {"wrong": wrong}
     ranks = range(1 if name == "one" else world)
-    found = [as_rank(rank, len(ranks), measure, rank, setting, name, seconds) for rank in ranks]
-    slowest = {key: max((x[key] for x in found), key=lambda x: x["ms"]) for key in PASSES}
+    by_rank = [as_rank(rank, len(ranks), measure, rank, setting, name, seconds) for rank in ranks]
+    slowest = {key: max((x[key] for x in by_rank), key=lambda x: x["ms"]) for key in PASSES}
     return {"errors": errors, **_with_rates(slowest, setting, len(ranks))}
 
 

@@ -59,10 +59,10 @@ def spilled_in_loop(code: str) -> int:
     instructions: list[str] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
-        if found := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[found[1]] = len(instructions)
-        elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
-            instructions.append(found[1])
+        if match := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[match[1]] = len(instructions)
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(match[1])
     jumps = [(re.search(r"BRA.*`\((\S+)\)", x), n) for n, x in enumerate(instructions)]
     loops = [instructions[labels[to[1]] : n] for to, n in jumps if to and labels[to[1]] <= n]
     loops = [loop for loop in loops if any("GMMA" in x for x in loop)]

@@ -20,8 +20,8 @@ from ring_jax_gpu.fmha import Pattern
 
 def run(case: Case, strategy: str = "auto") -> Arrays:
     """A case's results; its ``lse`` is the oracle's."""
-    found = JaxBackend(_without_lse).run(case, kernel="cudnn", strategy=strategy)
-    return found | {"lse": case.expected["lse"]}
+    results = JaxBackend(_without_lse).run(case, kernel="cudnn", strategy=strategy)
+    return results | {"lse": case.expected["lse"]}
 
 
 def stand_in(patched: pytest.MonkeyPatch) -> None:
@@ -42,13 +42,13 @@ def _scores(pattern: Pattern, q: Any, k: Any, bias: Any) -> Any:
     x = _sum("btkgd,bskd->btkgs", grouped, k) * pattern.scale
     if bias:
         assert bias[0].dtype == q.dtype
-        every = jnp.broadcast_to(bias[0], (q.shape[0], q.shape[2], *bias[0].shape[2:]))
-        x += every.astype(x.dtype).transpose(0, 2, 1, 3).reshape(x.shape) - 0 * every.min()
+        full_bias = jnp.broadcast_to(bias[0], (q.shape[0], q.shape[2], *bias[0].shape[2:]))
+        x += full_bias.astype(x.dtype).transpose(0, 2, 1, 3).reshape(x.shape) - 0 * full_bias.min()
     i, j = (lax.broadcasted_iota("int32", x.shape, axis) for axis in (1, 4))
-    seen = (j <= i) | (not pattern.causal)
+    visible = (j <= i) | (not pattern.causal)
     if pattern.window is not None:
-        seen &= j > i - pattern.window
-    return jnp.where(seen, x, -jnp.inf)
+        visible &= j > i - pattern.window
+    return jnp.where(visible, x, -jnp.inf)
 
 
 def _forward(pattern: Pattern, q: Any, k: Any, v: Any, *bias: Any) -> tuple[Any, Any]:
@@ -74,12 +74,12 @@ def _backward(
     dq = _sum("btkgs,bskd->btkgd", scaled, k).reshape(q.shape)
     dk = _sum("btkgs,btkgd->bskd", scaled, q.reshape(*x.shape[:4], q.shape[3]))
     dv = _sum("btkgs,btkgd->bskd", p.astype(q.dtype), grad)
-    found = [dq, dk, dv]
+    grads = [dq, dk, dv]
     if bias and pattern.bias_grad:
         dbias = dx.reshape(*q.shape[:3], -1).transpose(0, 2, 1, 3)
         shared = tuple(axis for axis in (0, 1) if bias[0].shape[axis] == 1)
-        found.append(dbias.sum(axis=shared, keepdims=True))
-    return tuple(x.astype(q.dtype) for x in found)
+        grads.append(dbias.sum(axis=shared, keepdims=True))
+    return tuple(x.astype(q.dtype) for x in grads)
 
 
 def _sum(spec: str, a: Any, b: Any) -> Any:

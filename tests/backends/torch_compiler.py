@@ -54,8 +54,8 @@ def block_lists() -> dict[str, Any]:
         "INNER": 16, "FULL": 2, "EMPTY": 0,
     }  # fmt: skip
     kernel: Any = _fa4_block_lists._list_blocks.kernel
-    given = (ids, ids, kinds, counts, blocks, 1024, 1024, 8, 11, 11, 1, *sizes.values())
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+    arguments = (ids, ids, kinds, counts, blocks, 1024, 1024, 8, 11, 11, 1, *sizes.values())
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
 
 
 def row_dots() -> dict[str, Any]:
@@ -65,8 +65,8 @@ def row_dots() -> dict[str, Any]:
     x, dots = torch.zeros(1, 1024, 4, 80, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
     kernel: Any = memory_ops._row_dots.kernel
     strides = (*x.stride()[:3], *x.stride()[:3], *dots.stride()[:2])
-    given = (x, x, dots, 1024, *strides, 80, 128, 16)
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+    arguments = (x, x, dots, 1024, *strides, 80, 128, 16)
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
 
 
 def sink_grads() -> dict[str, Any]:
@@ -75,8 +75,8 @@ def sink_grads() -> dict[str, Any]:
 
     sinks, lse = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(1, 4, 1024)
     kernel: Any = memory_ops._sum_sinks.kernel
-    given = (sinks, lse, lse, sinks, 1, 1024, *lse.stride()[:2], *lse.stride()[:2], 4096)
-    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, given, strict=True))}
+    arguments = (sinks, lse, lse, sinks, 1, 1024, *lse.stride()[:2], *lse.stride()[:2], 4096)
+    return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
 
 
 #: Kernels that have no call of their own.
@@ -108,7 +108,7 @@ def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     )
     with (
         patch.object(_launch, "_start", keep),
-        patch.object(_launch, "_capability", lambda _: arch),
+        patch.object(_launch, "_capability_number", lambda _: arch),
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
     ):
         prepare._prepare.cache_clear()

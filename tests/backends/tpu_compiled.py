@@ -23,8 +23,8 @@ CP, LOCAL, HEADS, KV_HEADS, DIM = 4, 8192, 8, 2, 128
 @lru_cache
 def devices(topology: str) -> tuple[Any, ...]:
     """Four devices of a topology."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return tuple(found[:CP])
+    described = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    return tuple(described[:CP])
 
 
 def compiled(
@@ -48,9 +48,9 @@ def compiled(
 
     # Inside a model the neighbours write and read the layout that the kernels want.
     chosen = Format(Layout.AUTO, sharding)
-    function, given = (both, (q, k, v, q)) if backward else (ring, (q, k, v))
+    function, inputs = (both, (q, k, v, q)) if backward else (ring, (q, k, v))
     jitted = jax.jit(function, in_shardings=chosen, out_shardings=chosen)
-    return jitted.lower(*given).compile(compiler_options=flags)
+    return jitted.lower(*inputs).compile(compiler_options=flags)
 
 
 def schedule_of(program: Any) -> list[tuple[str, str, str]]:
@@ -66,20 +66,20 @@ def schedule_of(program: Any) -> list[tuple[str, str, str]]:
         for match in re.finditer(r"\n%?([\w.-]+) [^\n]*\{\n(.*?)\n\}", text, re.DOTALL)
         if "tpu_custom_call" in match[2]
     }
-    found = []
+    schedule = []
     for line in entry.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = .*? ([\w-]+)\((.*)", line)
         if match is None:
             continue
         name, operation, rest = match.groups()
         if operation in ("collective-permute-start", "collective-permute-done"):
-            found.append((operation.rsplit("-", 1)[1], name, rest))
+            schedule.append((operation.rsplit("-", 1)[1], name, rest))
             continue
         body = re.search(r"body=%?([\w.-]+)", rest)
         launches = body is not None and body[1] in loops
         if launches or (operation == "custom-call" and "tpu_custom_call" in line):
-            found.append(("kernel", name, rest))
-    return found
+            schedule.append(("kernel", name, rest))
+    return schedule
 
 
 def letters(program: Any) -> str:

@@ -84,8 +84,10 @@ def _launches_in(call: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[An
 
     def both(q: Any, k: Any, v: Any, more: dict[str, Any]) -> Any:
         def one(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            given = {**more, "bias": bias}
-            return ring_attention(q, k, v, axis_name=None, kernel=config, **given, **options)
+            options_of_call = {**more, "bias": bias}
+            return ring_attention(
+                q, k, v, axis_name=None, kernel=config, **options_of_call, **options
+            )
 
         out, pull = jax.vjp(one, q, k, v, more.get("bias"))
         return out, pull(out)
@@ -127,8 +129,8 @@ def compile_one(params: dict[str, Any], types: list[Any], arch: int) -> dict[str
 
     def describe(*arrays: Any) -> None:
         by_name = dict(zip(params["names"], arrays, strict=True))
-        given = arguments_of(kernel, launch, by_name, has_tma=arch >= 90)
-        for n, (name, value) in enumerate(given.items()):
+        arguments = arguments_of(kernel, launch, by_name, has_tma=arch >= 90)
+        for n, (name, value) in enumerate(arguments.items()):
             if value is None or kernel.params[n].is_constexpr:
                 signature[name], constants[name] = "constexpr", value
             elif isinstance(value, int):  # as Triton does it: 1 is a constant

@@ -124,10 +124,10 @@ def interpret(
         known = arrays_of(part, copies, changed)
         arguments = arguments_of(kernel_of(part), part, known, has_tma=False)
         views = {id(x): HostArray(x) for x in copies.values()}
-        given = {name: views.get(id(x), x) for name, x in arguments.items()}
+        launch_arguments = {name: views.get(id(x), x) for name, x in arguments.items()}
         with _ONE_AT_A_TIME, np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # of numpy, about maxima of NaN
-            kernel_of(part)[part.grid](**given)
+            kernel_of(part)[part.grid](**launch_arguments)
     return [copies[name] for name in changed]
 
 

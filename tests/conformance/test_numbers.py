@@ -28,9 +28,9 @@ def test_denormal_inputs(case: Case, run: Any) -> None:
     smallest = NORMAL[case.dtype]
     assert 0 < np.abs(case.inputs["v"]).max() < 4 * smallest
     results = run(case)
-    for one in findings(case, results):
-        assert one.bad == 0
-        assert one.error <= one.bound + (smallest if one.name != "lse" else 0), one
+    for finding in findings(case, results):
+        assert finding.bad == 0
+        assert finding.error <= finding.bound + (smallest if finding.name != "lse" else 0), finding
     counts = np.log(np.arange(1, case.seq_len + 1))
     np.testing.assert_allclose(
         results["lse"], np.broadcast_to(counts, results["lse"].shape), rtol=1e-6, atol=1e-6

@@ -47,9 +47,9 @@ def test_never_worse_than_the_others(
     seq_len = 2048 * cp_size * units
     window = None if left is None else (left, 0)
     mask = Mask(causal=causal, window=window, cu_seqlens=documents(seed, seq_len))
-    found = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
-    assert seq_len // (cp_size * found.chunks_per_rank) % 128 == 0
-    ours = balance(mask, found, seq_len, cp_size)
+    balanced = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
+    assert seq_len // (cp_size * balanced.chunks_per_rank) % 128 == 0
+    ours = balance(mask, balanced, seq_len, cp_size)
     others = min(balance(mask, name, seq_len, cp_size) for name in ("contiguous", "zigzag"))
     assert ours <= max(others, EVEN)
 
@@ -58,9 +58,9 @@ def test_never_worse_than_the_others(
 def test_documents_of_the_benchmark(cp_size: int, chunks: int) -> None:
     seq_len = 128 * 1024
     mask = Mask(causal=True, cu_seqlens=documents(0, seq_len))
-    found = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
-    assert found.chunks_per_rank == chunks
-    assert balance(mask, found, seq_len, cp_size) < EVEN < 1.07 < min(
+    balanced = balanced_layout(mask, seq_len=seq_len, cp_size=cp_size)
+    assert balanced.chunks_per_rank == chunks
+    assert balance(mask, balanced, seq_len, cp_size) < EVEN < 1.07 < min(
         balance(mask, name, seq_len, cp_size) for name in ("contiguous", "zigzag")
     )  # fmt: skip
 
@@ -82,15 +82,17 @@ def test_the_most_even_where_none_is_even() -> None:
     assert balanced_layout(mask, seq_len=4, cp_size=2, kv_seq_len=2) == ChunkLayout(((0,), (1,)))
     # Four tokens see 4 keys each, the others one: halves see 18 and 6, quarters 12, 6, 3 and 3.
     lumpy = Mask(cu_seqlens=(0, 4, *range(5, 13)))
-    found = balanced_layout(lumpy, seq_len=12, cp_size=2)
-    assert found == ChunkLayout(((0, 3), (1, 2)))
-    assert balance(lumpy, found, 12, 2) == 15 / 12
+    balanced = balanced_layout(lumpy, seq_len=12, cp_size=2)
+    assert balanced == ChunkLayout(((0, 3), (1, 2)))
+    assert balance(lumpy, balanced, 12, 2) == 15 / 12
 
 
 def test_keys_beyond_the_queries() -> None:
     mask = Mask(causal=True)
-    found = balanced_layout(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
-    program = ring_program(make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=found))
+    balanced = balanced_layout(mask, seq_len=2048, cp_size=4, kv_seq_len=8192)
+    program = ring_program(
+        make_plan(mask, seq_len=2048, cp_size=4, kv_seq_len=8192, layout=balanced)
+    )
     assert (
         program.imbalance
         <= EVEN
@@ -133,8 +135,8 @@ def test_a_layout_by_its_name() -> None:
     mask = Mask(causal=True)
     sizes = {"seq_len": 64, "cp_size": 4, "kv_seq_len": 32}
     assert layout_for("zigzag", mask, **sizes) == "zigzag"
-    found = layout_for("chunks", mask, **sizes)
-    assert found == balanced_layout(mask, **sizes) != balanced_layout(mask, seq_len=64, cp_size=4)
+    layout = layout_for("chunks", mask, **sizes)
+    assert layout == balanced_layout(mask, **sizes) != balanced_layout(mask, seq_len=64, cp_size=4)
     names = "contiguous, zigzag, striped, chunks"
     with pytest.raises(ValueError, match=f"^unknown layout 'zigzak'; known: {names}$"):
         layout_for("zigzak", mask, **sizes)
@@ -142,10 +144,10 @@ def test_a_layout_by_its_name() -> None:
 
 def test_lists_and_numpy_integers_are_chunks() -> None:
     chunks: Any = [[np.int64(0), np.int32(3)], [1, 2]]
-    found = ChunkLayout(chunks)
-    assert found == ChunkLayout(((0, 3), (1, 2)))
-    assert all(type(n) is int for row in found.chunks for n in row)
-    assert all(a < b for row in found.chunks for a, b in pairwise(row))
+    layout = ChunkLayout(chunks)
+    assert layout == ChunkLayout(((0, 3), (1, 2)))
+    assert all(type(n) is int for row in layout.chunks for n in row)
+    assert all(a < b for row in layout.chunks for a, b in pairwise(row))
 
 
 def test_refused() -> None:

@@ -47,8 +47,8 @@ def check_trimmed(rect: Rectangles) -> None:
         assert not any(trimmed)
         return
     np.testing.assert_array_equal(cells(trimmed), seen)
-    for at, start, stop in ((seen.any(axis=1), *trimmed[:2]), (seen.any(axis=0), *trimmed[2:4])):
-        assert (start, stop - 1) == (np.flatnonzero(at)[0], np.flatnonzero(at)[-1])
+    for shown, start, stop in ((seen.any(axis=1), *trimmed[:2]), (seen.any(axis=0), *trimmed[2:4])):
+        assert (start, stop - 1) == (np.flatnonzero(shown)[0], np.flatnonzero(shown)[-1])
     for open_side in ({"lo": np.asarray(-UNBOUNDED)}, {"hi": np.asarray(UNBOUNDED)}):
         opened = trimmed._replace(**open_side)
         assert (opened == trimmed) == bool((cells(opened) == seen).all())

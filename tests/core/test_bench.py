@@ -12,23 +12,23 @@ from ring_core.tools import bench
 DEFAULTS = bench.BenchCase(4, 4096, 8, 2, 64, "float32", None, "zigzag", "auto", "auto")
 
 
-def setting(*words: str) -> bench.BenchCase:
+def setting(*command_line: str) -> bench.BenchCase:
     parser = argparse.ArgumentParser()
     bench.add_options(parser)
-    return bench.setting_of(parser.parse_args(words), DEFAULTS)
+    return bench.setting_of(parser.parse_args(command_line), DEFAULTS)
 
 
 def test_what_is_given_replaces_the_defaults() -> None:
     assert setting() == DEFAULTS
-    words = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
+    command_line = ("--ranks", "2", "--seq-len", "64", "--heads", "4", "--dtype", "float64")
     more = ("--window", "9,0", "--layout", "contiguous", "--kernel", "eager")
-    assert setting(*words, *more) == bench.BenchCase(
+    assert setting(*command_line, *more) == bench.BenchCase(
         2, 64, 4, 2, 64, "float64", (9, 0), "contiguous", "auto", "eager"
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command_line", "message"),
     [
         ("--ranks 0", "--ranks must be at least 1, got 0"),
         ("--head-dim -8", "--head-dim must be at least 1"),
@@ -37,9 +37,9 @@ def test_what_is_given_replaces_the_defaults() -> None:
         ("--window=-1,0", "never -1"),
     ],
 )
-def test_mistakes(words: str, message: str) -> None:
+def test_mistakes(command_line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        setting(*words.split())
+        setting(*command_line.split())
 
 
 def test_rounds_alternate_and_the_first_is_not_counted() -> None:

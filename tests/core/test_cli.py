@@ -125,9 +125,9 @@ def test_advice_for_several_numbers_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "costs.svg"
     argv = ("plan", "--seq-len", "1024", "--cp", "2,3,4", "--advise", "--window", "100,0")
     assert main([*argv, "--png", str(file)]) == 0
-    words = file.read_text()
+    drawing = file.read_text()
     assert all(
-        f"<!-- {text} -->" in words for text in ("contiguous/balanced", "ranks", "memory, MiB")
+        f"<!-- {text} -->" in drawing for text in ("contiguous/balanced", "ranks", "memory, MiB")
     )
 
 
@@ -144,11 +144,11 @@ def test_ranks_that_cannot_divide_are_told_beside_those_that_can(
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["healthy"] and found["versions"].keys() >= {"python", "numpy", "ring-core"}
-    tested = [(check["name"], check["result"]) for check in found["checks"]]
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] and report["versions"].keys() >= {"python", "numpy", "ring-core"}
+    tested = [(check["name"], check["result"]) for check in report["checks"]]
     assert tested == [(name, what) for name in PAIRS[:-1] for what in doctor.RESULTS]
-    assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in found["checks"])
+    assert all(0 < check["error"] <= check["limit"] < 1e-13 for check in report["checks"])
 
 
 def test_doctor_finds_a_wrong_result(
@@ -188,7 +188,7 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (("--layout", "zagzig"), "unknown layout 'zagzig'; known: contiguous, zigzag"),
         (("--window=-1,0",), "never -1"),
@@ -216,9 +216,9 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_end_in_one_clear_line(
-    options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert words in error(capsys, *SMALL, *options)
+    assert message in error(capsys, *SMALL, *options)
 
 
 def test_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,8 +166,10 @@ def test_compare_balances_chunks_for_the_mask() -> None:
     program = ring_program(make_plan(mask, layout=balanced_layout(mask, **sizes), **sizes))
     assert costs["chunks/ring"] == estimate(program, MODEL, SLOW)
     assert list(costs) == ["zigzag/ring", "chunks/ring"]
-    every = compare(Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW)
-    assert "cannot count a predicate" in str(every["chunks/ring"])
+    estimates = compare(
+        Mask(predicate=diagonals), seq_len=16, cp_size=4, model=MODEL, hardware=SLOW
+    )
+    assert "cannot count a predicate" in str(estimates["chunks/ring"])
 
 
 def test_compare_says_which_layout_cannot_divide() -> None:

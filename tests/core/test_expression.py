@@ -40,10 +40,10 @@ def test_says_what_the_mask_says(name: str) -> None:
         Mask(predicate=RULES[name]),
         Mask(causal=True, window=(90, None), chunk_size=48, predicate=RULES[name]),
     ):
-        found = expression_of(mask, Q, K)
-        assert found is not None
+        expression = expression_of(mask, Q, K)
+        assert expression is not None
         q, k = np.arange(*Q), np.arange(*K)
-        assert np.array_equal(evaluated(found, q[:, None], k), mask.dense(q, k))
+        assert np.array_equal(evaluated(expression, q[:, None], k), mask.dense(q, k))
 
 
 @pytest.mark.parametrize("name", NONE)

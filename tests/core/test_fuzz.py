@@ -47,10 +47,15 @@ def test_faults_are_found_and_simplified() -> None:
     assert campaign.tally.cases + campaign.tally.refused.total() + len(failures) == 120
     assert campaign.tally.refused.total() > 0
     for failure in failures:
-        made = eval(failure.simplest)
-        assert wrong(made) and f"fuzz-{failure.seed}: dq" in failure.error
-        assert (made.seq_len, made.heads, made.dims, made.dtype) == (1, (1, 1), (1, 1), "float32")
-        assert made.mask == Mask(window=made.mask.window)
+        simplest = eval(failure.simplest)
+        assert wrong(simplest) and f"fuzz-{failure.seed}: dq" in failure.error
+        assert (simplest.seq_len, simplest.heads, simplest.dims, simplest.dtype) == (
+            1,
+            (1, 1),
+            (1, 1),
+            "float32",
+        )
+        assert simplest.mask == Mask(window=simplest.mask.window)
     campaign = Campaign("core", Broken(lambda _: False), campaign.tally)
     assert campaign.run_failed_again() == campaign.tally.failures == []
 
@@ -67,7 +72,8 @@ def _is_found(mutant: str, case: Case) -> bool:
     except AssertionError:  # what arrived is not what was expected
         return True
     return any(
-        one.error > LUCK * (one.bound + rounding(case)[one.name]) for one in findings(case, results)
+        finding.error > LUCK * (finding.bound + rounding(case)[finding.name])
+        for finding in findings(case, results)
     )
 
 
@@ -76,11 +82,11 @@ def test_imprecision_is_no_luck(dtype: str) -> None:
     """Results that have a few times the allowed error, each time, are not accepted."""
     case = Case("imprecise", Mask(causal=True), cp_size=2, seq_len=24, heads=(2, 2), dtype=dtype)
 
-    def compare(one: Case) -> Compared:
+    def compare(case: Case) -> Compared:
         results = {
-            name: x + wrong * rng.standard_normal(x.shape) for name, x in one.expected.items()
+            name: x + wrong * rng.standard_normal(x.shape) for name, x in case.expected.items()
         }
-        return {found.name: (found.error, found.bound) for found in findings(one, results)}
+        return {finding.name: (finding.error, finding.bound) for finding in findings(case, results)}
 
     rng, unit = np.random.default_rng(0), {"float64": 2.0**-53, "float32": 2.0**-24}
     wrong = 40 * unit.get(dtype, 2.0**-8)

@@ -23,7 +23,8 @@ from ring_core import (
     gather_refusals,
     make_plan,
 )
-from ring_core.programs.gather import Fetch, Interval, _subtract
+from ring_core.programs.gather import Fetch
+from ring_core.programs.intervals import Interval, subtract
 
 TILES = st.integers(1, 8)
 
@@ -123,8 +124,8 @@ def test_full_items_side_by_side_are_one(
 ) -> None:
     """Of keys of the other rank; items with a band stay apart."""
     gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
-    found = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
-    assert found == expected
+    rectangles = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
+    assert rectangles == expected
 
 
 def test_a_band_is_not_continued() -> None:
@@ -262,11 +263,11 @@ def test_keys_on_either_side_of_the_last_item_are_early() -> None:
 def test_parts_outside_others() -> None:
     """Others may lie on either side, touch, overlap and hold all."""
     span = Interval(3, 9)
-    assert _subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
-    assert _subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
-    assert _subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
-    assert _subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
-    assert _subtract(span, [Interval(3, 9)]) == []
+    assert subtract(span, [Interval(0, 2), Interval(11, 12)]) == [span]
+    assert subtract(span, [Interval(0, 3), Interval(9, 12)]) == [span]
+    assert subtract(span, [Interval(8, 12), Interval(0, 4)]) == [Interval(4, 8)]
+    assert subtract(span, [Interval(4, 5), Interval(6, 9)]) == [Interval(3, 4), Interval(5, 6)]
+    assert subtract(span, [Interval(3, 9)]) == []
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -22,17 +22,17 @@ def test_one_pair_of_ranks_is_counted_as_among_many(
 ) -> None:
     """Ranks may be numbers, rows or tables of numbers."""
     geometry, ranks = program.plan.geometry, np.arange(program.plan.cp_size)
-    at = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
+    pair = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
     half = data.draw(st.sampled_from([None, 0, 1])) if program.strategy == "balanced" else None
     alone = columns_of(geometry.rows(q_rank, kv_rank, half))
     table = columns_of(geometry.rows(ranks[:, None], ranks, half))
-    for one, many in zip(alone, table, strict=True):
-        assert one.dtype == many.dtype == np.int64
-        padded = np.zeros(many.shape[-1], dtype=int)
-        padded[: one.size] = one
-        np.testing.assert_array_equal(padded, many[*at])
+    for alone_count, same_count in zip(alone, table, strict=True):
+        assert alone_count.dtype == same_count.dtype == np.int64
+        padded = np.zeros(same_count.shape[-1], dtype=int)
+        padded[: alone_count.size] = alone_count
+        np.testing.assert_array_equal(padded, same_count[*pair])
     count = geometry.count(q_rank, kv_rank, half)
-    assert count == geometry.count(ranks[:, None], ranks, half)[*at]
+    assert count == geometry.count(ranks[:, None], ranks, half)[*pair]
     assert half is not None or count == seen_in(program.plan, q_rank, kv_rank).sum()
 
 
@@ -81,8 +81,8 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     upto = pairs.cumsum()
     rows = np.arange(q_len) <= np.argmax(2 * upto >= upto[-1])
     for half, expected in enumerate((rows * pairs, ~rows * pairs)):
-        found = plan.geometry.rows(q_rank, kv_rank, half)
-        np.testing.assert_array_equal(pairs_by_row(found, plan, q_rank, kv_rank), expected)
+        half_rows = plan.geometry.rows(q_rank, kv_rank, half)
+        np.testing.assert_array_equal(pairs_by_row(half_rows, plan, q_rank, kv_rank), expected)
         assert plan.geometry.count(q_rank, kv_rank, half) == expected.sum()
 
 
@@ -135,16 +135,16 @@ def test_tiles_are_counted(layout: Any, q_len: int, k_len: int) -> None:
         for half, rows in ((None, first | True), (0, first), (1, ~first)):
             part = rows[:, None] * pairs
             assert blocks.count(q_rank, kv_rank, half) == part.sum()
-            found = np.concatenate(columns_of(blocks.rows(q_rank, kv_rank, half)))
+            counted = np.concatenate(columns_of(blocks.rows(q_rank, kv_rank, half)))
             many = columns_of(blocks.rows([[0], [1]], [0, 1], half))
-            np.testing.assert_array_equal(found, np.concatenate(many, axis=-1)[q_rank, kv_rank])
+            np.testing.assert_array_equal(counted, np.concatenate(many, axis=-1)[q_rank, kv_rank])
             q_at, k_at = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
             if not part.any():
-                assert not found.any()
+                assert not counted.any()
                 continue
             box = q_at[0] * TILE, (q_at[-1] + 1) * TILE, k_at[0] * TILE, (k_at[-1] + 1) * TILE
             sides = np.minimum(box, np.repeat(dense.shape, 2))
-            assert found.tolist() == [*sides, -UNBOUNDED, UNBOUNDED, 0, 0]
+            assert counted.tolist() == [*sides, -UNBOUNDED, UNBOUNDED, 0, 0]
 
 
 def in_tiles(dense: Any) -> Any:

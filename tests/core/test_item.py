@@ -20,11 +20,13 @@ def items(draw: st.DrawFn) -> tuple[Plan, list[WorkItem]]:
     program = draw(programs())
     plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
-    found = [item for step in range(program.num_steps) for item in program.items(rank, step)]
+    items_of_rank = [
+        item for step in range(program.num_steps) for item in program.items(rank, step)
+    ]
     if not gather_refusals(plan):
         gather = gather_program(plan, rank, own=draw(st.booleans()))
-        found += [*gather.items, *gather.in_place]
-    return plan, [item for item in found if item.tiles is None]
+        items_of_rank += [*gather.items, *gather.in_place]
+    return plan, [item for item in items_of_rank if item.tiles is None]
 
 
 def within(whole: Cells, plan: Plan, part: WorkItem, corner: tuple[int, int]) -> Cells:
@@ -53,9 +55,9 @@ def packed(items: list[WorkItem]) -> list[WorkItem]:
 
 
 @given(items())
-def test_a_window_for_all_documents(found: tuple[Plan, list[WorkItem]]) -> None:
-    plan, every = found
-    for item in packed(every):
+def test_a_window_for_all_documents(plan_and_items: tuple[Plan, list[WorkItem]]) -> None:
+    plan, items_of_rank = plan_and_items
+    for item in packed(items_of_rank):
         assert item.cu_q is not None and item.cu_k is not None
         window = item.documents_window
         if window is None:
@@ -90,28 +92,30 @@ def test_documents_that_end_apart_share_none() -> None:
 
 
 @given(items())
-def test_documents_one_by_one(found: tuple[Plan, list[WorkItem]]) -> None:
-    plan, every = found
-    for item in packed(every):
+def test_documents_one_by_one(plan_and_items: tuple[Plan, list[WorkItem]]) -> None:
+    plan, items_of_rank = plan_and_items
+    for item in packed(items_of_rank):
         whole = shown(plan, item)
         count = np.zeros(whole.shape, dtype=int)
         ranks = item.q_rank, item.kv_rank, item.out_rank
-        for one in item.each_document():
-            cells = shown(plan, one)
-            assert one.cu_q is None and one.cu_k is None
+        for document in item.each_document():
+            cells = shown(plan, document)
+            assert document.cu_q is None and document.cu_k is None
             assert cells.any(axis=0).all() and cells.any(axis=1).all()
-            assert one.is_full == bool(cells.all())
-            assert (one.q_rank, one.kv_rank, one.out_rank) == ranks
-            count += within(whole, plan, one, (0, 0))
+            assert document.is_full == bool(cells.all())
+            assert (document.q_rank, document.kv_rank, document.out_rank) == ranks
+            count += within(whole, plan, document, (0, 0))
         np.testing.assert_array_equal(count, whole)
 
 
 @given(items(), st.data())
-def test_the_part_between_two_rows(found: tuple[Plan, list[WorkItem]], data: st.DataObject) -> None:
-    plan, every = found
-    if not every:
+def test_the_part_between_two_rows(
+    plan_and_items: tuple[Plan, list[WorkItem]], data: st.DataObject
+) -> None:
+    plan, items_of_rank = plan_and_items
+    if not items_of_rank:
         return
-    item = data.draw(st.sampled_from(every))
+    item = data.draw(st.sampled_from(items_of_rank))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, item.q_stop + 2)] * 2)))
     whole = shown(plan, item)
     index = np.arange(item.q_start, item.q_stop)

@@ -28,10 +28,10 @@ def test_a_partition(data: st.DataObject, cp_size: int, units: int) -> None:
     whole = np.concatenate([layout.positions(rank) for rank in range(cp_size)])
     np.testing.assert_array_equal(np.sort(whole), np.arange(divisor * units))
     for rank in range(cp_size):
-        at = layout.positions(rank)
-        assert at.size == layout.local_len
+        positions = layout.positions(rank)
+        assert positions.size == layout.local_len
         for run in layout.runs(rank):
-            part = at[run.local_start : run.local_start + run.length]
+            part = positions[run.local_start : run.local_start + run.length]
             np.testing.assert_array_equal(
                 part, run.global_start + run.stride * np.arange(run.length)
             )

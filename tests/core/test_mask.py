@@ -42,15 +42,15 @@ def test_every_part_by_hand() -> None:
 
 
 def test_masks_are_values() -> None:
-    one, other = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
-    assert one == other
-    assert hash(one) == hash(other) != hash(Mask())
+    mask, equal_mask = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
+    assert mask == equal_mask
+    assert hash(mask) == hash(equal_mask) != hash(Mask())
     assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]
-    assert len({one, other, Mask()}) == 2
+    assert len({mask, equal_mask, Mask()}) == 2
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"window": 4}, r"window must be a pair .* got 4"),
         ({"window": (1, 2, 3)}, "window must be a pair"),
@@ -67,8 +67,8 @@ def test_masks_are_values() -> None:
         ({"predicate": 3}, "callable"),
     ],
 )
-def test_malformed(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_malformed(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Mask(**fields)
 
 
@@ -77,8 +77,8 @@ def test_described_part_by_part() -> None:
     everything = Mask(
         causal=True, window=(4, None), chunk_size=8, cu_seqlens=(0, 3, 9), predicate=prefix
     )
-    words = "causal, window=(4, None), chunk_size=8, 2 documents, predicate=prefix"
-    assert everything.describe() == words
+    message = "causal, window=(4, None), chunk_size=8, 2 documents, predicate=prefix"
+    assert everything.describe() == message
     assert Mask(predicate=partial(prefix)).describe() == "predicate=function"
 
 

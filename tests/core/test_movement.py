@@ -101,11 +101,13 @@ def move_by_hops(movement: Movement, parts: list[Rows]) -> list[Rows]:
             gets = [stop - start for start, stop, ranks in hop.pieces if receiver in ranks]
             assert sum(gets) == rows
             i = np.arange(rows)
-            at = []
+            shards_by_rank = []
             for table, rank in ((hop.read, sender), (hop.written, receiver)):
                 piece = np.searchsorted(table.offset[rank], i, side="right") - 1
-                at.append(table.start[rank][piece] + table.step * (i - table.offset[rank][piece]))
-            results[receiver][at[1]] = parts[sender][at[0]]
+                shards_by_rank.append(
+                    table.start[rank][piece] + table.step * (i - table.offset[rank][piece])
+                )
+            results[receiver][shards_by_rank[1]] = parts[sender][shards_by_rank[0]]
     return results
 
 
@@ -189,16 +191,17 @@ def test_a_relayout_goes_to_other_ranks(name: str) -> None:
     whole = np.arange(T)
     for source in layouts(len(source_ranks)):
         for target in layouts(len(target_ranks)):
-            held, wanted = [np.empty(0, np.int64)] * size, [np.empty(0, np.int64)] * size
+            held, expected = [np.empty(0, np.int64)] * size, [np.empty(0, np.int64)] * size
             for rank, rows in zip(source_ranks, shards(source, whole), strict=True):
                 held[rank] = rows
             for rank, rows in zip(target_ranks, shards(target, whole), strict=True):
-                wanted[rank] = rows
+                expected[rank] = rows
             movement = relayout(source, target, source_ranks, target_ranks)
-            for out, like in zip(move(movement, held), wanted, strict=True):
+            for out, like in zip(move(movement, held), expected, strict=True):
                 np.testing.assert_array_equal(out, like)
             stay = sum(
-                len(np.intersect1d(one, other)) for one, other in zip(held, wanted, strict=True)
+                len(np.intersect1d(held_by_rank, wanted_by_rank))
+                for held_by_rank, wanted_by_rank in zip(held, expected, strict=True)
             )
             leaving = sum(movement.exchange(rank).pack.rows for rank in range(size))
             assert leaving == T - stay
@@ -231,8 +234,14 @@ def test_adjoint(data: st.DataObject) -> None:
     movement = shift(layout, n)
     back = shift(layout, -n)
     for rank in range(size):
-        one, other = movement.exchange(rank).reversed(), back.exchange(rank)
-        assert (one.sent, one.received) == (other.sent, other.received)
+        reversed_movement, backward_movement = (
+            movement.exchange(rank).reversed(),
+            back.exchange(rank),
+        )
+        assert (reversed_movement.sent, reversed_movement.received) == (
+            backward_movement.sent,
+            backward_movement.received,
+        )
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
@@ -266,6 +275,6 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_named(name: str) -> None:
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
         call()

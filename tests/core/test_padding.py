@@ -53,8 +53,8 @@ def test_the_oracle_leaves_padding_out(name: str) -> None:
     short = [x[:, :9] for x in (q, k, v)]
     options["bias"] = bias[:, :, :9]
     expected = reference.attention(*short, **options)
-    for got, want, axis, fill in ((out, expected[0], 1, 0.0), (lse, expected[1], 2, -np.inf)):
-        tokens, padding = np.split(got, [9], axis=axis)
+    for actual, want, axis, fill in ((out, expected[0], 1, 0.0), (lse, expected[1], 2, -np.inf)):
+        tokens, padding = np.split(actual, [9], axis=axis)
         np.testing.assert_array_equal(tokens, want)
         np.testing.assert_array_equal(padding, fill)
     whole = reference.attention_grads(dout[:, :9], *short, dlse=dlse[:, :, :9], **options)

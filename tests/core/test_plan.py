@@ -235,13 +235,15 @@ def test_plans_are_cached_and_refused() -> None:
 
 
 @given(plans(), plans())
-def test_digests_differ_where_plans_do(one: Plan, other: Plan) -> None:
+def test_digests_differ_where_plans_do(plan: Plan, other_plan: Plan) -> None:
     """Equal digests mean equal sizes and equal masks, however the mask was written."""
-    if one.digest == other.digest:
-        sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name) for p in (one, other)]
+    if plan.digest == other_plan.digest:
+        sizes = [(p.seq_len, p.kv_seq_len, p.cp_size, p.q_layout.name) for p in (plan, other_plan)]
         assert sizes[0] == sizes[1]
-        at = np.arange(one.seq_len) + one.q_offset, np.arange(one.kv_seq_len)
-        np.testing.assert_array_equal(one.mask.dense(*at), other.mask.dense(*at))
+        positions = np.arange(plan.seq_len) + plan.q_offset, np.arange(plan.kv_seq_len)
+        np.testing.assert_array_equal(
+            plan.mask.dense(*positions), other_plan.mask.dense(*positions)
+        )
 
 
 @given(programs())
@@ -249,14 +251,16 @@ def test_ranks_know_who_helps_them(program: RingProgram) -> None:
     for rank in range(program.plan.cp_size):
         for step in range(program.num_steps):
             helper = (rank + program.steps[step].shift) % program.plan.cp_size
-            theirs = [item for item in program.items(helper, step) if item.q_rank == rank != helper]
-            mine = program.remote_items(rank, step)
+            items_for_others = [
+                item for item in program.items(helper, step) if item.q_rank == rank != helper
+            ]
+            remote_items = program.remote_items(rank, step)
             facts = ("q_rank", "kv_rank", "out_rank", "q_slice", "k_slice", "lo", "hi")
-            one, other = (
+            sent, received = (
                 [[getattr(item, fact) for fact in facts] for item in items]
-                for items in (mine, theirs)
+                for items in (remote_items, items_for_others)
             )
-            assert one == other
+            assert sent == received
 
 
 @given(programs(), st.integers(1, 5))

@@ -31,8 +31,8 @@ def case(
     **kernels: float | tuple[float | None, float | None],
 ) -> Case:
     """Kernels with one time for both passes, or two."""
-    given = {name: x if isinstance(x, tuple) else (x, x) for name, x in kernels.items()}
-    times = tuple((name, Times(*x)) for name, x in given.items())
+    both_times = {name: x if isinstance(x, tuple) else (x, x) for name, x in kernels.items()}
+    times = tuple((name, Times(*x)) for name, x in both_times.items())
     pairs = LENGTH * (LENGTH + 1) // 2
     return Case("torch", capability, "a GPU", (), LENGTH, pairs, heads, dims, option, times)
 
@@ -221,12 +221,12 @@ MALFORMED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_file_is_refused(name: str, tmp_path: Path) -> None:
-    file, changed, words = MALFORMED[name]
+    file, changed, expected_message = MALFORMED[name]
     path = file_of(tmp_path / "rates.json", as_json(**changed), **file)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are below
         rates.read(path)
     message = str(caught.value)
-    assert message.startswith(f"{path} is no table of rates: ") and words in message
+    assert message.startswith(f"{path} is no table of rates: ") and expected_message in message
     assert message.endswith("or unset RING_RATES for the package's own")
 
 

@@ -29,15 +29,17 @@ def test_philox(counter: Any, key: Any, words: Any) -> None:
 
 
 def test_dropout_depends_on_global_indices_alone() -> None:
-    every = {"batch": np.arange(2), "heads": np.arange(3)}
-    whole = philox.dropout_keep(0.25, 7, queries=np.arange(64), keys=np.arange(64), **every)
+    batch_and_heads = {"batch": np.arange(2), "heads": np.arange(3)}
+    whole = philox.dropout_keep(
+        0.25, 7, queries=np.arange(64), keys=np.arange(64), **batch_and_heads
+    )
     part = philox.dropout_keep(
-        0.25, 7, queries=np.arange(5, 60, 3), keys=np.arange(1, 64, 4), **every
+        0.25, 7, queries=np.arange(5, 60, 3), keys=np.arange(1, 64, 4), **batch_and_heads
     )
     np.testing.assert_array_equal(part, whole[:, :, 5:60:3, 1::4])
     assert abs(whole.mean() - 0.75) < 0.01
     other = philox.dropout_keep(
-        0.25, 7 + (1 << 32), queries=np.arange(64), keys=np.arange(64), **every
+        0.25, 7 + (1 << 32), queries=np.arange(64), keys=np.arange(64), **batch_and_heads
     )
     assert (other != whole).any()
 
@@ -53,11 +55,11 @@ def test_dropout_element_by_element() -> None:
 
 
 def test_dropout_keeps_words_from_the_threshold_on() -> None:
-    one = {"batch": [0], "heads": [0], "queries": [0], "keys": [0]}
+    element = {"batch": [0], "heads": [0], "queries": [0], "keys": [0]}
     word = int(philox.philox((0, 0, 0, 0), (7, 0))[0])
-    assert philox.dropout_keep(word / 2**32, 7, **one).all()
-    assert not philox.dropout_keep((word + 1) / 2**32, 7, **one).any()
-    assert philox.dropout_keep(0, 0, **one).all()
+    assert philox.dropout_keep(word / 2**32, 7, **element).all()
+    assert not philox.dropout_keep((word + 1) / 2**32, 7, **element).any()
+    assert philox.dropout_keep(0, 0, **element).all()
 
 
 def test_two_keys_by_hand() -> None:
@@ -94,10 +96,10 @@ def test_gradients_by_finite_differences(name: str) -> None:
     )
 
     def loss(**changed: Any) -> float:
-        given = x | changed
-        options = case.options | {n: given[n] for n in ("sinks", "bias") if n in given}
+        inputs = x | changed
+        options = case.options | {n: inputs[n] for n in ("sinks", "bias") if n in inputs}
         out, lse = reference.attention(
-            given["q"], given["k"], given["v"], mask=case.mask, **options
+            inputs["q"], inputs["k"], inputs["v"], mask=case.mask, **options
         )
         return float((out * x["dout"]).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum())
 

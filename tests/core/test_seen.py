@@ -12,13 +12,13 @@ def test_what_is_finite_in_a_row_that_is_not_counts_as_it_is() -> None:
     weights = np.array([[2.0, 3.0], [5.0, 0.0]])
     visible = np.array([[True, True], [True, False]])
     x = np.array([[1.0, 10.0, 100.0], [np.inf, 7.0, np.nan]])
-    found = masked_matmul(weights, visible, x)
-    np.testing.assert_array_equal(found, [[np.inf, 41.0, np.nan], [5.0, 50.0, 500.0]])
+    product = masked_matmul(weights, visible, x)
+    np.testing.assert_array_equal(product, [[np.inf, 41.0, np.nan], [5.0, 50.0, 500.0]])
 
 
 def test_infinite_weights_warn_of_nothing() -> None:
     """``inf * 0`` is NaN, in rows that are finite and in those that are not."""
     weights = np.array([[np.inf, 0.0]])
     visible = np.array([[True, True]])
-    found = masked_matmul(weights, visible, np.array([[0.0], [np.inf]]))
-    assert np.isnan(found).all()
+    product = masked_matmul(weights, visible, np.array([[0.0], [np.inf]]))
+    assert np.isnan(product).all()

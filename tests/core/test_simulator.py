@@ -65,62 +65,62 @@ def test_a_key_of_no_weight_alone_in_an_item() -> None:
     """Its logits are -inf, and it is all that a rank's queries see of another rank's keys."""
     q, k, v, dout = ones()
     k[:, :2] = -np.inf
-    found = reference.run(causal(), q, k, v, dout=dout)
-    assert (found.out.reshape(4, 2) == [[0], [0], [1], [1]]).all()
+    simulated = reference.run(causal(), q, k, v, dout=dout)
+    assert (simulated.out.reshape(4, 2) == [[0], [0], [1], [1]]).all()
     for name, x in zip(("out", "lse"), reference.attention(q, k, v, causal=True), strict=True):
-        np.testing.assert_allclose(getattr(found, name), x, rtol=1e-15)
+        np.testing.assert_allclose(getattr(simulated, name), x, rtol=1e-15)
 
 
 def test_what_is_no_call_of_the_plan_is_refused() -> None:
     """In these words."""
     q, k, v, _ = ones()
-    words = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
-    with pytest.raises(ValueError, match=f"^{words}$"):
+    message = "the plan is for 4 queries and 8 keys, got q of 4 and k and v of 4"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         reference.run(ring_program(make_plan(Mask(), seq_len=4, kv_seq_len=8, cp_size=2)), q, k, v)
-    words = "dlse was given without dout; pass zeros where out has no gradient"
-    with pytest.raises(ValueError, match=f"^{words}$"):
+    message = "dlse was given without dout; pass zeros where out has no gradient"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         reference.run(causal(), q, k, v, dlse=np.ones((1, 1, 4)))
 
 
 def test_forward_alone() -> None:
     q, k, v, _ = ones()
-    found = reference.run(causal(), q, k, v)
+    simulated = reference.run(causal(), q, k, v)
     for name, x in zip(("out", "lse"), reference.attention(q, k, v, causal=True), strict=True):
-        np.testing.assert_allclose(getattr(found, name), x, rtol=1e-15)
-    assert found.dq is None
+        np.testing.assert_allclose(getattr(simulated, name), x, rtol=1e-15)
+    assert simulated.dq is None
 
 
 def test_a_bias_that_heads_share() -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((2, 4, 3, 2)) for _ in range(4))
     bias = rng.standard_normal((2, 1, 4, 4))
-    found = reference.run(causal(), q, k, v, dout=dout, bias=bias)
+    simulated = reference.run(causal(), q, k, v, dout=dout, bias=bias)
     expected = reference.attention_grads(dout, q, k, v, causal=True, bias=bias)
-    assert found.dbias is not None and expected.dbias is not None
-    np.testing.assert_allclose(found.dbias, expected.dbias, atol=1e-14)
+    assert simulated.dbias is not None and expected.dbias is not None
+    np.testing.assert_allclose(simulated.dbias, expected.dbias, atol=1e-14)
 
 
 def test_sinks_that_take_nothing() -> None:
     """They are -inf, and the last row sees no key: it gives them no gradient."""
     q, k, v, dout = ones()
     options: Any = {"segment_ids": np.array([[0, 0, 0, -1]]), "sinks": [-np.inf]}
-    found = reference.run(causal(), q, k, v, dout=dout, **options)
-    assert np.isneginf(found.lse[0, 0, 3])
-    np.testing.assert_array_equal(found.dsinks, [0])
+    simulated = reference.run(causal(), q, k, v, dout=dout, **options)
+    assert np.isneginf(simulated.lse[0, 0, 3])
+    np.testing.assert_array_equal(simulated.dsinks, [0])
 
 
 def test_gradients_that_are_nan_reach_keys_that_are_seen() -> None:
     q, k, v, dout = ones()
     dout[:, 1] = np.nan
-    found = reference.run(causal(), q, k, v, dout=dout)
+    simulated = reference.run(causal(), q, k, v, dout=dout)
     expected = reference.attention_grads(dout, q, k, v, causal=True)
     for name in ("dq", "dk", "dv"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-15)
-    assert found.dv is not None and np.isfinite(found.dv[:, 2:]).all()
+        np.testing.assert_allclose(getattr(simulated, name), getattr(expected, name), atol=1e-15)
+    assert simulated.dv is not None and np.isfinite(simulated.dv[:, 2:]).all()
 
 
 @pytest.mark.parametrize("precision", SINGLE)
 def test_what_overflows_warns_of_nothing(precision: Any) -> None:
     q, k, v, dout = (1e15 * x for x in ones())
-    found = reference.run(causal(), q, k, v, dout=dout, softmax_scale=1e10, precision=precision)
-    assert np.isnan(found.out).all()
+    simulated = reference.run(causal(), q, k, v, dout=dout, softmax_scale=1e10, precision=precision)
+    assert np.isnan(simulated.out).all()

@@ -32,9 +32,9 @@ def test_a_name_stands_for_its_record() -> None:
     assert strategy_config("rdma", ("auto", "rdma")) == StrategyConfig("rdma")
     with pytest.raises(ValueError, match=r"unknown strategy name 'ring'; known: auto, rdma$"):
         strategy_config(StrategyConfig("ring"), ("auto", "rdma"))
-    given: Any = 3
+    strategy: Any = 3
     with pytest.raises(ValueError, match="a name or a StrategyConfig, got int"):
-        strategy_config(given)
+        strategy_config(strategy)
 
 
 @pytest.mark.parametrize(

@@ -23,24 +23,24 @@ KERNELS = ("ring_core/triton/", "ring_jax_gpu/", "ring_jax_tpu/", "/kernels/")
 def modules(package: str) -> dict[str, Path]:
     """A package's modules by name."""
     source = PACKAGES[package].parent
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in PACKAGES[package].rglob("*.py"):
         parts = path.relative_to(source).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
 
 
 def imported(package: str, module: str) -> Iterator[str]:
     """Modules of the package that one imports, inside functions and for types too."""
-    every = modules(package)
-    for node in ast.walk(ast.parse(every[module].read_text())):
+    files = modules(package)
+    for node in ast.walk(ast.parse(files[module].read_text())):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in every else node.module for name in inside]
-        yield from (name for name in names if name in every and name != module)
+            names = [name if name in files else node.module for name in inside]
+        yield from (name for name in names if name in files and name != module)
 
 
 def longest_chain(package: str) -> list[str]:

@@ -31,5 +31,5 @@ def test_equals_the_simulator(case: Case) -> None:
         program, x["q"], x["k"], x["v"], dout=x["dout"], softmax_scale=scale
     )
     executed = execute(program, x["q"], x["k"], x["v"], x["dout"], scale)
-    for got, expected in zip(executed, simulated, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-11)
+    for actual, expected in zip(executed, simulated, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-11)

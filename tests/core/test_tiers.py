@@ -41,10 +41,10 @@ def kinds(case: Case) -> Iterator[str]:
 @pytest.mark.parametrize("run", ["torch", "again", "jax", "jax-cuda"])
 def test_two_of_each_kind_run_per_change(run: str) -> None:
     cases = [case for case in CASES.values() if run != "again" or case.cp_size > 1]
-    every = {kind for case in cases for kind in kinds(case)}
+    all_kinds = {kind for case in cases for kind in kinds(case)}
     ran = Counter(kind for case in cases if run not in case.nightly for kind in kinds(case))
-    assert len(every) > 30
-    assert {kind: ran[kind] for kind in every if ran[kind] < 2} == {}
+    assert len(all_kinds) > 30
+    assert {kind: ran[kind] for kind in all_kinds if ran[kind] < 2} == {}
 
 
 def test_every_file_that_imports_transformers_is_found() -> None:
@@ -52,10 +52,12 @@ def test_every_file_that_imports_transformers_is_found() -> None:
     importing = r"^ *(?:from|import) .*\b(?:transformers|hf|hf_models|trl|peft|sweep)\b"
     files = {*Path(__file__).parents[1].rglob("test_*.py")} - {Path(__file__)}
     named = {path for path in files if re.search(importing, path.read_text(), re.MULTILINE)}
-    found = {path for path in files if imports_transformers(path)}
+    marked_files = {path for path in files if imports_transformers(path)}
     assert len(named) > 15
-    assert named <= found
-    assert {path.name for path in found - named} == {"test_finetune.py"}  # by an example's name
+    assert named <= marked_files
+    assert {path.name for path in marked_files - named} == {
+        "test_finetune.py"
+    }  # by an example's name
 
 
 @pytest.mark.parametrize(

@@ -34,22 +34,22 @@ def test_settings_that_mean_nothing(setting: str) -> None:
 
 
 def test_samples_differ_by_call_rank_and_kind() -> None:
-    one = [sampled("queries", call, rank, 1 << 20) for call in (1, 2) for rank in (0, 1)]
-    one.append(sampled("keys", 1, 0, 1 << 20))
-    assert len({tuple(x) for x in one}) == len(one)
-    assert all((np.diff(x) >= 0).all() and x.shape == (4,) and x.max() < 1 << 20 for x in one)
-    np.testing.assert_array_equal(one[0], sampled("queries", 1, 0, 1 << 20))
+    samples = [sampled("queries", call, rank, 1 << 20) for call in (1, 2) for rank in (0, 1)]
+    samples.append(sampled("keys", 1, 0, 1 << 20))
+    assert len({tuple(x) for x in samples}) == len(samples)
+    assert all((np.diff(x) >= 0).all() and x.shape == (4,) and x.max() < 1 << 20 for x in samples)
+    np.testing.assert_array_equal(samples[0], sampled("queries", 1, 0, 1 << 20))
 
 
 def test_many_calls_reach_every_token() -> None:
-    found = np.concatenate([sampled("keys", call, 3, 50) for call in range(200)])
-    assert np.unique(found).size == 50
+    rows = np.concatenate([sampled("keys", call, 3, 50) for call in range(200)])
+    assert np.unique(rows).size == 50
 
 
 def rows(**changed: Any) -> SampledRows:
     exact = np.linspace(-1, 1, 2 * 3 * 4).reshape(2, 3, 4)
-    given = {"got": exact, "exact": exact, "plain": exact, "terms": np.zeros(2)}
-    return SampledRows(**given | {name: value(exact.copy()) for name, value in changed.items()})
+    results = {"got": exact, "exact": exact, "plain": exact, "terms": np.zeros(2)}
+    return SampledRows(**results | {name: value(exact.copy()) for name, value in changed.items()})
 
 
 def bumped(x: Any, by: float) -> Any:

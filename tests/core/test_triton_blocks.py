@@ -29,6 +29,16 @@ def test_parts_of_tiles() -> None:
     tile = np.zeros((128, 128), dtype=bool)
     tile[:64, :64] = True
     tile[127, 0] = True
-    some, every = parts_of_tiles(np.packbits(tile, axis=1, bitorder="little")[None], 64, 64)
-    assert some.tolist() == [[[True, False], [True, False]], [[False] * 2] * 2, [[True] * 2] * 2]
-    assert every.tolist() == [[[True, False], [False] * 2], [[False] * 2] * 2, [[True] * 2] * 2]
+    any_visible, all_visible = parts_of_tiles(
+        np.packbits(tile, axis=1, bitorder="little")[None], 64, 64
+    )
+    assert any_visible.tolist() == [
+        [[True, False], [True, False]],
+        [[False] * 2] * 2,
+        [[True] * 2] * 2,
+    ]
+    assert all_visible.tolist() == [
+        [[True, False], [False] * 2],
+        [[False] * 2] * 2,
+        [[True] * 2] * 2,
+    ]

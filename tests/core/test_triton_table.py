@@ -46,18 +46,20 @@ def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_text(table.written(replace(row, q=32, warps=2) for row in OURS))
     usual = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
     monkeypatch.setenv(table.BLOCKS_VARIABLE, str(path))
-    found = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
-    assert found == replace(usual, q=32, warps=2)
+    blocks = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
+    assert blocks == replace(usual, q=32, warps=2)
     asked = KernelConfig(block_q=64, block_k=16)
-    assert choose_blocks(asked, "fwd", 128, 2, per_score_inputs=False) == replace(found, q=64, k=16)
+    assert choose_blocks(asked, "fwd", 128, 2, per_score_inputs=False) == replace(
+        blocks, q=64, k=16
+    )
     monkeypatch.setenv(table.BLOCKS_VARIABLE, "")
     assert choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False) == usual
 
 
 def test_a_table_of_the_call_comes_first() -> None:
-    one = Row("fwd", 2, 256, per_score_inputs=False, q=16, k=16, warps=1, stages=1)
+    row = Row("fwd", 2, 256, per_score_inputs=False, q=16, k=16, warps=1, stages=1)
     assert choose_blocks(
-        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, rows=(one,)
+        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, rows=(row,)
     ) == Blocks(16, 16, 1, 1)
 
 

@@ -150,9 +150,9 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
     # Four keys a rank, a window of one: each rank needs one key of the rank before it.
     program = ring(Mask(window=(1, 0)), 16, 4)
     lines = viz.describe(program).splitlines()
-    at = lines.index("step      0   1  total")
+    row = lines.index("step      0   1  total")
     # 7 pairs of its own each, 1 of the neighbour's: the mean of 8 cells is 31 / 8.
-    assert lines[at + 1 : at + 5] == [
+    assert lines[row + 1 : row + 5] == [
         "rank  0 181   -     90",
         "rank  1 181  26    103",
         "rank  2 181  26    103",
@@ -174,8 +174,8 @@ def test_work_shows_idle_ranks_shares_and_dropped_steps() -> None:
 def test_layout_strip(layout: Any, strip: str) -> None:
     program = ring(Mask(causal=True), 160, 8, layout=layout)
     lines = viz.describe(program, width=16).splitlines()
-    at = next(n for n, line in enumerate(lines) if line.startswith("who holds what"))
-    assert lines[at + 1] == strip
+    row = next(n for n, line in enumerate(lines) if line.startswith("who holds what"))
+    assert lines[row + 1] == strip
 
 
 @pytest.mark.parametrize("seq_len", [64, 96, 4096, 65536])
@@ -198,7 +198,7 @@ def test_cells_lie_in_one_piece_each(cp_size: int) -> None:
 def test_a_thin_band_is_not_lost() -> None:
     program = ring(Mask(window=(0, 0)), 1 << 20, 4)
     for n, row in enumerate(mask_rows(viz.describe(program))):
-        assert [at for at, cell in enumerate(row.split()) if cell != "."] == [n]
+        assert [column for column, cell in enumerate(row.split()) if cell != "."] == [n]
 
 
 def test_keys_may_be_more_than_queries() -> None:

@@ -24,8 +24,8 @@ def masks() -> list[Mask]:
 def test_all_masks_differ_and_no_query_is_blind() -> None:
     tokens = np.arange(TOKENS)
     seen = [mask.dense(tokens, tokens) for mask in masks()]
-    assert len({one.tobytes() for one in seen}) == len(seen) > 10
-    assert all(one.any(axis=1).all() for one in seen)
+    assert len({dense.tobytes() for dense in seen}) == len(seen) > 10
+    assert all(dense.any(axis=1).all() for dense in seen)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -35,6 +35,6 @@ def test_it_is_exact(layout: LayoutName) -> None:
         out, lse = reference.attention(q, k, v, mask=mask)
         grads = reference.attention_grads(dout, q, k, v, mask=mask)[:3]
         plan = make_plan(mask, seq_len=TOKENS, cp_size=RANKS, layout=layout)
-        found = reference.simulate(ring_program(plan), q, k, v, dout=dout)
-        for got, expected in zip(found, (out, lse, *grads), strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-12)
+        results = reference.simulate(ring_program(plan), q, k, v, dout=dout)
+        for result, expected in zip(results, (out, lse, *grads), strict=True):
+            np.testing.assert_allclose(result, expected, atol=1e-12)

@@ -35,13 +35,13 @@ def test_page_says_what_runs_it(path: Path) -> None:
 
 
 def test_blocks_that_no_test_runs() -> None:
-    found: dict[str, dict[str, int]] = {}
+    blocks: dict[str, dict[str, int]] = {}
     for path in PAGES:
         for block in Page.read(path).marked:
             compile(block.code, str(path), "exec")
-            reasons = found.setdefault(str(path.relative_to(DOCS)), {})
+            reasons = blocks.setdefault(str(path.relative_to(DOCS)), {})
             reasons[block.mark] = reasons.get(block.mark, 0) + 1
-    assert found == MARKED
+    assert blocks == MARKED
 
 
 @pytest.mark.parametrize("path", [*PAGES, *READMES], ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,12 +73,12 @@ def test_members_that_are_listed_are_all_there_are(path: Path) -> None:
     listed = re.findall(r"automodule:: ([\w.]+)\n   :members: (.+)", path.read_text())
     for module, members in listed:
         (file,) = (
-            found
+            folder
             for name in (
                 f"{module.replace('.', '/')}.py",
                 f"{module.replace('.', '/')}/__init__.py",
             )
-            for found in ROOT.glob(f"packages/*/src/{name}")
+            for folder in ROOT.glob(f"packages/*/src/{name}")
         )
         defined = {
             node.name

@@ -138,14 +138,14 @@ def commands(backend: str) -> Iterator[str]:
 
 def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
     """What this backend runs, by name: functions of a folder to run in."""
-    found: dict[str, Callable[[Path], None]] = {}
+    functions: dict[str, Callable[[Path], None]] = {}
     for page in pages():
         if page.settings.get("runs") == backend:
-            found[str(page.path.relative_to(ROOT))] = partial(run_page, page)
+            functions[str(page.path.relative_to(ROOT))] = partial(run_page, page)
     for readme in READMES:
         if readme.backend == backend:
-            found[readme.path] = partial(run_readme, readme)
-    return found | {line: partial(run_command, line) for line in commands(backend)}
+            functions[readme.path] = partial(run_readme, readme)
+    return functions | {line: partial(run_command, line) for line in commands(backend)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

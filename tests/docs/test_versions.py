@@ -38,7 +38,7 @@ def lower_bound(requirement: Requirement) -> str:
 
 def asked() -> dict[str, str]:
     """What the packages need, and transformers: the oldest version of each, by the row's name."""
-    found: dict[str, str] = {}
+    specifiers: dict[str, str] = {}
     for project in PROJECTS:
         hf = project.get("optional-dependencies", {}).get("hf", [])
         for text in (*project["dependencies"], *hf):
@@ -47,8 +47,8 @@ def asked() -> dict[str, str]:
                 continue
             on = re.search(r"python_version >= \"(3\.\d+)\"", str(requirement.marker or ""))
             name = requirement.name + (f" on Python {on[1]}" if on else "")
-            assert found.setdefault(name, lower_bound(requirement)) == lower_bound(requirement)
-    return found
+            assert specifiers.setdefault(name, lower_bound(requirement)) == lower_bound(requirement)
+    return specifiers
 
 
 def test_the_oldest_versions_are_those_that_the_packages_ask_for() -> None:
@@ -71,12 +71,12 @@ def test_dates_are_counted_as_spec_0_does() -> None:
 
 def pins(path: Path) -> dict[str, list[str]]:
     """The versions of each package in a file of constraints, which may be other ones on 3.13."""
-    found: dict[str, list[str]] = {}
+    versions: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         name, is_pin, version = line.partition(" ")[0].partition("==")
         if is_pin:
-            found.setdefault(name, []).append(version)
-    return found
+            versions.setdefault(name, []).append(version)
+    return versions
 
 
 def minor(version: str) -> list[str]:

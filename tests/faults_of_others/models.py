@@ -38,14 +38,14 @@ class Example:
             name: rng.standard_normal((1, LENGTH, n, DIM)).astype(np.float32).astype(np.float64)
             for name, n in heads.items()
         }
-        given = (arrays["q"], arrays["k"], arrays["v"])
-        out, lse = reference.attention(*given, **self.options)
-        grads = reference.attention_grads(arrays["dout"], *given, **self.options)
-        found = {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        qkv = (arrays["q"], arrays["k"], arrays["v"])
+        out, lse = reference.attention(*qkv, **self.options)
+        grads = reference.attention_grads(arrays["dout"], *qkv, **self.options)
+        results = {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
         if grads.dsinks is not None:
-            found["dsinks"] = grads.dsinks
+            results["dsinks"] = grads.dsinks
         object.__setattr__(self, "arrays", arrays)
-        object.__setattr__(self, "exact", found)
+        object.__setattr__(self, "exact", results)
 
     def attend(
         self, q: slice = slice(None), k: slice = slice(None), **other: Any
@@ -116,9 +116,9 @@ def replicated_tokens_counted_twice(x: Example) -> Results:
         k = x.shard(owner)
         own = np.arange(max(k.start, text.stop), k.stop)
         keys = np.concatenate([np.arange(text.stop), own])
-        given = x.arrays
-        q = given["q"][:, x.shard(rank)]
-        return reference.attention(q, given["k"][:, keys], given["v"][:, keys])
+        arrays = x.arrays
+        q = arrays["q"][:, x.shard(rank)]
+        return reference.attention(q, arrays["k"][:, keys], arrays["v"][:, keys])
 
     return x.ring(part)
 
@@ -145,8 +145,8 @@ def layouts_that_differ(x: Example) -> Results:
     """
     layout = Layout("zigzag", LENGTH, RANKS)
     order = np.concatenate([layout.positions(rank) for rank in range(RANKS)])
-    given = (x.arrays[name][:, order] for name in "qkv")
-    out, _ = reference.attention(*given, causal=True)
+    qkv = (x.arrays[name][:, order] for name in "qkv")
+    out, _ = reference.attention(*qkv, causal=True)
     return {"out": out[:, np.argsort(order)]}
 
 

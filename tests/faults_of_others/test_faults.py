@@ -26,24 +26,27 @@ KINDS: dict[str, Kind] = {
 
 def is_rejected(wrong: Results, exact: Results) -> bool:
     """Whether one of the first calls' samples of some rank and result is beyond its limit."""
-    for name, got in wrong.items():
+    for name, actual in wrong.items():
         if name == "dsinks":  # one number a head: all are looked at
-            return not np.allclose(got, exact[name], rtol=1e-4)
-        rows = [x[0].T[..., None] if name == "lse" else x[0] for x in (got, exact[name])]
+            return not np.allclose(actual, exact[name], rtol=1e-4)
+        rows = [x[0].T[..., None] if name == "lse" else x[0] for x in (actual, exact[name])]
         for call, rank in np.ndindex(4, RANKS):
-            at = sampled(KINDS[name], call + 1, rank, LENGTH // RANKS) + rank * LENGTH // RANKS
-            found, true = (x[at] for x in rows)
+            rows_at = sampled(KINDS[name], call + 1, rank, LENGTH // RANKS) + rank * LENGTH // RANKS
+            sampled_wrong, true = (x[rows_at] for x in rows)
             plain = true.astype(np.float32).astype(np.float64)
-            if SampledRows(found, true, plain, np.ones(len(at))).worst("float32") is not None:
+            if (
+                SampledRows(sampled_wrong, true, plain, np.ones(len(rows_at))).worst("float32")
+                is not None
+            ):
                 return True
     return False
 
 
 def shards(x: Example, rank: int, layout: str) -> list[torch.Tensor]:
     """A rank's q, k, v and gradient of the output, views whose memory is heads first."""
-    at = Layout(layout, LENGTH, RANKS).positions(rank)  # type: ignore[arg-type]  # a parameter of the test
+    positions = Layout(layout, LENGTH, RANKS).positions(rank)  # type: ignore[arg-type]  # a parameter of the test
     return [
-        torch.tensor(x.arrays[name][:, at], dtype=torch.float32)
+        torch.tensor(x.arrays[name][:, positions], dtype=torch.float32)
         .transpose(1, 2)
         .contiguous()
         .transpose(1, 2)
@@ -75,15 +78,15 @@ def together(parts: list[Results], layout: str) -> Results:
     """All ranks' results in the order of tokens."""
     cut = Layout(layout, LENGTH, RANKS)  # type: ignore[arg-type]  # a parameter of the test
     back = np.argsort(np.concatenate([cut.positions(rank) for rank in range(RANKS)]))
-    found = {
+    results = {
         name: np.take(np.concatenate([x[name] for x in parts], axis), back, axis)
         for name in parts[0]
         if name != "dsinks"
         for axis in (2 if name == "lse" else 1,)
     }
     if "dsinks" in parts[0]:
-        found["dsinks"] = np.sum([x["dsinks"] for x in parts], axis=0)
-    return found
+        results["dsinks"] = np.sum([x["dsinks"] for x in parts], axis=0)
+    return results
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])

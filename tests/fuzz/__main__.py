@@ -64,9 +64,9 @@ def _run(options: Any) -> int:
         for _ in tqdm(range(options.cases), options.backend, unit="case", disable=None):
             if time.monotonic() - began > options.seconds:
                 break
-            found = campaign.run_next()
-            if found is not None:
-                _show(found)
+            new_failure = campaign.run_next()
+            if new_failure is not None:
+                _show(new_failure)
             if time.monotonic() - saved > 20:
                 save(options.state, tallies)
                 saved = time.monotonic()
@@ -76,8 +76,10 @@ def _run(options: Any) -> int:
         save(options.state, tallies)
         if hasattr(backend, "close"):
             backend.close()
-    for name, one in tallies.items():
-        print(f"{name}: seeds {one.first} to {one.next - 1}, {one.line()}")
+    for name, backend_tally in tallies.items():
+        print(
+            f"{name}: seeds {backend_tally.first} to {backend_tally.next - 1}, {backend_tally.line()}"
+        )
     if options.json is not None:
         _keep(options.json, options.backend, tally)
     return 1 if tally.failures else 0
@@ -123,13 +125,13 @@ def _keep(path: Path, name: str, tally: Any) -> None:
 
 
 def _environment() -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
+    environment = {"python": platform.python_version(), "machine": platform.machine()}
     for package in ("numpy", "torch", "jax", "triton"):
         try:
-            found[package] = version(package)
+            environment[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return environment
 
 
 if __name__ == "__main__":

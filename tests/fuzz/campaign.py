@@ -114,7 +114,7 @@ class Campaign:
     def run_failed_again(self) -> list[Failure]:
         """Run the seeds that failed before; those that fail still."""
         before, self.tally.failures = self.tally.failures, []
-        trials = ((one.seed, draw.draw(one.seed, self._limits)) for one in before)
+        trials = ((known.seed, draw.draw(known.seed, self._limits)) for known in before)
         failures = [self._tallied(seed, trial) for seed, trial in trials]
         return [failure for failure in failures if failure is not None]
 

@@ -95,7 +95,7 @@ def unit_of(layout: LayoutSpec, cp_size: int) -> int:
 def _chunks(rng: Rng, cp_size: int) -> ChunkLayout:
     """Up to three chunks a rank, anyhow."""
     chunks = rng.permutation(cp_size * int(rng.integers(1, 4))).reshape(cp_size, -1)
-    return ChunkLayout(tuple(tuple(sorted(one)) for one in chunks.tolist()))
+    return ChunkLayout(tuple(tuple(sorted(numbers)) for numbers in chunks.tolist()))
 
 
 def pick[T](rng: Rng, choices: Sequence[T]) -> T:

@@ -109,8 +109,8 @@ def test_parts_that_merge() -> None:
     parts = [(k[:, :, some], v[:, :, some]) for some in (slice(0, 101), slice(101, 300))]
 
     def both(*parts: Any) -> Any:
-        found = [AttentionState(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
-        wide = [x._replace(out=x.out.astype("float32")) for x in found]
+        states = [AttentionState(*fmha.attend(pattern, q, k, v, None)) for k, v in parts]
+        wide = [x._replace(out=x.out.astype("float32")) for x in states]
         out, lse = merge(*wide)
         grads = [
             fmha.differentiate(pattern, q, k, v, None, lse, out.astype(q.dtype), dout)[:3]
@@ -124,8 +124,8 @@ def test_parts_that_merge() -> None:
     behind = [np.asarray(x, np.float64).swapaxes(1, 2) for x in (dout, q, k, v)]
     expected, expected_lse = reference.attention(*behind[1:])
     np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
-    wanted = (expected, *reference.attention_grads(*behind)[:3])
-    for a, b in zip((out, dq, dk, dv), wanted, strict=True):
+    expected_value = (expected, *reference.attention_grads(*behind)[:3])
+    for a, b in zip((out, dq, dk, dv), expected_value, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float64).swapaxes(1, 2), b, atol=0.03)
 
 

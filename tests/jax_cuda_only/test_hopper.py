@@ -118,6 +118,6 @@ def test_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]
         pytest.skip(f"this machine has fewer than {size} GPUs")
     usual = {**USUAL, "seq_len": 1024, "batch": 2}
     case = Case(f"hopper-{mask.causal}-{layout}-all{size}", mask, layout, size, **usual)
-    found = JaxBackend(ring_attention).run(case, kernel="triton", strategy="gather")
-    assert_close(case, found)
+    results = JaxBackend(ring_attention).run(case, kernel="triton", strategy="gather")
+    assert_close(case, results)
     assert set(calls) == {"fwd", "bwd_dkv"}

@@ -87,29 +87,29 @@ def test_shares_of_random_spans() -> None:
             for begin, length, kind in zip(begins, lengths, kinds, strict=True)
         ]
         any_runs = runs["nccl"] | runs["fwd"] | runs["convert"]
-        (at,) = any_runs.nonzero()
-        whole = at[-1] - at[0] + 1
-        found = summary(operations, calls=1)
-        assert found["us"] == pytest.approx(whole / 1e3)
-        assert found["attention"] == pytest.approx(runs["fwd"].sum() / whole)
-        assert found["transfer"] == pytest.approx(runs["nccl"].sum() / whole)
-        assert found["exposed"] == pytest.approx((runs["nccl"] & ~runs["fwd"]).sum() / whole)
-        assert found["idle"] == pytest.approx(1 - any_runs.sum() / whole, abs=1e-12)
+        (busy_at,) = any_runs.nonzero()
+        whole = busy_at[-1] - busy_at[0] + 1
+        shares = summary(operations, calls=1)
+        assert shares["us"] == pytest.approx(whole / 1e3)
+        assert shares["attention"] == pytest.approx(runs["fwd"].sum() / whole)
+        assert shares["transfer"] == pytest.approx(runs["nccl"].sum() / whole)
+        assert shares["exposed"] == pytest.approx((runs["nccl"] & ~runs["fwd"]).sum() / whole)
+        assert shares["idle"] == pytest.approx(1 - any_runs.sum() / whole, abs=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")  # of jaxlib's classes
 def test_a_trace() -> None:
     packed = ProfileData.text_proto_to_serialized_xspace(TRACE)
-    found = operations_of(ProfileData.from_serialized_xspace(packed))
-    assert set(found) == {"0", "1"}
-    first = summary(found["0"], calls=2)
+    operations = operations_of(ProfileData.from_serialized_xspace(packed))
+    assert set(operations) == {"0", "1"}
+    first = summary(operations["0"], calls=2)
     assert first["us"] == pytest.approx(90 / 2e3)
     shares = [first[key] for key in ("attention", "transfer", "exposed", "idle")]
     assert shares == pytest.approx([60 / 90, 40 / 90, 20 / 90, 5 / 90])
     names = [(x["name"], x["us"], x["times"]) for x in first["operations"]]
     assert names[0] == ("fwd_hopper", pytest.approx(0.03), 1)
     assert names[1] == ("ncclDevKernel_SendRecv", pytest.approx(0.02), 0.5)
-    assert summary(found["1"], calls=1)["exposed"] == pytest.approx(0.8)  # to another GPU
+    assert summary(operations["1"], calls=1)["exposed"] == pytest.approx(0.8)  # to another GPU
 
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
@@ -188,8 +188,17 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
              for name in RIVALS for kernel in ("xla", "cudnn")}  # fmt: skip
     monkeypatch.setattr(small, "METHODS", ways)
     path = tmp_path / "found" / "figures.json"
-    given = ["--lengths", "128", "--window-lengths", "256", "--gpus", "2", "--split-lengths", "256"]
-    assert small.main([*given, "--layers", "2", "--profile", "--json", str(path)]) == 0
+    arguments = [
+        "--lengths",
+        "128",
+        "--window-lengths",
+        "256",
+        "--gpus",
+        "2",
+        "--split-lengths",
+        "256",
+    ]
+    assert small.main([*arguments, "--layers", "2", "--profile", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert set(report["errors"]) == {"causal", "full", "window 32"}
     causal, full, window, alone, *split = report["rows"]

@@ -55,8 +55,8 @@ def test_what_is_wrong_is_not_timed(small: Any) -> None:
 @pytest.mark.nightly
 def test_the_whole_run(small: Any, tmp_path: Path) -> None:
     path = tmp_path / "found" / "figures.json"
-    given = ["--length", "64", "--settings", "192/128", "bias", "--json", str(path)]
-    assert small.main(given) == 0
+    arguments = ["--length", "64", "--settings", "192/128", "bias", "--json", str(path)]
+    assert small.main(arguments) == 0
     report = json.loads(path.read_text())
     assert report["environment"]["length"] == 64
     assert [row["setting"] for row in report["rows"]] == ["192/128", "bias"]

@@ -65,11 +65,11 @@ def test_options(name: str) -> None:
 def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
     call = {"options": {"causal": causal}, "dims": [dim, dim], "hopper": True, "step": step}
     kernels = compiled([call | {"tokens": [1024, 2048]}], 90)
-    found = {x["kernel"]: x for x in kernels}
-    assert list(found) == ["fwd_hopper", "fwd", "bwd_hopper", "bwd_dkv"]
+    by_name = {x["kernel"]: x for x in kernels}
+    assert list(by_name) == ["fwd_hopper", "fwd", "bwd_hopper", "bwd_dkv"]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
     for name in ("fwd_hopper", "bwd_hopper"):
-        x = found[name]
+        x = by_name[name]
         assert x["warp_specialised"] and x["copies"] and x["ptx"] == "wgmma", x
         assert x["warps"] == 12 and x["stack"] <= 256, x  # bytes: some addresses, no tile
         assert x["spilled"] <= 8, x  # of some 500 instructions

@@ -104,8 +104,8 @@ def test_vmap() -> None:
         return (out * jnp.cos(v)).astype("float32").sum()
 
     grads = jax.grad(loss, (0, 1, 2))
-    for found, *alone in zip(jax.vmap(grads)(q, k, v), *map(grads, q, k, v), strict=True):
-        np.testing.assert_array_equal(found.astype("float32"), jnp.stack(alone).astype("float32"))
+    for mapped, *alone in zip(jax.vmap(grads)(q, k, v), *map(grads, q, k, v), strict=True):
+        np.testing.assert_array_equal(mapped.astype("float32"), jnp.stack(alone).astype("float32"))
 
 
 def _refused(q_dim: int = 16, v_dim: int = 16, length: int = 64, **options: Any) -> str:
@@ -250,8 +250,8 @@ def _lowered(dims: tuple[int, int], **options: Any) -> str:
 
     def both(*x: Any) -> Any:
         def call(q: Any, k: Any, v: Any, *bias: Any) -> Any:
-            given = {"bias": bias[0]} if bias else {}
-            return ring_attention(q, k, v, axis_name=None, **given, **options)
+            bias_option = {"bias": bias[0]} if bias else {}
+            return ring_attention(q, k, v, axis_name=None, **bias_option, **options)
 
         out, pull = jax.vjp(call, *x)
         return out, pull(out)
@@ -294,9 +294,9 @@ def test_lowered_masks() -> None:
 
 def test_head_dims_that_are_unequal() -> None:
     """Those of DeepSeek as they are, where cuDNN can; others with zeros."""
-    for dims, given in (((192, 128), ("192", "128")), ((136, 72), ("136", "136"))):
+    for dims, shown_dims in (((192, 128), ("192", "128")), ((136, 72), ("136", "136"))):
         for _, types in _calls(_lowered(dims, causal=True)):
-            assert f"2x64x2x{given[0]}xbf16>, tensor<2x64x2x{given[1]}xbf16>" in types
+            assert f"2x64x2x{shown_dims[0]}xbf16>, tensor<2x64x2x{shown_dims[1]}xbf16>" in types
 
 
 def test_zeros_where_cudnn_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,9 +327,9 @@ def test_what_jax_calls_it_with() -> None:
     name = "_dot_product_attention_fwd_cuda_lowering"
     signature = inspect.signature(getattr(module, name))
     find = fmha.found_binding.__wrapped__
-    found = find()
-    assert isinstance(found, fmha.Binding)
-    assert set(found.unused) == set(signature.parameters) & {"score_mod_name", "score_mod_jaxpr"}
+    binding = find()
+    assert isinstance(binding, fmha.Binding)
+    assert set(binding.unused) == set(signature.parameters) & {"score_mod_name", "score_mod_jaxpr"}
 
     def changed(*drop: str, **more: Any) -> Any:
         kept = [x for x in signature.parameters.values() if x.name not in drop]

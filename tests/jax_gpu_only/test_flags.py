@@ -40,9 +40,9 @@ def outcome(flags: str | None = None, earlier: str = "", later: str = "") -> tup
         text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    import_kept, added, found = json.loads(done.stdout.splitlines()[-1])
+    import_kept, added, in_environment = json.loads(done.stdout.splitlines()[-1])
     assert import_kept
-    return added, found
+    return added, in_environment
 
 
 def test_the_installed_jaxlib_takes_them() -> None:
@@ -51,10 +51,10 @@ def test_the_installed_jaxlib_takes_them() -> None:
 
 
 def test_flags_of_the_user_stay() -> None:
-    given = f"--xla_force_host_platform_device_count=2 --{LIMIT}=3"
-    added, found = outcome(given, later="assert len(jax.devices()) == 2")
+    user_flags = f"--xla_force_host_platform_device_count=2 --{LIMIT}=3"
+    added, flags = outcome(user_flags, later="assert len(jax.devices()) == 2")
     assert added == {MODE: "peer"}
-    assert found == f"{given} --{MODE}=peer"
+    assert flags == f"{user_flags} --{MODE}=peer"
 
 
 def test_a_second_call_adds_nothing() -> None:
@@ -63,14 +63,14 @@ def test_a_second_call_adds_nothing() -> None:
 
 
 def test_too_late() -> None:
-    added, found = outcome(earlier="jax.devices()")
+    added, flags = outcome(earlier="jax.devices()")
     assert "JAX has started" in added
     assert WRITTEN in added
-    assert found is None
+    assert flags is None
 
 
 def test_a_file_of_flags() -> None:
     later = "os.environ.pop('XLA_FLAGS')"
-    added, found = outcome("flags.txt", later=later)
+    added, flags = outcome("flags.txt", later=later)
     assert "'flags.txt' names a file" in added
-    assert found is None
+    assert flags is None

@@ -11,9 +11,9 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "launched"), LAUNCHED.items(), ids=str)
-def test_they_are_launched_at(given: tuple[int, int], launched: tuple[int, int]) -> None:
-    call = {"dims": given, "tokens": [256, 256], "options": {"causal": True}}
+@pytest.mark.parametrize(("dims", "launched"), LAUNCHED.items(), ids=str)
+def test_they_are_launched_at(dims: tuple[int, int], launched: tuple[int, int]) -> None:
+    call = {"dims": dims, "tokens": [256, 256], "options": {"causal": True}}
     launches = [params["launch"] for params, _ in launches_in(call)]
     assert len(launches) >= 2
     for launch in launches:

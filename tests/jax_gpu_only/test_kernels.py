@@ -151,8 +151,8 @@ def test_in_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_over_gathered_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
-    found = JaxBackend().run(CASES[name], kernel="triton", strategy="gather")
-    assert_close(CASES[name], found)
+    results = JaxBackend().run(CASES[name], kernel="triton", strategy="gather")
+    assert_close(CASES[name], results)
 
 
 def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +199,9 @@ def test_what_the_kernels_for_hopper_leave(
             name: np.ascontiguousarray(x.array.swapaxes(1, 2) if x.layout else x.array)
             for name, x in arrays.items()
         }
-        given = {name: interpreter.HostArray(x) for name, x in memory.items()}
+        arguments = {name: interpreter.HostArray(x) for name, x in memory.items()}
         with np.errstate(all="ignore"):
-            kernel[(programs, 1, 1)](**{**parameters, **given, **constants})
+            kernel[(programs, 1, 1)](**{**parameters, **arguments, **constants})
         return {
             name: memory[name].swapaxes(1, 2) if x.layout else memory[name]
             for name, x in arrays.items()
@@ -222,8 +222,8 @@ def test_what_the_kernels_for_hopper_leave(
             flags["only_many"], programs = many, -(-many // FLAGS_TOGETHER)
         else:
             programs = many
-        found = run._run_left_out(launch, x, flags, programs, size)
-        return [found[name] for name in names[len(names) - num_changed :]]
+        left_out = run._run_left_out(launch, x, flags, programs, size)
+        return [left_out[name] for name in names[len(names) - num_changed :]]
 
     monkeypatch.setattr(run, "call", call)
     monkeypatch.setattr(interpreter, "interpret", leave)

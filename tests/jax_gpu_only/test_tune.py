@@ -100,7 +100,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
 
     def timed(known: Any, row: Row, *rest: Any) -> Any:
         seconds = timer(known, row, *rest)
-        return lambda one: seconds(one) * (1.0 if one.q == one.k == 16 else 1.5)
+        return lambda row_timed: (
+            seconds(row_timed) * (1.0 if row_timed.q == row_timed.k == 16 else 1.5)
+        )
 
     monkeypatch.setattr(tune, "timer", timed)
     assert main(arguments) == 0

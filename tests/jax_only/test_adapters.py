@@ -48,13 +48,13 @@ from ring_jax.nn import make_dot_product_attention
 @pytest.mark.parametrize("flax", [nnx, linen], ids=["nnx", "linen"])
 def test_signature_of_flax(flax: Any) -> None:
     """Linen leaves out what an ``attention_fn`` has no name for, so all names have to be there."""
-    wanted = parameters(flax.dot_product_attention)
-    got = parameters(make_attention_fn(ONE))
-    assert wanted.keys() <= got.keys()
-    shared = list(wanted)[: list(wanted).index("module") + 1]
-    assert list(got)[: len(shared)] == shared
-    for name in wanted.keys() - {"promote_dtype"}:  # whose default promotes as ours does
-        assert got[name][1] == wanted[name][1], name
+    expected = parameters(flax.dot_product_attention)
+    actual = parameters(make_attention_fn(ONE))
+    assert expected.keys() <= actual.keys()
+    shared = list(expected)[: list(expected).index("module") + 1]
+    assert list(actual)[: len(shared)] == shared
+    for name in expected.keys() - {"promote_dtype"}:  # whose default promotes as ours does
+        assert actual[name][1] == expected[name][1], name
 
 
 def test_one_module_imports_a_framework() -> None:
@@ -113,8 +113,10 @@ def test_linen(where: str) -> None:
         out: Any = module().apply(params, x, mask=CAUSAL[None, None])
         return jnp.sum(out * weight)
 
-    got, expected = (jax.jit(jax.value_and_grad(one))(params) for one in (loss, single))
-    all_close(got, expected)
+    actual, expected = (
+        jax.jit(jax.value_and_grad(function))(params) for function in (loss, single)
+    )
+    all_close(actual, expected)
 
 
 class Honoured(NamedTuple):
@@ -205,8 +207,8 @@ def test_flax_on_two_devices(where: str) -> None:
         call = jax.shard_map(call, mesh=cp.mesh, in_specs=specs, out_specs=(tokens, tokens))
     arrays = [cp.shard(jnp.asarray(x)) for x in (*QKV, IDS, SHOWN)]
     packed, padded = jax.jit(call)(*arrays, cp.shard(BIAS, dim=2), KEY)
-    every = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
-    close(cp.unshard(packed), dense(**every))
+    arguments_of_call = DROPPED.oracle | {"segment_ids": IDS, "bias": BIAS, "causal": True}
+    close(cp.unshard(packed), dense(**arguments_of_call))
     close(cp.unshard(padded), dense(**HIDDEN))
 
 
@@ -234,7 +236,7 @@ def test_a_rule_may_be_the_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bound", "arguments", "words"),
+    ("bound", "arguments", "message"),
     [
         ({}, {"is_causal": True, "query": QKV[0][:, :4]}, "^is_causal: with 4 queries and 16 keys"),
         (
@@ -244,14 +246,14 @@ def test_a_rule_may_be_the_mask() -> None:
         ),
     ],
 )
-def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
-    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(UnsupportedError, match=words):
-        make_attention_fn(partial(ONE, **bound))(**every)
+def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], message: str) -> None:
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(UnsupportedError, match=message):
+        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
 
 
 @pytest.mark.parametrize(
-    ("bound", "arguments", "words"),
+    ("bound", "arguments", "message"),
     [
         ({"segment_ids": IDS}, {"mask": Segments(jnp.asarray(IDS))}, "segment_ids: bound"),
         ({"dropout_p": 0.1, "dropout_seed": 1}, DROPPING, "dropout_p, dropout_seed: bound"),
@@ -266,16 +268,16 @@ def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> 
         ({}, {"is_causal": 1}, "is_causal must be True or False"),
     ],
 )
-def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], words: str) -> None:
-    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(ValueError, match=words) as caught:
-        make_attention_fn(partial(ONE, **bound))(**every)
+def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], message: str) -> None:
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(ValueError, match=message) as caught:
+        make_attention_fn(partial(ONE, **bound))(**arguments_of_call)
     assert not isinstance(caught.value, UnsupportedError)
 
 
 @pytest.mark.parametrize("make", [make_attention_fn, make_dot_product_attention])
 @pytest.mark.parametrize(
-    ("attention", "words"),
+    ("attention", "message"),
     [
         (jax.nn.dot_product_attention, "attention must be"),
         (ring_attention, "axis_name="),
@@ -284,6 +286,6 @@ def test_malformed_calls_of_flax(bound: Any, arguments: dict[str, Any], words: s
         (partial(ONE, return_lse=True), "return_lse must not"),
     ],
 )
-def test_only_attentions_of_this_package(make: Any, attention: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_only_attentions_of_this_package(make: Any, attention: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(attention)

@@ -94,30 +94,30 @@ def test_equinox_inside_shard_map() -> None:
     ring = jax.shard_map(
         partial(call, local, key=KEY), mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=tokens
     )
-    every = [x, jnp.asarray(IDS[0]), jnp.linspace(0, 1, T)]
+    inputs = [x, jnp.asarray(IDS[0]), jnp.linspace(0, 1, T)]
     single = partial(call, partial(ONE, causal=True))
     expected, nothing = (
-        jax.jit(partial(single, **options))(*every) for options in ({"key": KEY}, {"inference": True})
+        jax.jit(partial(single, **options))(*inputs) for options in ({"key": KEY}, {"inference": True})
     )  # fmt: skip
-    got = jax.jit(ring)(*(cp.shard(x, dim=0) for x in every))
-    close(cp.unshard(got, dim=0), expected)
+    actual = jax.jit(ring)(*(cp.shard(x, dim=0) for x in inputs))
+    close(cp.unshard(actual, dim=0), expected)
     assert np.abs(expected - nothing).max() > 1e-2
     close(nothing[:12], module(
         x, x, x, CAUSAL & (IDS[0][:, None] == IDS[0]), inference=True,
-        process_heads=lambda q, k, v: (q + every[2][:, None, None], k, v),
+        process_heads=lambda q, k, v: (q + inputs[2][:, None, None], k, v),
     )[:12])  # fmt: skip
 
 
 def test_parameters_of_equinox() -> None:
     """The same initial values, and files of the one are files of the other."""
-    one = partial(ONE, causal=True)
-    new = ring_jax.equinox.MultiheadAttention(H, 12, attention=one, key=jax.random.key(0))
+    attention = partial(ONE, causal=True)
+    new = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(0))
     old = eqx.nn.MultiheadAttention(H, 12, key=jax.random.key(0))
-    assert eqx.tree_equal(new, ring_jax.equinox.convert(old, one))
+    assert eqx.tree_equal(new, ring_jax.equinox.convert(old, attention))
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, old)
     file.seek(0)
-    blank = ring_jax.equinox.MultiheadAttention(H, 12, attention=one, key=jax.random.key(7))
+    blank = ring_jax.equinox.MultiheadAttention(H, 12, attention=attention, key=jax.random.key(7))
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, blank), new)
 
 
@@ -126,21 +126,21 @@ class Peculiar(eqx.nn.MultiheadAttention):
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "kind"),
+    ("model", "message", "kind"),
     [
         ([jnp.ones(3)], "there is no equinox.nn.MultiheadAttention", ValueError),
         ([object.__new__(Peculiar)], "^Peculiar is a subclass", UnsupportedError),
     ],
 )
-def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[ValueError]) -> None:
-    with pytest.raises(kind, match=words):
+def test_models_that_cannot_be_converted(model: Any, message: str, kind: type[ValueError]) -> None:
+    with pytest.raises(kind, match=message):
         ring_jax.equinox.convert(model, ONE)
     with pytest.raises(ValueError, match="attention must be"):
         ring_jax.equinox.convert([module_of()], jax.nn.dot_product_attention)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words", "kind"),
+    ("arguments", "message", "kind"),
     [
         ({"mask": CAUSAL[:, 1:], "inference": True}, "^mask must have shape", ValueError),
         ({"deterministic": True}, "^deterministic: pass inference=True", UnsupportedError),
@@ -149,8 +149,8 @@ def test_models_that_cannot_be_converted(model: Any, words: str, kind: type[Valu
     ],
 )
 def test_wrong_calls_of_equinox(
-    arguments: dict[str, Any], words: str, kind: type[ValueError]
+    arguments: dict[str, Any], message: str, kind: type[ValueError]
 ) -> None:
     module, x = ring_jax.equinox.convert(module_of(dropout_p=0.5), ONE), random(T, 12)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         module(x, x, x, **arguments)

@@ -46,13 +46,13 @@ def operation(kind: str = "global", **settings: Any) -> Operation:
         (2, 2), ("data", "context"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
     )
     own = {name: settings.pop(name) for name in list(settings) if name not in CONFIG}
-    every: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "attention_kernel": "ring", "mesh": mesh, "attention_type": member(kind), "kv_quant": None,
         "sliding_window_size": None, "chunk_attn_window_size": None, "attn_logits_soft_cap": 0.0,
         "dropout_rate": 0.0, "flash_axis_names_q": ("batch", "heads", "length", "kv"),
         "config": SimpleNamespace(**(CONFIG | settings)),
     }  # fmt: skip
-    return Operation(**(every | own))
+    return Operation(**(arguments | own))
 
 
 def theirs(
@@ -70,10 +70,10 @@ APPLY = with_ring(theirs)
 
 
 def call(op: Operation, q: Any, k: Any, v: Any, ids: Any = None, **options: Any) -> Any:
-    given = {"model_mode": "train"} | options
+    arguments = {"model_mode": "train"} | options
     return APPLY(
-        op, q * SCALE, k, v, ids, None, None, given.pop("model_mode"),
-        qk_product_einsum=jnp.einsum, wv_product_einsum=jnp.einsum, **given,
+        op, q * SCALE, k, v, ids, None, None, arguments.pop("model_mode"),
+        qk_product_einsum=jnp.einsum, wv_product_einsum=jnp.einsum, **arguments,
     )  # fmt: skip
 
 
@@ -148,16 +148,16 @@ def test_ids_of_keys() -> None:
     expected = program(
         lambda q, k, v: attend(q * SCALE, k, v, segment_ids=(ids, keys), softmax_scale=1.0)
     )
-    got = program(lambda q, k, v: call(op, q, k, v, ids, decoder_segment_ids_kv=keys)[0])
-    assert got == expected
+    actual = program(lambda q, k, v: call(op, q, k, v, ids, decoder_segment_ids_kv=keys)[0])
+    assert actual == expected
 
 
 def test_another_attention_is_maxtexts() -> None:
     """Every argument is handed on, under its name."""
     op, names = operation(attention_kernel="flash"), signature(APPLY, follow_wrapped=False)
-    given = {name: object() for name in names.parameters if name != "self"}
-    assert len(given) == 19
-    assert APPLY(op, **given) == (op, given)
+    arguments = {name: object() for name in names.parameters if name != "self"}
+    assert len(arguments) == 19
+    assert APPLY(op, **arguments) == (op, arguments)
 
 
 @pytest.mark.parametrize(

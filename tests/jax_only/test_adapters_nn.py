@@ -86,9 +86,9 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     q, k, v = (x[0] for x in QKV)
     attend = partial(make_dot_product_attention(ONE), return_residual=True)
     theirs = partial(jax.nn.dot_product_attention, return_residual=True)
-    got, expected = (jax.jit(one)(q, k, v, BIAS[0]) for one in (attend, theirs))
-    assert [x.shape for x in got] == [x.shape for x in expected]
-    all_close(got, expected)
+    actual, expected = (jax.jit(function)(q, k, v, BIAS[0]) for function in (attend, theirs))
+    assert [x.shape for x in actual] == [x.shape for x in expected]
+    all_close(actual, expected)
     narrow = [x.astype(jnp.bfloat16) for x in QKV]
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
@@ -100,14 +100,14 @@ def test_jax_nn_on_two_devices(where: str) -> None:
     cp = context(layout="striped" if in_shard_map else "zigzag")
     local = partial(ring_attention, axis_name="cp", layout="striped")
     attend = make_dot_product_attention(local if in_shard_map else cp.attention)
-    every: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "is_causal": True, "local_window_size": (9, 0), "scale": 0.5, "return_residual": True,
         "query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS - 2,
     }  # fmt: skip
     weight = random(B, T, H, D, seed=9)
 
     def ring(q: Any, k: Any, v: Any) -> Any:
-        call, tokens = partial(attend, **every), P(None, "cp")
+        call, tokens = partial(attend, **arguments), P(None, "cp")
         if in_shard_map:
             call = jax.shard_map(
                 call, mesh=cp.mesh, in_specs=(tokens,) * 3, out_specs=(tokens, tokens)
@@ -119,19 +119,20 @@ def test_jax_nn_on_two_devices(where: str) -> None:
         held = jnp.where(jnp.isneginf(lse), 0, lse)  # a residual of no gradient, here as there
         return jnp.sum(out * weight) + jnp.sum(held), (out, lse)
 
-    single = partial(jax.nn.dot_product_attention, **every)
+    single = partial(jax.nn.dot_product_attention, **arguments)
     gradients = jax.grad(loss, argnums=(1, 2, 3), has_aux=True)
-    got, expected = (
-        compiled(partial(gradients if in_shard_map else loss, one)) for one in (ring, single)
+    actual, expected = (
+        compiled(partial(gradients if in_shard_map else loss, loss_function))
+        for loss_function in (ring, single)
     )
-    out, lse = got[1]
-    wanted, wanted_lse = expected[1]
-    close(out, wanted)
+    out, lse = actual[1]
+    expected_value, wanted_lse = expected[1]
+    close(out, expected_value)
     seen = np.arange(T) < np.asarray(LENGTHS)[:, None]
     close(lse[seen], wanted_lse[seen])
     assert np.isneginf(lse[~seen]).all()
     if in_shard_map:
-        all_close(got[0], expected[0])
+        all_close(actual[0], expected[0])
 
 
 def test_implementation_names_kernels() -> None:
@@ -142,7 +143,7 @@ def test_implementation_names_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words", "kind"),
+    ("arguments", "message", "kind"),
     [
         ({"mask": CAUSAL[:4]}, "^mask must have shape", ValueError),
         (
@@ -162,9 +163,9 @@ def test_implementation_names_kernels() -> None:
     ],
 )  # fmt: skip
 def test_wrong_calls_of_jax_nn(
-    arguments: dict[str, Any], words: str, kind: type[ValueError]
+    arguments: dict[str, Any], message: str, kind: type[ValueError]
 ) -> None:
-    every = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
-    with pytest.raises(kind, match=words) as caught:
-        make_dot_product_attention(ONE)(**every)
+    arguments_of_call = dict(zip(("query", "key", "value"), QKV, strict=True)) | arguments
+    with pytest.raises(kind, match=message) as caught:
+        make_dot_product_attention(ONE)(**arguments_of_call)
     assert type(caught.value) is kind

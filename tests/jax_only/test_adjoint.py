@@ -34,10 +34,10 @@ def numbers(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def same(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> None:
+def same(result: tuple[jax.Array, jax.Array], expected: tuple[jax.Array, jax.Array]) -> None:
     """Equal dot products, of numbers that show something."""
     moved, returned = (
-        float(np.vdot(*(np.asarray(x, np.float64) for x in pair))) for pair in (one, other)
+        float(np.vdot(*(np.asarray(x, np.float64) for x in pair))) for pair in (result, expected)
     )
     assert abs(moved) > 1e-3
     np.testing.assert_allclose(moved, returned, rtol=1e-4)

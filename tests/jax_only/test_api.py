@@ -50,8 +50,8 @@ def dense(*args: jax.Array, **options: Any) -> np.ndarray[Any, Any]:
     return reference.attention(*map(np.asarray, args), causal=True, **options)[0]
 
 
-def close(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-5, atol=2e-5)
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=2e-5, atol=2e-5)
 
 
 def gradients(
@@ -75,8 +75,8 @@ def test_under_shard_map(*, check_vma: bool, compiled: bool) -> None:
     wrap: Callable[..., Any] = jax.jit if compiled else lambda function: function
     close(wrap(function)(*qkv()), dense(*qkv()))
     grads = gradients(function, *qkv(), wrap=wrap)
-    for got, expected in zip(grads, dense_gradients(*qkv()), strict=False):
-        close(got, expected)
+    for actual, expected in zip(grads, dense_gradients(*qkv()), strict=False):
+        close(actual, expected)
 
 
 def test_under_vmap_scan_and_remat() -> None:
@@ -93,9 +93,9 @@ def test_under_vmap_scan_and_remat() -> None:
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4, atol=1e-4)
     batched = jax.vmap(lambda *args: gradients(ring(), *args))(*args)
     for n in range(3):
-        one = dense_gradients(*(x[n] for x in args))
-        for got, wanted in zip(batched, one, strict=False):
-            close(got[n], wanted)
+        grads = dense_gradients(*(x[n] for x in args))
+        for actual, expected_value in zip(batched, grads, strict=False):
+            close(actual[n], expected_value)
 
 
 @pytest.mark.nightly(unless=["False"])
@@ -109,10 +109,10 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
         mesh=mesh_of(dp=2, cp=4), in_specs=(tokens,) * 3 + (P(),), out_specs=tokens,
         check_vma=check_vma,
     )  # fmt: skip
-    got = gradients(function, *args, sinks)
+    actual = gradients(function, *args, sinks)
     expected = dense_gradients(*args, sinks=np.asarray(sinks))
-    for name, mine in zip(("dq", "dk", "dv", "dsinks"), got, strict=True):
-        close(mine, getattr(expected, name))
+    for name, grad in zip(("dq", "dk", "dv", "dsinks"), actual, strict=True):
+        close(grad, getattr(expected, name))
 
 
 @pytest.mark.nightly(
@@ -143,8 +143,8 @@ def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> No
         )  # fmt: skip
         return cp.unshard(out)
 
-    every = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
-    every |= {"segment_ids": ids, "alibi_slopes": slopes}
+    options = {**{name: np.asarray(x) for name, x in extra.items()}, **fixed}
+    options |= {"segment_ids": ids, "alibi_slopes": slopes}
 
     def loss(*args: jax.Array) -> Any:
         out = call(*args)
@@ -152,11 +152,11 @@ def test_context_parallel(axis_type: AxisType, layout: Any, strategy: str) -> No
 
     both = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
     with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else nullcontext():
-        got, out = both(*qkv(), *extra.values())
-    close(out, dense(*qkv(), **every))
-    expected = dense_gradients(*qkv(), **every)
-    for name, mine in zip(("dq", "dk", "dv", "dsinks", "dbias"), got, strict=True):
-        close(mine, getattr(expected, name))
+        actual, out = both(*qkv(), *extra.values())
+    close(out, dense(*qkv(), **options))
+    expected = dense_gradients(*qkv(), **options)
+    for name, grad in zip(("dq", "dk", "dv", "dsinks", "dbias"), actual, strict=True):
+        close(grad, getattr(expected, name))
 
 
 def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,10 +184,10 @@ def test_calls_that_nothing_compiles(caplog: pytest.LogCaptureFixture) -> None:
         programs.append(sum(text.startswith("Compiling jit(") for text in caplog.messages))
         caplog.clear()
         options = {"dropout_p": 0.25, "dropout_seed": seed, "alibi_slopes": slopes}
-        for found in (out, again):
-            close(cp.unshard(found), dense(*qkv(), **options))
-        for got, expected in zip(grads, dense_gradients(*qkv(), **options), strict=False):
-            close(cp.unshard(got), expected)
+        for result in (out, again):
+            close(cp.unshard(result), dense(*qkv(), **options))
+        for actual, expected in zip(grads, dense_gradients(*qkv(), **options), strict=False):
+            close(cp.unshard(actual), expected)
     assert 0 < programs[0] < 20
     assert programs[1] == 0
 
@@ -218,10 +218,10 @@ def test_lse_is_returned_and_differentiable() -> None:
     _, lse = reference.attention(*map(np.asarray, qkv()), causal=True)
     close(jax.jit(function)(*qkv())[1], lse)
     weight = random(2, 4, 16, seed=8)
-    got = jax.jit(jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum()))(qkv()[0])
+    actual = jax.jit(jax.grad(lambda q: (function(q, *qkv()[1:])[1] * weight).sum()))(qkv()[0])
     nothing = np.zeros(Q, np.float32)
     close(
-        got,
+        actual,
         reference.attention_grads(
             nothing, *map(np.asarray, qkv()), dlse=np.asarray(weight), causal=True
         ).dq,
@@ -234,8 +234,8 @@ def test_seeds() -> None:
     seed = (5 << 32) + 9
     expected = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=seed)[0]
     close(call(*qkv(), dropout_seed=seed), expected)
-    words = jnp.array([9, 5], jnp.uint32)
-    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(words), expected)
+    seed_words = jnp.array([9, 5], jnp.uint32)
+    close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(seed_words), expected)
     small = reference.attention(*map(np.asarray, qkv()), dropout_p=0.5, dropout_seed=9)[0]
     close(jax.jit(lambda s: call(*qkv(), dropout_seed=s))(jnp.int32(9)), small)
 
@@ -303,10 +303,12 @@ def test_donated_inputs() -> None:
         return [x - 0.1 * g for x, g in zip(args, gradients(ring(), *args), strict=True)]
 
     expected = [np.asarray(x) for x in jax.jit(step)(*qkv())]
-    given = [jax.device_put(x, NamedSharding(mesh_of(cp=2), P(None, "cp"))) for x in qkv()]
-    for got, wanted in zip(jax.jit(step, donate_argnums=(0, 1, 2))(*given), expected, strict=True):
-        close(got, wanted)
-    assert all(x.is_deleted() for x in given)
+    donated = [jax.device_put(x, NamedSharding(mesh_of(cp=2), P(None, "cp"))) for x in qkv()]
+    for actual, expected_value in zip(
+        jax.jit(step, donate_argnums=(0, 1, 2))(*donated), expected, strict=True
+    ):
+        close(actual, expected_value)
+    assert all(x.is_deleted() for x in donated)
 
 
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:

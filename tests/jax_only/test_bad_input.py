@@ -75,8 +75,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    replaced, words = BAD[name]
-    with pytest.raises(ValueError, match=words):
+    replaced, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         ring_attention(**arrays(**replaced))
 
 

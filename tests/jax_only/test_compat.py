@@ -148,13 +148,15 @@ def jax_qkv() -> tuple[jax.Array, jax.Array, jax.Array]:
     return q, k, v
 
 
-def close(got: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12, atol=1e-12)
+def close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-12, atol=1e-12)
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    every = dict(inspect.signature(function).parameters)
-    return {name: every[name] for name in every if name not in ("self", "query", "key", "value")}
+    by_name = dict(inspect.signature(function).parameters)
+    return {
+        name: by_name[name] for name in by_name if name not in ("self", "query", "key", "value")
+    }
 
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Honoured | Refused], dict[str, Any]]] = {
@@ -195,7 +197,7 @@ def test_every_argument_is_honoured_or_refused(call: str, name: str) -> None:
         assert np.abs(expected - dense(**defaults)).max() > 1e-3
     else:
         program, default = (
-            str(jax.make_jaxpr(partial(function, **given))(*QKV)) for given in (arguments, {})
+            str(jax.make_jaxpr(partial(function, **kwargs))(*QKV)) for kwargs in (arguments, {})
         )
         assert program != default
 
@@ -256,10 +258,10 @@ def test_gradients_through_the_ring() -> None:
         ring = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=tokens)
         return jnp.sum(ring(q, k, v, sinks, bias) ** 2)
 
-    got = jax.jit(jax.grad(loss, argnums=range(5)))(*map(jnp.asarray, (*QKV, SINKS, BIAS)))
+    actual = jax.jit(jax.grad(loss, argnums=range(5)))(*map(jnp.asarray, (*QKV, SINKS, BIAS)))
     options: dict[str, Any] = {"sinks": SINKS, "bias": BIAS, "causal": True}
     expected = reference.attention_grads(2 * dense(**options), *QKV, **options)
-    for name, value in zip(("dq", "dk", "dv", "dsinks", "dbias"), got, strict=True):
+    for name, value in zip(("dq", "dk", "dv", "dsinks", "dbias"), actual, strict=True):
         close(value, getattr(expected, name))
 
 
@@ -279,12 +281,12 @@ def test_packed_documents_of_one_row() -> None:
 
 def test_mask_and_bias_add_up() -> None:
     q, k, v, mask, bias = map(jnp.asarray, (*QKV, SHOWN.astype(np.int32), BIAS))
-    got = flash_attention(q, k, v, attention_mask=mask, bias=bias)
-    close(got, dense(bias=np.where(SHOWN, BIAS, -np.inf)))
+    actual = flash_attention(q, k, v, attention_mask=mask, bias=bias)
+    close(actual, dense(bias=np.where(SHOWN, BIAS, -np.inf)))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
         ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
@@ -292,13 +294,13 @@ def test_mask_and_bias_add_up() -> None:
         ({"mask_builder": len, "platform": "pallas"}, "mask_builder: .*; platform: "),
     ],
 )  # fmt: skip
-def test_refusals_name_the_argument(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+def test_refusals_name_the_argument(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         ring_attention(*jax_qkv(), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "words"),
+    ("function", "arguments", "message"),
     [
         (ring_attention, {"sliding_window": -1}, "sliding_window must be"),
         (ring_attention, {"sliding_window": (1, 2, 3)}, "sliding_window must be"),
@@ -312,9 +314,9 @@ def test_refusals_name_the_argument(arguments: dict[str, Any], words: str) -> No
     ],
 )  # fmt: skip
 def test_malformed_arguments(
-    function: Callable[..., Any], arguments: dict[str, Any], words: str
+    function: Callable[..., Any], arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         function(*jax_qkv(), **arguments)
     assert not isinstance(caught.value, UnsupportedError)
 
@@ -350,7 +352,7 @@ def test_operation_reads_its_metadata() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"mesh": "mesh"}, "mesh needs sequence_axis_name"),
         ({"batch_axis_name": "dp"}, "give mesh too"),
@@ -359,8 +361,8 @@ def test_operation_reads_its_metadata() -> None:
         ({"operation_configs": {"ring": {}}, "blocksize_q": 4}, "both say how large blocks are"),
     ],
 )
-def test_metadata_is_checked(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_metadata_is_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RingAttn(OperationMetadata(**fields))
     with pytest.raises(ValueError, match="metadata must be a"):
         RingAttn(SimpleNamespace(**fields))  # type: ignore[arg-type]  # wrong on purpose

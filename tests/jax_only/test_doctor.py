@@ -70,17 +70,24 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_a_healthy_machine() -> None:
     done = run("-m", "ring_jax", "doctor", "--json", **THREE)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["healthy"]
-    assert found["versions"].keys() >= {"python", "numpy", "ring-core", "ring-jax", "jax", "jaxlib"}
-    assert found["backend"] == "cpu"
-    assert found["devices"]
-    assert found["kernels"][0] == {
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["healthy"]
+    assert report["versions"].keys() >= {
+        "python",
+        "numpy",
+        "ring-core",
+        "ring-jax",
+        "jax",
+        "jaxlib",
+    }
+    assert report["backend"] == "cpu"
+    assert report["devices"]
+    assert report["kernels"][0] == {
         "name": "xla", "package": "ring_jax", "available": True, "why": ""
     }  # fmt: skip
-    assert [check["result"] for check in found["checks"]] == ["out", "dq", "dk", "dv"]
-    assert {check["where"] for check in found["checks"]} == {"3 cpu"}
-    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
+    assert [check["result"] for check in report["checks"]] == ["out", "dq", "dk", "dv"]
+    assert {check["where"] for check in report["checks"]} == {"3 cpu"}
+    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in report["checks"])
 
 
 @pytest.mark.nightly
@@ -172,8 +179,8 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--seq-len", "128", "--ranks", "2", "--heads", "2", "--kv-heads", "1")
     done = run("-m", "ring_jax", "bench", *sizes, "--head-dim", "8", "--seconds", "0", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["name"] for row in found["timings"]] == ["forward", "forward and backward"]
-    assert all(row["work_fraction"] == 1 and row["efficiency"] > 0 for row in found["timings"])
+    report = json.loads(done.stdout)
+    assert [row["name"] for row in report["timings"]] == ["forward", "forward and backward"]
+    assert all(row["work_fraction"] == 1 and row["efficiency"] > 0 for row in report["timings"])
     assert cli.main(["bench", "--seq-len", "101"]) == 2
     assert "101 is not a positive multiple of 16" in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_packed_documents_end_where_topics_do(training: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--seq-len=257"], "pad to"),
         (["--window=-1"], "--window must be"),
@@ -107,9 +107,9 @@ def test_packed_documents_end_where_topics_do(training: ModuleType) -> None:
     ],
 )
 def test_wrong_arguments_get_one_line(
-    training: ModuleType, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    training: ModuleType, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         training.main([*SMALL, *options])
     assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -133,9 +133,9 @@ def test_under_checkpoint_and_scan() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_few_devices(size: int) -> None:
     x = _inputs()
-    found = jax.jit(_ring("zigzag", "gather", size, causal=True))(*x)
+    results = jax.jit(_ring("zigzag", "gather", size, causal=True))(*x)
     expected = jax.jit(_ring("zigzag", "ring", size, causal=True))(*x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_over_a_mesh_with_other_axes() -> None:
@@ -145,8 +145,8 @@ def test_over_a_mesh_with_other_axes() -> None:
     )
     with jax.set_mesh(mesh):
         q, k, v = (cp.shard(x, dim=1) for x in _inputs())
-        found, expected = (
+        results, expected = (
             cp.unshard(cp.attention(q, k, v, causal=True, strategy=way), dim=1)
             for way in ("gather", "ring")
         )
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results, expected, rtol=1e-5, atol=1e-6)

@@ -118,10 +118,10 @@ def test_vmap_over_an_explicit_axis_is_an_error() -> None:
     ("name", "way"), [x for x in product(LIBRARIES, WAYS) if x != ("equinox", "explicit")]
 )
 def test_training_is_that_of_one_device(name: str, way: str) -> None:
-    every = [*on_one_device(name), on_a_mesh(name, way)]
+    results = [*on_one_device(name), on_a_mesh(name, way)]
     if way == "scan":
-        every[:2] = [(losses, LIBRARIES[name].stack(grads)) for losses, grads in every[:2]]
-    for exact, plain, mine in zip(*map(jax.tree.leaves, every), strict=True):
-        bad, error, bound = compare(mine, exact, plain, "float32")
+        results[:2] = [(losses, LIBRARIES[name].stack(grads)) for losses, grads in results[:2]]
+    for exact, plain, on_mesh in zip(*map(jax.tree.leaves, results), strict=True):
+        bad, error, bound = compare(on_mesh, exact, plain, "float32")
         assert not bad
         assert error <= bound

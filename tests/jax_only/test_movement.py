@@ -39,8 +39,8 @@ def numbers(seed: int, *shape: int) -> jax.Array:
 
 def order(layout: LayoutSpec) -> np.ndarray[Any, Any]:
     """Positions in the order in which devices hold them."""
-    place = Layout(layout, T, SIZE)
-    return np.concatenate([place.positions(rank) for rank in range(SIZE)])
+    layout_of_ranks = Layout(layout, T, SIZE)
+    return np.concatenate([layout_of_ranks.positions(rank) for rank in range(SIZE)])
 
 
 ALONG = P(None, "cp")
@@ -58,7 +58,7 @@ STEPS = (1, -2, 17, 60)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
     layout = LAYOUTS[name]
-    at, x = order(layout), numbers(0, 2, T, 3)
+    positions, x = order(layout), numbers(0, 2, T, 3)
     y = [numbers(n, 2, T, 3) for n in range(2 * len(STEPS))]
     moves = [(n, offsets) for n in STEPS for offsets in (None, DOCUMENTS)]
 
@@ -69,11 +69,11 @@ def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
         ]
 
     like, back = jax.vjp(lambda x: [shifted(x, n, 0.5, offsets) for n, offsets in moves], x)
-    out, returned = jax.vjp(local(move), x[:, at])
-    for got, expected in zip(out, like, strict=True):
-        np.testing.assert_array_equal(got, expected[:, at])
-    (grad,), (expected,) = returned([z[:, at] for z in y]), back(y)
-    np.testing.assert_allclose(grad, expected[:, at], rtol=1e-5, atol=1e-5)
+    out, returned = jax.vjp(local(move), x[:, positions])
+    for actual, expected in zip(out, like, strict=True):
+        np.testing.assert_array_equal(actual, expected[:, positions])
+    (grad,), (expected,) = returned([z[:, positions] for z in y]), back(y)
+    np.testing.assert_allclose(grad, expected[:, positions], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 0), (1, 2), (30, 20)])
@@ -117,14 +117,14 @@ def test_a_relayout_gives_the_tokens_of_the_other_layout(name: str) -> None:
 
 def movements(layout: LayoutSpec) -> dict[str, Callable[[jax.Array], jax.Array]]:
     """Movements of a shard ``[2, T / P, 3]``."""
-    place: Any = {"axis_name": "cp", "layout": layout}
+    arguments: Any = {"axis_name": "cp", "layout": layout}
     return {
-        "shift": lambda x: ring_jax.shift(x, -3, cu_seqlens=DOCUMENTS, **place),
-        "far shift": lambda x: ring_jax.shift(x, 17, **place),
-        "relayout": lambda x: ring_jax.relayout(x, to="contiguous", **place),
-        "relayout to striped": lambda x: ring_jax.relayout(x, to="striped", **place),
-        "halo": lambda x: ring_jax.halo(x, 5, 9, **place).rows,
-        "causal halo": lambda x: ring_jax.halo(x, 3, 0, **place).rows,
+        "shift": lambda x: ring_jax.shift(x, -3, cu_seqlens=DOCUMENTS, **arguments),
+        "far shift": lambda x: ring_jax.shift(x, 17, **arguments),
+        "relayout": lambda x: ring_jax.relayout(x, to="contiguous", **arguments),
+        "relayout to striped": lambda x: ring_jax.relayout(x, to="striped", **arguments),
+        "halo": lambda x: ring_jax.halo(x, 5, 9, **arguments).rows,
+        "causal halo": lambda x: ring_jax.halo(x, 3, 0, **arguments).rows,
     }
 
 
@@ -191,11 +191,11 @@ def test_only_rows_that_change_device_are_sent(name: str) -> None:
     layout = LAYOUTS[name]
     owner = np.empty(T, int)
     owner[order(layout)] = np.repeat(np.arange(SIZE), T // SIZE)
-    place: Any = {"axis_name": "cp", "layout": layout}
+    arguments: Any = {"axis_name": "cp", "layout": layout}
     rows = {
-        "relayout": (lambda x: ring_jax.relayout(x, to="contiguous", **place),
+        "relayout": (lambda x: ring_jax.relayout(x, to="contiguous", **arguments),
                      (owner != np.arange(T) // (T // SIZE)).sum()),
-        "shift": (lambda x: ring_jax.shift(x, 1, **place), (owner[1:] != owner[:-1]).sum()),
+        "shift": (lambda x: ring_jax.shift(x, 1, **arguments), (owner[1:] != owner[:-1]).sum()),
     }  # fmt: skip
     x = numbers(0, 2, T, 3)
     for move, crossing in rows.values():
@@ -252,13 +252,13 @@ def test_wrong_arguments_are_refused(name: str) -> None:
 def test_one_device_moves_rows_too() -> None:
     x = numbers(0, 2, 5, 3)
     for layout in ("contiguous", "zigzag", "striped"):
-        place: Any = {"axis_name": None, "layout": layout}
-        np.testing.assert_array_equal(ring_jax.shift(x, -2, **place), shifted(x, -2, 0, (0, 5)))
-        rows, positions, documents = ring_jax.halo(x, 2, 1, cu_seqlens=(0, 2, 5), **place)
+        arguments: Any = {"axis_name": None, "layout": layout}
+        np.testing.assert_array_equal(ring_jax.shift(x, -2, **arguments), shifted(x, -2, 0, (0, 5)))
+        rows, positions, documents = ring_jax.halo(x, 2, 1, cu_seqlens=(0, 2, 5), **arguments)
         assert positions.tolist() == [[-1, -1, 0, 1, 2, 3, 4, -1]] * 2
         assert documents.tolist() == [[-1, -1, 0, 0, 1, 1, 1, -1]] * 2
-        np.testing.assert_array_equal(ring_jax.join(rows[:, 2:-1], **place), x)
-        np.testing.assert_array_equal(ring_jax.relayout(x, to="contiguous", **place), x)
+        np.testing.assert_array_equal(ring_jax.join(rows[:, 2:-1], **arguments), x)
+        np.testing.assert_array_equal(ring_jax.relayout(x, to="contiguous", **arguments), x)
 
 
 MESHES = {
@@ -285,7 +285,7 @@ def on_mesh(cp: ring_jax.ContextParallel, x: jax.Array, dim: int) -> jax.Array:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_global_arrays_are_moved(mesh: str, name: str) -> None:
-    cp, at = context(mesh, LAYOUTS[name]), order(LAYOUTS[name])
+    cp, order_of_tokens = context(mesh, LAYOUTS[name]), order(LAYOUTS[name])
     other = context(mesh, "contiguous")
     for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
         x = numbers(0, *shape)
@@ -294,29 +294,31 @@ def test_global_arrays_are_moved(mesh: str, name: str) -> None:
         def back(y: jax.Array, dim: int = dim, shape: Any = shape) -> jax.Array:
             return jnp.moveaxis(y, 1, dim) if len(shape) > 1 else y[0]
 
-        mine = on_mesh(cp, x, dim)
-        out = cp.shift(mine, -5, dim=dim, fill=2, cu_seqlens=DOCUMENTS)
-        np.testing.assert_array_equal(out, back(shifted(whole, -5, 2, DOCUMENTS)[:, at]))
-        moved = cp.relayout(mine, to=other if dim else "contiguous", dim=dim)
+        local = on_mesh(cp, x, dim)
+        out = cp.shift(local, -5, dim=dim, fill=2, cu_seqlens=DOCUMENTS)
+        np.testing.assert_array_equal(
+            out, back(shifted(whole, -5, 2, DOCUMENTS)[:, order_of_tokens])
+        )
+        moved = cp.relayout(local, to=other if dim else "contiguous", dim=dim)
         np.testing.assert_array_equal(moved, x)
-        np.testing.assert_array_equal(other.relayout(moved, to=cp, dim=dim), mine)
+        np.testing.assert_array_equal(other.relayout(moved, to=cp, dim=dim), local)
         if name == "striped":
             continue
-        rows, positions, _ = cp.halo(mine, 3, 1, dim=dim)
-        place = cp.layout_of(T)
+        rows, positions, _ = cp.halo(local, 3, 1, dim=dim)
+        layout = cp.layout_of(T)
         assert positions.shape == (
-            (1 if dim == 0 else 2) * place.num_runs * SIZE,
-            4 + place.run_length,
+            (1 if dim == 0 else 2) * layout.num_runs * SIZE,
+            4 + layout.run_length,
         )
         np.testing.assert_array_equal(
             np.asarray(positions)[:, 3:-1]
-            .reshape(SIZE, -1, place.num_runs, place.run_length)[:, 0]
+            .reshape(SIZE, -1, layout.num_runs, layout.run_length)[:, 0]
             .reshape(-1),
-            at,
+            order_of_tokens,
         )
         tokens = 1 if dim in {0, 1} else 2
         own = jax.lax.slice_in_dim(rows, 3, rows.shape[tokens] - 1, axis=tokens)
-        np.testing.assert_array_equal(cp.join(own, dim=dim), mine)
+        np.testing.assert_array_equal(cp.join(own, dim=dim), local)
 
 
 class Model:
@@ -372,7 +374,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(mesh: str, name: str) 
         lambda y: y,
     )  # fmt: skip
     cp = context(mesh, LAYOUTS[name])
-    mine = Model(
+    local = Model(
         lambda *qkv: cp.attention(*qkv, **options),
         lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
         lambda x: cp.halo(x, 3, 0, cu_seqlens=offsets)[::2], cp.join,
@@ -380,7 +382,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_device(mesh: str, name: str) 
     expected, like = jax.value_and_grad(whole.loss)(weights, tokens)
     if mesh.startswith("explicit"):
         weights = jax.device_put(weights, jax.NamedSharding(cp.mesh, P()))
-    loss = jax.jit(jax.value_and_grad(jax.checkpoint(mine.loss)))
-    got, grads = loss(weights, on_mesh(cp, tokens, 1))
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    loss = jax.jit(jax.value_and_grad(jax.checkpoint(local.loss)))
+    actual, grads = loss(weights, on_mesh(cp, tokens, 1))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4), grads, like)

@@ -122,13 +122,13 @@ def test_moves(layout: str) -> None:
     (out, pull), (want, pull_want) = (jax.vjp(f, x) for f in (shifted, expected))
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(pull(weights)[0], pull_want(weights)[0])
-    mine = cp.shard(x, pad=True, fill=7)
-    there = cp.relayout(mine, to=plain, seq_len=length)
+    local = cp.shard(x, pad=True, fill=7)
+    there = cp.relayout(local, to=plain, seq_len=length)
     np.testing.assert_array_equal(there, plain.shard(x, pad=True))
     np.testing.assert_array_equal(
         plain.relayout(there, to=cp, seq_len=length), cp.shard(x, pad=True)
     )
-    rows, positions, _ = (np.asarray(y) for y in cp.halo(mine, 2, 1, seq_len=length))
+    rows, positions, _ = (np.asarray(y) for y in cp.halo(local, 2, 1, seq_len=length))
     assert positions.max() < length
     per_sequence = len(rows) // SIZE // 2
     batch = np.arange(len(rows)) // per_sequence % 2

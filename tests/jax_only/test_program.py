@@ -106,7 +106,7 @@ def test_helpers_alone_receive() -> None:
     """``balanced``, causal: a shipment names only the ranks that help."""
     text = lowered(1024, "contiguous", backward=False, strategy="balanced", causal=True).as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
-    sizes = {len(re.findall(r"\[\d+, \d+\]", found)) for found in pairs}
+    sizes = {len(re.findall(r"\[\d+, \d+\]", pair)) for pair in pairs}
     assert sizes == {CP, 1, 2, 3, 4}
 
 

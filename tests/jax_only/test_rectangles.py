@@ -30,12 +30,12 @@ def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
             rank: [item for item in program.items(rank, step) if item.q_rank == rank]
             for rank in range(program.plan.cp_size)
         }
-        found = {x.q_rank: x for x in rectangles_of(step_table(program, step).items)}
+        by_rank = {x.q_rank: x for x in rectangles_of(step_table(program, step).items)}
         if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
-            assert found == {}
+            assert by_rank == {}
             continue
-        assert found.keys() == {rank for rank, some in items.items() if some}
-        for rank, x in found.items():
+        assert by_rank.keys() == {rank for rank, some in items.items() if some}
+        for rank, x in by_rank.items():
             (item,) = items[rank]
             assert x.kv_rank == item.kv_rank == (rank - what.shift) % program.plan.cp_size
             assert (x.q_start, x.q_stop) == (item.q_start, item.q_stop)
@@ -49,11 +49,12 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
     program = ring_program(
         make_plan(MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0]), RINGS[ring][1]
     )
-    at = {column: n for n, column in enumerate(TABLE_COLUMNS)}
+    column_index = {column: n for n, column in enumerate(TABLE_COLUMNS)}
     for step in range(program.num_steps):
         part = step_table(program, step)
         live = [
-            [row for row in rows if row[at["q_stop"]] > row[at["q_start"]]] for rows in part.own
+            [row for row in rows if row[column_index["q_stop"]] > row[column_index["q_start"]]]
+            for rows in part.own
         ]
         several = [len(rows) > 1 or part.has_documents for rows in live]
         if any(several) or program.plan.blocks is not None:
@@ -62,7 +63,9 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
         assert part.items is not None
         shown = [(*x.rectangle, x.lo, x.hi) for x in part.items]
         names = ("q_rank", "kv_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
-        assert shown == [tuple(row[at[x]] for x in names) for rows in live for row in rows]
+        assert shown == [
+            tuple(row[column_index[x]] for x in names) for rows in live for row in rows
+        ]
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:

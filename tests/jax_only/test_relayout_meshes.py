@@ -20,8 +20,8 @@ T = 48
 def mesh(
     devices: list[int], shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType
 ) -> Mesh:
-    every = np.array(jax.devices())[devices].reshape(shape)
-    return Mesh(every, names, axis_types=(kind,) * len(shape))
+    grid = np.array(jax.devices())[devices].reshape(shape)
+    return Mesh(grid, names, axis_types=(kind,) * len(shape))
 
 
 FOUR = ([0, 1, 2, 3], (4,), ("cp",), "cp")
@@ -45,11 +45,11 @@ LAYOUTS: dict[str, tuple[LayoutSpec, LayoutSpec]] = {
 
 
 def contexts(name: str, layouts: str, kind: AxisType) -> tuple[ContextParallel, ContextParallel]:
-    one, other = MESHES[name]
+    source, target = MESHES[name]
     layout, to = LAYOUTS[layouts]
     return (
-        ContextParallel(mesh(one[0], one[1], one[2], kind), one[3], layout=layout),
-        ContextParallel(mesh(other[0], other[1], other[2], kind), other[3], layout=to),
+        ContextParallel(mesh(source[0], source[1], source[2], kind), source[3], layout=layout),
+        ContextParallel(mesh(target[0], target[1], target[2], kind), target[3], layout=to),
     )
 
 
@@ -95,6 +95,33 @@ def test_other_devices_get_the_tokens_of_their_layout(
             np.testing.assert_array_equal(jax.jit(move)(x), out)
             returned = jax.jit(lambda x, y, move=move: jax.vjp(move, x)[1](y)[0])
             np.testing.assert_array_equal(returned(x, cotangent), grad)
+
+
+@pytest.mark.nightly(
+    unless=["45-zigzag-contiguous-to some", "3-striped-zigzag-from some",
+            "45-striped-zigzag-another axis"]
+)  # fmt: skip
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("length", [45, 3])
+def test_padded_sequences_go_to_other_devices(length: int, layouts: str, name: str) -> None:
+    """Each of the layouts with the padding that it needs, also of fewer tokens than devices."""
+    source, target = contexts(name, layouts, AxisType.Auto)
+    dim, shape = (1, (2, length, 3)) if length == 45 else (-1, (2, 3, length))
+    whole = jnp.arange(1.0, np.prod(shape) + 1).reshape(shape)
+    x = source.shard(whole, dim=dim, pad=True, fill=-1)  # numbers in the padding do not move
+
+    def move(x: jax.Array) -> jax.Array:
+        return source.relayout(x, to=target, dim=dim, seq_len=length)
+
+    expected, back = (cp.shard(whole, dim=dim, pad=True) for cp in (target, source))
+    out, pull = jax.vjp(move, x)
+    np.testing.assert_array_equal(out, expected)
+    held = [shard.device.id for shard in out.addressable_shards]
+    assert sorted(held) == sorted(target.mesh.device_ids.flatten().tolist())
+    np.testing.assert_array_equal(pull(target.shard(whole, dim=dim, pad=True, fill=7))[0], back)
+    if name in IN_JIT:
+        np.testing.assert_array_equal(jax.jit(move)(x), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in MESHES if name not in IN_JIT])

@@ -73,8 +73,8 @@ def one_head_wrong() -> Patches:
     right = XlaKernel.attend_into
 
     def wrong(self: Any, *args: Any) -> Any:
-        found = right(self, *args)
-        return found._replace(out=found.out.at[:, -1].multiply(1.01))
+        result = right(self, *args)
+        return result._replace(out=result.out.at[:, -1].multiply(1.01))
 
     return [(XlaKernel, "attend_into", wrong)]
 
@@ -84,8 +84,8 @@ def one_head_of_dk_wrong() -> Patches:
     right = XlaKernel.grads_into
 
     def wrong(self: Any, *args: Any) -> Any:
-        found = right(self, *args)
-        return found._replace(dkv=found.dkv.at[:, 0].multiply(1.01))
+        result = right(self, *args)
+        return result._replace(dkv=result.dkv.at[:, 0].multiply(1.01))
 
     return [(XlaKernel, "grads_into", wrong)]
 
@@ -123,9 +123,9 @@ def gradients_to_the_wrong_owner() -> Patches:
     right = ring_strategy.RING.backward
 
     def wrong(call: Any, *args: Any) -> Any:
-        found = right(call, *args)
+        result = right(call, *args)
         ring = collectives.Ranks(call.axis_name, call.plan.cp_size)
-        return found._replace(dkv=ring.move(found.dkv, 1))
+        return result._replace(dkv=ring.move(result.dkv, 1))
 
     strategies = {**JAX_STRATEGIES, "ring": ring_strategy.RING._replace(backward=wrong)}
     return [(autodiff, "STRATEGIES", strategies)]
@@ -147,10 +147,10 @@ def counted_twice() -> Patches:
     right = StepRunner.attend
 
     def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
-        found = right(self, part, q, held, into, **named)
+        result = right(self, part, q, held, into, **named)
         if part.shift:
-            return found
-        return right(self, part, q, held, found, overwrite=False, is_final=named["is_final"])
+            return result
+        return right(self, part, q, held, result, overwrite=False, is_final=named["is_final"])
 
     return [(StepRunner, "attend", wrong)]
 
@@ -192,13 +192,13 @@ def patched(patches: Patches) -> Iterator[None]:
 def grads(seed: int = 0, *, backward: bool = True, **options: Any) -> Any:
     """A call and its backward, in a window of which every device sees a part of every other's."""
     mesh = jax.make_mesh((SIZE,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:SIZE])
-    given: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
+    kwargs: Any = {"window": (20, 3), "softmax_scale": 0.4} | options
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return ring_attention(q, k, v, axis_name="cp", **given)
+        return ring_attention(q, k, v, axis_name="cp", **kwargs)
 
     tokens, rows = P(None, "cp"), P(None, None, "cp")
-    out_specs = (tokens, rows) if given.get("return_lse") else tokens
+    out_specs = (tokens, rows) if kwargs.get("return_lse") else tokens
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=out_specs)
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
@@ -251,21 +251,21 @@ def test_right_calls_pass(strategy: str, layout: str) -> None:
     plain = grads(strategy=strategy, layout=layout, return_lse=True)
     with ring_jax.check():
         checked = grads(strategy=strategy, layout=layout, return_lse=True)
-    for one, other in zip(plain, checked, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for result, checked_result in zip(plain, checked, strict=True):
+        np.testing.assert_array_equal(result, checked_result)
 
 
 @pytest.mark.nightly
 def test_one_in_so_many_is_checked() -> None:
     with ring_jax.check(3), broken("one_head_wrong"):
-        found: list[str] = []
+        messages: list[str] = []
         for seed in range(12):
             try:
                 grads(seed, backward=False)
             except jax.errors.JaxRuntimeError as error:
-                found.append(str(error))
-    assert all("WrongResultError" in text for text in found)
-    assert 1 <= len(found) <= 8
+                messages.append(str(error))
+    assert all("WrongResultError" in text for text in messages)
+    assert 1 <= len(messages) <= 8
 
 
 def test_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ def test_vmap() -> None:
 
     grads = jax.vmap(jax.grad(loss, (0, 1, 2)), in_axes=(0, 0, 0, 0, None))
     with interpreted():
-        got = jax.block_until_ready(grads(q, k, v, ids, config))
-    for a, b in zip(got, grads(q, k, v, ids, KernelConfig("xla")), strict=True):
+        actual = jax.block_until_ready(grads(q, k, v, ids, config))
+    for a, b in zip(actual, grads(q, k, v, ids, KernelConfig("xla")), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -197,10 +197,10 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
     np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
     for index, outer in ((q_major(kinds).whole(), 0), (k_major(kinds).whole(), 1)):
-        words = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
-        live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda at: at[outer])
-        assert [[word.q_block, word.k_block] for word in words if word.kind > EMPTY] == live
-        assert sum(word.is_first for word in words) == sum(word.is_last for word in words)
+        entries = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
+        live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda block: block[outer])
+        assert [[word.q_block, word.k_block] for word in entries if word.kind > EMPTY] == live
+        assert sum(word.is_first for word in entries) == sum(word.is_last for word in entries)
 
 
 def test_numbers_that_are_not_finite() -> None:
@@ -213,10 +213,10 @@ def test_numbers_that_are_not_finite() -> None:
     second = [[FULL, EMPTY], [PARTIAL, NONFINITE], [PARTIAL, FULL]]
     both = [[FULL, EMPTY], [PARTIAL, NONFINITE], [NONFINITE, FULL]]
     for many, expected in ((1, [both]), (2, [first, second])):
-        found = with_nonfinite(
+        results = with_nonfinite(
             jnp.repeat(kinds, many, axis=0), jnp.asarray(rows), jnp.asarray(columns), blocks
         )
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(results, expected)
 
 
 @lru_cache
@@ -241,9 +241,9 @@ def compile_for(
     @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     def both(q: Any, k: Any, v: Any, dout: Any, more: dict[str, Any]) -> Any:
         def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            given = {**more, "bias": bias}
+            bias_option = {**more, "bias": bias}
             return ring_attention(
-                q, k, v, axis_name=None, kernel=config or "pallas", **given, **options
+                q, k, v, axis_name=None, kernel=config or "pallas", **bias_option, **options
             )
 
         out, pull = jax.vjp(call, q, k, v, more.get("bias"))

@@ -25,16 +25,16 @@ def results(folder: Path, devices: int, attention: str) -> dict[str, Any]:
     command = (sys.executable, str(RUNS), str(devices), attention, str(out))
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    every: dict[str, Any] = json.loads(out.read_text())
-    return every
+    by_name: dict[str, Any] = json.loads(out.read_text())
+    return by_name
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
     """MaxText's own attention on one device, the same on four, and the ring on four."""
     folder = tmp_path_factory.mktemp("runs")
-    wanted = ((1, "dot_product"), (4, "dot_product"), (4, "ring"))
-    return tuple(results(folder, *one) for one in wanted)
+    expected = ((1, "dot_product"), (4, "dot_product"), (4, "ring"))
+    return tuple(results(folder, *arguments) for arguments in expected)
 
 
 def numbers(run: dict[str, Any]) -> Any:
@@ -46,15 +46,15 @@ def numbers(run: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_one_device(name: str, runs: tuple[dict[str, Any], ...]) -> None:
     """At most twice as far from one device as MaxText's own attention is on the same four."""
-    one, own, ring = (every[name] for every in runs)
-    assert (one["rings"], own["rings"]) == (0, 0)
+    one_device, own, ring = (by_name[name] for by_name in runs)
+    assert (one_device["rings"], own["rings"]) == (0, 0)
     assert ring["rings"] > 0
-    expected, baseline, got = (numbers(run) for run in (one, own, ring))
+    expected, baseline, actual = (numbers(run) for run in (one_device, own, ring))
     assert expected.shape == (4, 3)
     assert expected[-1, 0] < expected[0, 0] - 1  # it learns
     for column in range(3):
         bad, error, bound = compare(
-            got[:, column], expected[:, column], baseline[:, column], "float32"
+            actual[:, column], expected[:, column], baseline[:, column], "float32"
         )
         assert not bad
         assert error <= bound

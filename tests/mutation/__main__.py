@@ -25,7 +25,7 @@ SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
 MODULES = (
-    "base/merge", "base/config", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/plan", "plan/tile_mask", "programs/gather", "programs/ring", "reference/item_kernel", "reference/simulator",
+    "base/merge", "base/config", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/plan", "plan/tile_mask", "programs/gather", "programs/in_place", "programs/intervals", "programs/ring", "reference/item_kernel", "reference/simulator",
 )  # fmt: skip
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.
@@ -106,9 +106,9 @@ def _copy(modules: list[str]) -> None:
 def _counted(module: str) -> dict[str, int]:
     """Return how many of a module's mutants ended in which way."""
     outcomes = _outcomes(module).values()
-    words = ("killed", "stopped", "survived", "not reached", "not run")
+    outcome_names = ("killed", "stopped", "survived", "not reached", "not run")
     counts = Counter(outcomes)
-    return {"mutants": counts.total(), **{word: counts[word] for word in words}}
+    return {"mutants": counts.total(), **{word: counts[word] for word in outcome_names}}
 
 
 def _outcomes(module: str) -> dict[str, str]:

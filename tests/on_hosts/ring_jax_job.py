@@ -42,10 +42,10 @@ def checks(mesh: Mesh, data: int, batch_axis: str | None = None) -> Callable[[],
     inputs = [jax.make_array_from_callback(x.shape, everywhere, x.__getitem__) for x in whole]
 
     def check() -> None:
-        out, *found = (np.asarray(x.addressable_data(0)) for x in run(*inputs))
+        out, *own_grads = (np.asarray(x.addressable_data(0)) for x in run(*inputs))
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-        for grad, wanted in zip(found, grads[:3], strict=True):
-            np.testing.assert_allclose(grad, wanted, rtol=2e-4, atol=2e-4)
+        for grad, expected_value in zip(own_grads, grads[:3], strict=True):
+            np.testing.assert_allclose(grad, expected_value, rtol=2e-4, atol=2e-4)
 
     return check
 

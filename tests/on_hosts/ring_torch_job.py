@@ -33,8 +33,8 @@ def check(group: Any, data: int) -> None:
     (out * out).sum().backward()
     np.testing.assert_allclose(out.detach(), expected, rtol=1e-10, atol=1e-10)
     for x, grad in zip((q, k, v), grads[:3], strict=True):
-        wanted = cp.shard(torch.tensor(grad))
-        torch.testing.assert_close(x.grad, wanted, rtol=1e-10, atol=1e-10)
+        expected_value = cp.shard(torch.tensor(grad))
+        torch.testing.assert_close(x.grad, expected_value, rtol=1e-10, atol=1e-10)
 
 
 def rings() -> Iterator[tuple[str, Any, int]]:

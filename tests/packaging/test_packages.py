@@ -48,10 +48,10 @@ def requirements(name: str) -> list[Requirement]:
 
 def reachable(name: str) -> set[str]:
     """The packages and frameworks that installing a package brings."""
-    found = {name} | BROUGHT_ALONG.get(name, set())
+    names = {name} | BROUGHT_ALONG.get(name, set())
     for requirement in requirements(name) if name in PACKAGES else []:
-        found |= reachable(requirement.name)
-    return found
+        names |= reachable(requirement.name)
+    return names
 
 
 def run(*command: str | Path) -> str:
@@ -75,8 +75,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wheel(built: Path, name: str) -> Path:
-    (found,) = built.glob(f"{module(name)}-*.whl")
-    return found
+    (path,) = built.glob(f"{module(name)}-*.whl")
+    return path
 
 
 def metadata(built: Path, name: str) -> PathDistribution:
@@ -247,12 +247,12 @@ def test_packages_name_the_same_places() -> None:
 @each_package
 def test_siblings_are_pinned_to_this_minor_version(built: Path, name: str) -> None:
     major, minor, _ = PACKAGES[name]["version"].split(".")
-    wanted = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
+    expected = Requirement(f"x>={major}.{minor},<{major}.{int(minor) + 1}").specifier
     asked = [Requirement(text) for text in metadata(built, name).requires or []]
     siblings = {r.name: r for r in asked if r.name in PACKAGES}
     assert (name == "ring-core") == (not siblings)
     for requirement in siblings.values():
-        assert requirement.specifier == wanted
+        assert requirement.specifier == expected
         assert requirement.url is None
 
 
@@ -277,7 +277,7 @@ def test_frameworks_of_each_package() -> None:
 def test_sources_import_no_other_framework_or_backend(name: str) -> None:
     """Imports at any depth, those inside functions too."""
     foreign = {module(n) for n in (FRAMEWORKS | set(PACKAGES)) - reachable(name)}
-    found = []
+    offending = []
     for path in sources(name).rglob("*.py"):
         is_kernel = f"{module(name)}.{path.parent.name}.{path.stem}" in KERNELS
         others = (
@@ -292,8 +292,10 @@ def test_sources_import_no_other_framework_or_backend(name: str) -> None:
                 imported = [node.module]
             else:
                 continue
-            found += [f"{path.name}: {i}" for i in imported if {i, i.partition(".")[0]} & others]
-    assert not found
+            offending += [
+                f"{path.name}: {i}" for i in imported if {i, i.partition(".")[0]} & others
+            ]
+    assert not offending
 
 
 def test_every_module_of_core_needs_numpy_only(numpy_only: Path) -> None:

@@ -25,8 +25,8 @@ Json = dict[str, Any]
 
 
 def jobs(path: Path) -> dict[str, Json]:
-    found: dict[str, Json] = yaml.safe_load(path.read_text())["jobs"]
-    return found
+    by_name: dict[str, Json] = yaml.safe_load(path.read_text())["jobs"]
+    return by_name
 
 
 def cells(job: Json) -> Iterator[Json]:
@@ -40,7 +40,7 @@ def cells(job: Json) -> Iterator[Json]:
 
 
 def filled(text: str, cell: Json) -> str:
-    return re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda found: str(cell.get(found[1], "")), text)
+    return re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda match: str(cell.get(match[1], "")), text)
 
 
 def calls(path: Path) -> Iterator[Json]:
@@ -68,21 +68,21 @@ def listed(*options: str) -> set[str]:
 
 def constant(name: str) -> ast.expr:
     """What the noxfile assigns to a name."""
-    (found,) = (
+    (value,) = (
         node.value
         for node in ast.parse((ROOT / "noxfile.py").read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     )
-    return found
+    return value
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_sessions_are_those_of_the_noxfile(path: Path) -> None:
     names = sessions(path)
     assert names
-    found = listed("--extra-pythons", "3.14", "--session", *names)
+    listed_sessions = listed("--extra-pythons", "3.14", "--session", *names)
     for name in names:  # a session of one Python is also found without it
-        assert {name, f"{name}-3.12"} & found, name
+        assert {name, f"{name}-3.12"} & listed_sessions, name
 
 
 def test_a_session_that_is_not_there_is_an_error() -> None:
@@ -157,7 +157,7 @@ def test_actions_are_pinned_by_hash_with_their_version() -> None:
     assert lines
     of_action: dict[str, set[str]] = {}
     for line in lines:
-        found = re.fullmatch(r"- uses: ([\w./-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
-        assert found, line
-        of_action.setdefault(found[1], set()).add(found[2])
+        match = re.fullmatch(r"- uses: ([\w./-]+)@([0-9a-f]{40} # v\d+\.\d+\.\d+)", line)
+        assert match, line
+        of_action.setdefault(match[1], set()).add(match[2])
     assert all(len(versions) == 1 for versions in of_action.values()), of_action

@@ -239,7 +239,7 @@ def rendered(results: list[Result]) -> str:
         newest=releases[-1],
         counts=_counts(newest),
         releases=", ".join(releases),
-        notes="\n".join(f"| {letter} | {words} |" for letter, words in NOTES.items()),
+        notes="\n".join(f"| {letter} | {described} |" for letter, described in NOTES.items()),
         reasons="\n".join(f"| {n} | {x.why} | {x.todo} |" for n, x in enumerate(REASONS, 1)),
     )
     head = ("model", "class", "result", "exact since", "split by", "notes")
@@ -328,8 +328,8 @@ def _letters(result: Result) -> list[str]:
 def _counts(exact: list[Result]) -> str:
     """Return how many types of each kind are exact."""
     kinds = [
-        f"{len({x.model_type for x in exact if x.kind == kind})} types of {words}"
-        for kind, words in KINDS.items()
+        f"{len({x.model_type for x in exact if x.kind == kind})} types of {described}"
+        for kind, described in KINDS.items()
     ]
     images = sum(x.images == "exact" for x in exact)
     return f"{', '.join(kinds)}; {images} classes with images among their tokens"

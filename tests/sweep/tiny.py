@@ -238,7 +238,7 @@ def _shrink(config: PreTrainedConfig) -> None:
             _set(config, name, SIZES["num_attention_heads"])
     for name in _LAYERS:
         if isinstance(had.get(name), list | tuple) and kinds:
-            _set(config, name, [had[name][at] for at in kinds])
+            _set(config, name, [had[name][kind] for kind in kinds])
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         if had.get(name) is None:
             _set(config, name, 2)
@@ -278,9 +278,9 @@ def _layers(had: dict[str, Any]) -> list[int]:
     if not lists:
         return []
     rows = list(zip(*lists, strict=False))
-    kept = [at for at, row in enumerate(rows) if row not in rows[:at]]
+    kept = [layer for layer, row in enumerate(rows) if row not in rows[:layer]]
     while len(kept) < min(2, len(rows)):
-        kept.append(next(at for at in range(len(rows)) if at not in kept))
+        kept.append(next(layer for layer in range(len(rows)) if layer not in kept))
     return sorted(kept)
 
 

@@ -59,9 +59,9 @@ OPTIONS = {
 
 
 def _case(name: str, option: Option, dims: tuple[int, int], heads: tuple[int, int]) -> Case:
-    words = name.replace(", ", "-")
+    dashed_name = name.replace(", ", "-")
     base = Case(
-        f"fa4-{words}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "contiguous", 1, LENGTH,
+        f"fa4-{dashed_name}-{dims[0]}-{dims[1]}-{heads[0]}-{heads[1]}", option.mask, "contiguous", 1, LENGTH,
         None, 2, heads, dims, "bfloat16",
     )  # fmt: skip
     return replace(base, **option.fields)
@@ -107,13 +107,13 @@ def test_several_ranks(emulated: Case, gathered: bool) -> None:
         assert_close(emulated, Emulation(emulated, FA4, "cuda", gathered=gathered).run())
 
 
-@pytest.mark.parametrize("given", ["segment_ids", "predicate"])
-def test_lists_and_determinism(given: str) -> None:
+@pytest.mark.parametrize("setting", ["segment_ids", "predicate"])
+def test_lists_and_determinism(setting: str) -> None:
     """The library has no deterministic backward with block lists; a release may mend that."""
     q = torch.randn(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     ids = torch.zeros(1, 256, dtype=torch.int32, device="cuda")
     option: dict[str, Any] = (
-        {"segment_ids": ids} if given == "segment_ids" else {"mask": Mask(predicate=prefix)}
+        {"segment_ids": ids} if setting == "segment_ids" else {"mask": Mask(predicate=prefix)}
     )
     with pytest.raises(UnsupportedError, match="not deterministic with segment_ids"):
         ring_torch.ring_attention(q, q, q, kernel="fa4", deterministic=True, **option)

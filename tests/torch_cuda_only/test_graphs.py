@@ -43,9 +43,9 @@ def _both(attend: Attend, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach() for x in (out, *torch.autograd.grad(out, qkv, dout))]
 
 
-def _differences(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def _differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest, over the largest number wanted."""
-    pairs = zip(found, wanted, strict=True)
+    pairs = zip(results, expected, strict=True)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
@@ -67,31 +67,31 @@ def in_one_graph(_: int, move: Any) -> list[float]:
     """Both passes captured together and replayed with new numbers, calls as usual in between."""
     attend, held = partial(_attend, move=move), _shards(0)
     graph, results = _captured(partial(_both, attend, held))
-    found = []
+    replayed = []
     for seed in range(10, 16):
         fresh = _shards(seed)
-        wanted = _both(attend, fresh)
+        expected = _both(attend, fresh)
         with torch.no_grad():
-            for place, x in zip(held, fresh, strict=True):
-                place.copy_(x)
+            for static_input, x in zip(held, fresh, strict=True):
+                static_input.copy_(x)
         graph.replay()
-        found.append(_differences(results, wanted))
+        replayed.append(_differences(results, expected))
         if seed == 12:  # a longer call moves the memory that peers read
             _both(attend, _shards(seed, 4 * LENGTH))
-    return found
+    return replayed
 
 
 def as_graphed_callable(_: int, move: Any) -> list[float]:
     """A graph for each pass, as ``torch.cuda.make_graphed_callables`` makes them."""
     attend = partial(_attend, move=move)
-    given = tuple(_shards(0)[:3])
-    graphed: Any = torch.cuda.make_graphed_callables(attend, given)
-    found = []
+    inputs = tuple(_shards(0)[:3])
+    graphed: Any = torch.cuda.make_graphed_callables(attend, inputs)
+    replayed = []
     for seed in range(20, 26):
         fresh = _shards(seed)
         results = [x.clone() for x in _both(graphed, fresh)]
-        found.append(_differences(results, _both(attend, fresh)))
-    return found
+        replayed.append(_differences(results, _both(attend, fresh)))
+    return replayed
 
 
 def with_segments(_: int) -> list[float]:
@@ -106,16 +106,16 @@ def with_segments(_: int) -> list[float]:
     places = torch.arange(held[0].shape[1], device="cuda", dtype=torch.int32)[None]
     ids = torch.zeros_like(places)
     graph, results = _captured(partial(both, held, ids))
-    found = []
+    replayed = []
     for seed in range(5, 9):
         fresh, new = _shards(seed), places // (50 * seed)
-        wanted = both(fresh, new)
+        expected = both(fresh, new)
         with torch.no_grad():
-            for place, x in zip((*held, ids), (*fresh, new), strict=True):
-                place.copy_(x)
+            for static_input, x in zip((*held, ids), (*fresh, new), strict=True):
+                static_input.copy_(x)
         graph.replay()
-        found.append(_differences(results, wanted))
-    return found
+        replayed.append(_differences(results, expected))
+    return replayed
 
 
 def too_early(_: int, move: Any) -> str:

@@ -58,7 +58,7 @@ def test_fa4(case: Case, backend: Any) -> None:
 @pytest.mark.parametrize("dim", [48, 80, 112])
 def test_the_library_is_still_wrong_there(dim: int) -> None:
     """A release that mends this needs no zeros at these head dims."""
-    (kernel,) = (one for one in KERNELS if one.capabilities.name == "fa4")
+    (kernel,) = (known for known in KERNELS if known.capabilities.name == "fa4")
     flash: Any = kernel.flash  # type: ignore[attr-defined]
     torch.manual_seed(0)
     shape = (1, 256, 2, dim)
@@ -74,14 +74,14 @@ def test_the_library_is_still_wrong_there(dim: int) -> None:
     inputs = [x.detach() for x in leaves]
     with torch.no_grad():
         try:
-            found = flash.backward(
+            grads = flash.backward(
                 dout, *inputs, out.bfloat16(), scores.logsumexp(-1).contiguous(), options, None
             )
         except Exception:
             if dim != 112:  # where it does not compile
                 raise
             return
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(grads, expected, strict=True)
     assert max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs) > 0.1
 
 
@@ -106,7 +106,7 @@ def test_without_a_backward(dims: tuple[int, int], option: str) -> None:
     attend = partial(
         ring_attention, q, k, v, **{"causal": True, "kernel": "fa4", **choices[option]}
     )
-    wanted = attend()
+    expected = attend()
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(attend(), wanted)
+            assert torch.equal(attend(), expected)

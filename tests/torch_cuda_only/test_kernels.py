@@ -105,14 +105,14 @@ def exact_nan(kernel: str) -> bool:
     return all(k.capabilities.exact_nan for k in KERNELS if k.capabilities.name == kernel)
 
 
-def near(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def near(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Results, but for numbers in whose place there is a NaN of their tile."""
-    return np.where(np.isfinite(expected) & np.isnan(got), expected, got)
+    return np.where(np.isfinite(expected) & np.isnan(actual), expected, actual)
 
 
-def finite(got: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def finite(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Results, but for what is not finite here or there: libraries differ in what infinity does."""
-    return np.where(np.isfinite(expected) & np.isfinite(got), got, expected)
+    return np.where(np.isfinite(expected) & np.isfinite(actual), actual, expected)
 
 
 def _is_refusal(text: str, kernel: str, strategy: str) -> bool:

@@ -36,9 +36,9 @@ def over_ranks(*pairs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def same(moved: Sequence[tuple[Tensor, Tensor]], returned: Sequence[tuple[Tensor, Tensor]]) -> None:
-    one, other = over_ranks(*moved), over_ranks(*returned)
-    assert one.abs() > 1e-3, "numbers that show something"
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    moved_dot, returned_dot = over_ranks(*moved), over_ranks(*returned)
+    assert moved_dot.abs() > 1e-3, "numbers that show something"
+    torch.testing.assert_close(moved_dot, returned_dot, rtol=1e-12, atol=1e-12)
 
 
 def numbers(rank: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -135,13 +135,15 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
     session = call.open_session(inputs, call.backward_signature, gather, groups=1)
     sums = KeyGradBuffer(keys, head_major=False)
     (room,) = session.accumulators(gather, sums, zero=True)
-    for place, of in zip(sums.views(room, gather.length), y, strict=True):
-        place.copy_(of)
+    for sums_of_keys, of in zip(sums.views(room, gather.length), y, strict=True):
+        sums_of_keys.copy_(of)
     home = torch.zeros(sums.numel(keys.length), dtype=torch.float64)
-    for one in (fetch for fetch in gather.fetches if fetch.rank == rank):
-        places = sums.of(home, keys.length, one.source)
-        for place, of in zip(places, sums.of(room, gather.length, one.target), strict=True):
-            place.add_(of)
+    for own_fetch in (fetch for fetch in gather.fetches if fetch.rank == rank):
+        places = sums.of(home, keys.length, own_fetch.source)
+        for sums_of_keys, of in zip(
+            places, sums.of(room, gather.length, own_fetch.target), strict=True
+        ):
+            sums_of_keys.add_(of)
     returning = session.return_grads(gather, sums, room, 0, overlapped=False)
     returning(home, keys.length, lambda source: source)
     returned = sums.views(home, keys.length)

@@ -43,8 +43,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return torch.tensor(reference.attention(q.numpy(), k.numpy(), v.numpy(), **options)[0])
 
 
-def same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def _round_trip(rank: int, layout: Any, strategy: str) -> None:
@@ -67,8 +67,8 @@ def _round_trip(rank: int, layout: Any, strategy: str) -> None:
         weight.numpy(), q.numpy(), k.numpy(), v.numpy(), causal=True, window=(13, 0)
     )
     for leaf, grad in zip(leaves, grads, strict=False):
-        mine = cp.positions(leaf.shape[1])
-        same(leaf.grad[:, mine], torch.tensor(grad)[:, mine])  # type: ignore[index]
+        local = cp.positions(leaf.shape[1])
+        same(leaf.grad[:, local], torch.tensor(grad)[:, local])  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def _recorded(_: int, layout: Any, mask: Mask) -> tuple[list[str], list[str]]:
     events: list[str] = []
     start, forward, backward = Ranks.start, EagerKernel.attend_into, EagerKernel.grads_into
 
-    def start_(ring: Ranks, sends: Any, receives: Any) -> Any:
+    def start_(ranks: Ranks, sends: Any, receives: Any) -> Any:
         moved = [tensor.numel() for tensor, _ in sends]
         events.extend(f"send {n}" for n in moved if n != 2048)
-        return start(ring, sends, receives)
+        return start(ranks, sends, receives)
 
     def forward_(self: Any, *args: Any) -> None:
         events.append("kernel")
@@ -201,8 +201,8 @@ def test_inputs_may_be_strided_expanded_or_frozen() -> None:
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for kernel in ("sdpa", "eager"):
         same(ring_attention(*strided, causal=True, kernel=kernel), expected)
-        one = k[:, :, :1].expand(-1, -1, 4, -1)
-        same(ring_attention(q, one, one, kernel=kernel), dense(q, one, one))
+        expanded = k[:, :, :1].expand(-1, -1, 4, -1)
+        same(ring_attention(q, expanded, expanded, kernel=kernel), dense(q, expanded, expanded))
     q.requires_grad_()
     ring_attention(q, k, v).sum().backward()
     assert q.grad is not None and k.grad is None
@@ -242,8 +242,8 @@ def test_deterministic_repeats_bit_for_bit() -> None:
         q, k, v = (x.float().requires_grad_() for x in qkv())
         ring_attention(q, k, v, causal=True, deterministic=True).sum().backward()
         grads.append([x.grad for x in (q, k, v)])
-    for one, other in zip(*grads, strict=True):
-        assert torch.equal(one, other)
+    for grad, repeated in zip(*grads, strict=True):
+        assert torch.equal(grad, repeated)
 
 
 def test_blocks_are_a_choice() -> None:
@@ -255,8 +255,8 @@ def test_blocks_are_a_choice() -> None:
         {"segment_ids": ids},
         {"cu_seqlens": (0, 11, 30, 48)},
     ):
-        given = {n: x.numpy() if isinstance(x, Tensor) else x for n, x in options.items()}
-        same(ring_attention(q, k, v, kernel=config, **options), dense(q, k, v, **given))
+        kwargs = {n: x.numpy() if isinstance(x, Tensor) else x for n, x in options.items()}
+        same(ring_attention(q, k, v, kernel=config, **options), dense(q, k, v, **kwargs))
     same(ring_attention(q, k, v, kernel=KernelConfig(block_q=16)), dense(q, k, v))
 
 
@@ -299,8 +299,8 @@ def test_dropout_is_the_oracles() -> None:
 def test_options_that_are_handed_on_are_those_of_the_function() -> None:
     """In its order and with its defaults, so that a method's are the function's."""
     function, record = inspect.signature(ring_attention), get_type_hints(CallOptions)
-    given = [x for x in function.parameters.values() if x.kind is x.KEYWORD_ONLY]
-    options = {x.name: x.default for x in given if x.name not in {"group", "layout"}}
+    parameters = [x for x in function.parameters.values() if x.kind is x.KEYWORD_ONLY]
+    options = {x.name: x.default for x in parameters if x.name not in {"group", "layout"}}
     types = {x: y for x, y in get_type_hints(ring_attention).items() if x in options}
     del record["bias_role"]  # which no caller gives
     assert list(types.items()) == list(record.items())

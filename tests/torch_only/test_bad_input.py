@@ -69,8 +69,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name: str) -> None:
-    replaced, words = BAD[name]
-    with pytest.raises(ValueError, match=words):
+    replaced, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         ring_attention(**tensors(**replaced))
 
 
@@ -95,12 +95,12 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_named_kernel_never_falls_back(name: str) -> None:
     """Every reason is named at once, with what would work instead."""
-    options, words = REFUSED[name]
+    options, reasons = REFUSED[name]
     with pytest.raises(UnsupportedError) as caught:
         ring_attention(**tensors(**({"kernel": "sdpa"} | options)))
     assert all(
         word in str(caught.value)
-        for word in (*words, "kernel 'sdpa'", "Instead: use kernel='eager'")
+        for word in (*reasons, "kernel 'sdpa'", "Instead: use kernel='eager'")
     )
 
 

@@ -24,10 +24,10 @@ SMALL = ("--seq-len", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "1
 def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--window", "40,0", "--strategy", "gather", "--kernel", "eager", "--seconds", "0")
     assert main(["bench", *SMALL, *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["setting"]["ranks"] == 2 and found["setting"]["window"] == [40, 0]
-    assert [row["name"] for row in found["timings"]] == ["forward", "forward and backward"]
-    for row in found["timings"]:
+    report = json.loads(capsys.readouterr().out)
+    assert report["setting"]["ranks"] == 2 and report["setting"]["window"] == [40, 0]
+    assert [row["name"] for row in report["timings"]] == ["forward", "forward and backward"]
+    for row in report["timings"]:
         assert len(row["alone"]) == len(row["ring"]) == len(row["checked"]) == 3
         assert row["work_fraction"] == 0.5 and row["efficiency"] > 0
         assert row["check_cost"] > 0
@@ -49,14 +49,14 @@ def test_no_speed_without_right_results(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command_line", "message"),
     [
         ("--seq-len 255", "255 is not a positive multiple of 4"),
         ("--ranks 0", "--ranks must be at least 1"),
     ],
 )
-def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *words.split()]) == 2
+def test_mistakes(command_line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *command_line.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -87,11 +87,11 @@ def test_rates_are_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for _ in range(2):  # the second time takes the place of the first
         assert main(["bench", "--rates", str(path), "--seq-len", "64"]) == 0
         assert f"RING_RATES={path} uses it" in capsys.readouterr().out
-    found = _of_the_host(path)
-    assert [(x.option, x.dims, x.heads) for x in found] == [tuple(x) for x in OPTIONS]
-    assert {name for name, _ in found[0].kernels} == {"sdpa", "eager"}
-    assert all(dict(x.kernels)["eager"].both for x in found)
-    assert {x.option: x.pairs for x in found}["causal"] == 64 * 65 // 2
+    renewed = _of_the_host(path)
+    assert [(x.option, x.dims, x.heads) for x in renewed] == [tuple(x) for x in OPTIONS]
+    assert {name for name, _ in renewed[0].kernels} == {"sdpa", "eager"}
+    assert all(dict(x.kernels)["eager"].both for x in renewed)
+    assert {x.option: x.pairs for x in renewed}["causal"] == 64 * 65 // 2
     others = [case for case in rates.read(str(path)).cases if case.capability]
     assert others == list(rates.default().cases)  # what is known of other GPUs stays
 
@@ -131,16 +131,16 @@ def test_what_errs_more_than_plain_torch_has_no_time(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command_line", "message"),
     [
         ("--seq-len 0", "--seq-len must be at least 1, got 0"),
         ("--heads 4 --json", "--rates takes --seq-len alone; leave out --heads, --json"),
     ],
 )
 def test_mistakes_about_rates(
-    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command_line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *words.split()]
+    arguments = ["bench", "--rates", str(tmp_path / "rates.json"), *command_line.split()]
     try:
         code: object = main(arguments)
     except SystemExit as stop:

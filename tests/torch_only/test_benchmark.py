@@ -21,12 +21,12 @@ def errors(rank: int) -> list[tuple[bool, float]]:
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, 64, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     ways = [method(f"zigzag/eager/gather/p2p{end}", CAUSAL, 128) for end in ("", "/alone", "")]
-    found = []
+    errors_of_results = []
     for way in ways:
         with way.around():
             _, dq, dk, _ = way.both(q, k, v, torch.ones_like(q))
-            found.append(torch.cat([dq.flatten(), dk.flatten()]))
-    right, *others = found
+            errors_of_results.append(torch.cat([dq.flatten(), dk.flatten()]))
+    right, *others = errors_of_results
     return [(bool(x.isfinite().all()), float((x - right).abs().max())) for x in others]
 
 
@@ -58,8 +58,8 @@ def test_one_process_plays_the_ranks_of_a_ring() -> None:
         return sorted(pairs)
 
     assert not dist.is_initialized()
-    found = [as_rank(rank, 4, attend, rank) for rank in range(4)]
+    results = [as_rank(rank, 4, attend, rank) for rank in range(4)]
     chunk = 128 // 8
     expected = [[(chunk, (n + 1) * chunk), (chunk, (8 - n) * chunk)] for n in range(4)]
-    assert found == expected
+    assert results == expected
     assert not dist.is_initialized()

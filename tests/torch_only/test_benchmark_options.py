@@ -91,11 +91,11 @@ def test_a_row_is_met_by_the_best_other() -> None:
     }
     times = {"ring": [2.0, 3.0, 2.0], "fa4": [4.0, 2.0, 2.0], "cudnn": [5.0, 5.0, 5.0]}
     slow = times | {"ring": [3.0, 3.0, 3.0]}
-    found = options.row_of(row, wrong, {"forward": times, "both": slow})
-    assert found["best"] == {"forward": "fa4", "both": "fa4"}
-    assert found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
-    assert found["met"] == {"forward": True, "both": False}
-    shown = table([found | {"kernel": "fa4"}]).splitlines()[-1]
+    row_found = options.row_of(row, wrong, {"forward": times, "both": slow})
+    assert row_found["best"] == {"forward": "fa4", "both": "fa4"}
+    assert row_found["ratio"]["forward"] == {"fa4": [0.75, 1.0, 1.25], "cudnn": [0.4, 0.4, 0.5]}
+    assert row_found["met"] == {"forward": True, "both": False}
+    shown = table([row_found | {"kernel": "fa4"}]).splitlines()[-1]
     assert "fa4 2.00<br>cudnn 5.00<br>flex none | 0.75 **1.00** 1.25" in shown
     assert shown.endswith("| 1.10, missed |")
     alone = options.row_of(row, wrong, {"forward": {"fa4": [1.0, 1.0]}, "both": {}})
@@ -131,7 +131,7 @@ def test_rows_of_runs_are_kept_beside_each_other(tmp_path: Path) -> None:
     for name, where in (("80", "here"), ("96", "here"), ("80", "there")):
         options.keep(path, {"row": name}, {"gpu": where})
     kept = json.loads(path.read_text())["rows"]
-    assert [(one["row"], one["environment"]["gpu"]) for one in kept] == [
+    assert [(kept_row["row"], kept_row["environment"]["gpu"]) for kept_row in kept] == [
         ("96", "here"), ("80", "there"),
     ]  # fmt: skip
 
@@ -145,15 +145,15 @@ def test_a_run_times_what_is_here_and_says_why_the_others_are_not(
         ("DEVICE", "cpu"),
         ("GATE_LENGTH", 64),
         ("_milliseconds", lambda run, _: float(run() is not None)),
-        ("environment", lambda *given: {"given": given}),
+        ("environment", lambda *arguments: {"given": arguments}),
     ):
         monkeypatch.setattr(options, name, value)
     for module in ("flash_attn.cute.interface", "benchmarks.torch.fa4_mods"):
         monkeypatch.setitem(sys.modules, module, None)
     path = tmp_path / "rows.json"
-    given = ["--length", "128", "--rounds", "3", "--json", str(path)]
-    assert options.main([*given, "--part", "2/2"]) == 0
-    assert options.main([*given, "--rows", "80"]) == 0
+    arguments = ["--length", "128", "--rounds", "3", "--json", str(path)]
+    assert options.main([*arguments, "--part", "2/2"]) == 0
+    assert options.main([*arguments, "--rows", "80"]) == 0
     kept = json.loads(path.read_text())["rows"]
     assert [(row["row"], row["kernel"]) for row in kept] == [("80", "eager"), ("sinks", "eager")]
     for row in kept:
@@ -186,12 +186,12 @@ def test_blocks_of_segment_ids_are_those_of_brute_force(
         ids = ids.view(-1, 8)[torch.randperm(len(ids) // 8, generator=torch.manual_seed(3))]
         ids = torch.cat([ids[:1].flip(1), ids[1:]]).flatten()
     shown = (ids[:, None] == ids).tril()
-    some, every = blocks_of(shown, 8, 8)
+    any_visible, all_visible = blocks_of(shown, 8, 8)
     found = fa4_by_hand.segment_blocks(ids[None], size=8)
-    assert torch.equal(found.full, every)
-    assert bool(((found.partial | found.full) | ~some).all())
+    assert torch.equal(found.full, all_visible)
+    assert bool(((found.partial | found.full) | ~any_visible).all())
     if ordered:
-        assert torch.equal(found.partial, some & ~every)
+        assert torch.equal(found.partial, any_visible & ~all_visible)
     for lists, blocks in zip(
         fa4_by_hand.lists_of(found, found.transposed), (found, found.transposed), strict=True
     ):
@@ -205,23 +205,23 @@ def test_blocks_of_segment_ids_are_those_of_brute_force(
 
 @pytest.mark.parametrize("keys", [64, 128])
 def test_blocks_of_the_predicate_are_those_of_brute_force(keys: int) -> None:
-    at = torch.arange(1536)
-    some, every = blocks_of(striped(at[:, None], at), 128, keys)
-    found = fa4_by_hand.predicate_blocks(striped, 1536, 128, keys, "cpu")
-    assert torch.equal(found.full, every)
-    assert torch.equal(found.partial, some & ~every)
-    assert bool(every.any()) and not bool(some.all())
+    positions = torch.arange(1536)
+    any_visible, all_visible = blocks_of(striped(positions[:, None], positions), 128, keys)
+    blocks = fa4_by_hand.predicate_blocks(striped, 1536, 128, keys, "cpu")
+    assert torch.equal(blocks.full, all_visible)
+    assert torch.equal(blocks.partial, any_visible & ~all_visible)
+    assert bool(all_visible.any()) and not bool(any_visible.all())
 
 
 def test_by_hand_is_given_lists_of_keys_then_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def forward(q: Tensor, _: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor, Tensor, None]:
-        given.append(rest | {"q": q.shape})
+        calls.append(rest | {"q": q.shape})
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(1), None
 
     def backward(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **rest: Any) -> tuple[Tensor, ...]:
-        given.append(rest)
+        calls.append(rest)
         return q, k, v
 
     library = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
@@ -242,15 +242,15 @@ def test_by_hand_is_given_lists_of_keys_then_of_queries(monkeypatch: pytest.Monk
         x = case.inputs(torch.bfloat16)
         assert alone(*x[:3]).shape == x[3].shape
         assert [y.shape for y in both(*x)] == [y.shape for y in (x[3], *x[:3])]
-        first, second, last = given
-        given.clear()
+        first, second, last = calls
+        calls.clear()
         if option == "cu_seqlens":
             assert first["q"] == (1024, 4, 16)
             assert first["cu_seqlens_k"].tolist() == [0, 341, 682, 1023, 1024]
             continue
-        for one, size in ((first, keys), (second, keys), (last, 128)):
-            *lists, block_size = one["block_sparse_tensors"]
+        for call, size in ((first, keys), (second, keys), (last, 128)):
+            *lists, block_size = call["block_sparse_tensors"]
             assert block_size == (128, size)
             assert [y.shape for y in lists] == [(1, 1, 8), (1, 1, 8, 1024 // size)] * 2
-        first_count = [one["block_sparse_tensors"][0][0, 0, 0].item() for one in (second, last)]
+        first_count = [call["block_sparse_tensors"][0][0, 0, 0].item() for call in (second, last)]
         assert first_count[0] < first_count[1], "queries of the first keys, not keys"

@@ -86,12 +86,12 @@ MESSAGES, COPIES = ("gather", "p2p"), ("gather", "symm_mem")
 @pytest.mark.parametrize("move", [MESSAGES, COPIES, ("gather", "auto"), ("auto", "symm_mem")])
 def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> None:
     """Every reason is named at once, with what would work instead."""
-    refused, words = UNGATHERED[name]
+    refused, expected_message = UNGATHERED[name]
     with pytest.raises(UnsupportedError) as caught:
         chosen(move, refused)
     message = str(caught.value)
     assert message.startswith(f"strategy '{move[0]}' over transport '")
-    assert words in message
+    assert expected_message in message
     assert ("need CUDA tensors and a nccl group" in message) == (move[1] == "symm_mem")
     assert message.endswith("use strategy='ring' or 'auto' and transport='p2p' or 'auto'")
     for works in (RING, AUTO, ("ring", "auto"), ("auto", "p2p")):
@@ -103,8 +103,8 @@ def test_steps_are_sent_in_messages(strategy: Any) -> None:
     with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
         chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
-        found = chosen((strategy, transport), ring_program(program().plan, strategy))
-        assert found == (strategy, "p2p")
+        choice = chosen((strategy, transport), ring_program(program().plan, strategy))
+        assert choice == (strategy, "p2p")
 
 
 def test_balanced_is_of_contiguous_shards() -> None:
@@ -116,12 +116,12 @@ def test_balanced_is_of_contiguous_shards() -> None:
 
 def test_a_field_that_means_nothing_is_refused() -> None:
     assert StrategyConfig("gather") == StrategyConfig("gather", outer="ring")
-    for given in ({"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}):
-        with pytest.raises(ValueError, match=f"strategy 'ring' has no {next(iter(given))}"):
-            StrategyConfig("ring", **given)
+    for fields in ({"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}):
+        with pytest.raises(ValueError, match=f"strategy 'ring' has no {next(iter(fields))}"):
+            StrategyConfig("ring", **fields)
     x = torch.zeros(1, 4, 2, 8)
-    found = ring_attention(x, x, x, causal=True, strategy=StrategyConfig("ring"))
-    assert found.shape == x.shape
+    out = ring_attention(x, x, x, causal=True, strategy=StrategyConfig("ring"))
+    assert out.shape == x.shape
 
 
 def test_without_gpus_keys_travel_in_messages() -> None:
@@ -295,11 +295,11 @@ EQUAL = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_an_equal_value_of_another_type_is_another_call(name: str) -> None:
     """What was prepared for a good value does not let a bad one pass."""
-    good, bad, words = EQUAL[name]
+    good, bad, message = EQUAL[name]
     x = torch.zeros(1, 8, 2, 16)
     call: Any = ring_attention
     call(x, x, x, **{name: good})
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         call(x, x, x, **{name: bad})
 
 

@@ -71,11 +71,11 @@ def results(
     cp: ContextParallel, options: dict[str, Any], wrap: Callable[[Any], Any]
 ) -> list[Tensor]:
     """Outputs and gradients of a function around the attention."""
-    leaves, given = tensors(cp, options)
+    leaves, options_of_call = tensors(cp, options)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        found = cp.attention(q * 1.5, k, v, **given)
-        return found if isinstance(found, tuple) else (found,)
+        out = cp.attention(q * 1.5, k, v, **options_of_call)
+        return out if isinstance(out, tuple) else (out,)
 
     out = wrap(function)(*leaves[:3])
     loss = sum((x.sin().sum() for x in out), start=torch.zeros(()))
@@ -87,8 +87,10 @@ def _in_one_graph(_: int, name: str, layout: Any, strategy: str | None = None) -
     options = options if strategy is None else options | {"strategy": strategy}
     torch._dynamo.reset()
     expected = results(cp, options, lambda f: f)
-    found = results(cp, options, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
-    for x, y in zip(found, expected, strict=True):
+    compiled_results = results(
+        cp, options, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")
+    )
+    for x, y in zip(compiled_results, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
@@ -136,8 +138,8 @@ def _other_blocks_are_another_graph(_: int) -> None:
     for block in (16, 32, 48):
         config = KernelConfig("eager", block_q=block)
         with patch.object(_compiled, "_static_call", wraps=_compiled._static_call) as read:
-            found = compiled(config, q, k, v)
-        torch.testing.assert_close(found, function(config, q, k, v), rtol=0, atol=0)
+            out = compiled(config, q, k, v)
+        torch.testing.assert_close(out, function(config, q, k, v), rtol=0, atol=0)
         texts = [json.loads(call.args[0])["options"] for call in read.call_args_list]
         kernels: list[Any] = [CallOptions(*options).kernel for options in texts]
         assert kernels and all(kernel["kernel"][:2] == ["eager", block] for kernel in kernels)
@@ -153,9 +155,9 @@ def _operations_are_sound(_: int, name: str) -> None:
     leaves, options = tensors(cp, CALLS[name])
     arguments: list[Any] = []
 
-    def seen(*given: Any) -> Any:
-        arguments.extend(given)
-        return operation(*given)
+    def seen(*args: Any) -> Any:
+        arguments.extend(args)
+        return operation(*args)
 
     operation = _compiled.attention
     with patch.object(_compiled, "attention", seen):
@@ -175,13 +177,13 @@ def test_operations_are_sound(name: str, pool: LocalRanks) -> None:
 def _checkpointed(_: int) -> None:
     cp, options = ContextParallel(), CALLS["causal"]
     expected = results(cp, options, lambda f: f)
-    found = results(
+    checkpointed = results(
         cp, options,
         lambda f: torch.compile(
             lambda *x: checkpoint(f, *x, use_reentrant=False), backend="aot_eager", fullgraph=True
         ),
     )  # fmt: skip
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(checkpointed, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 

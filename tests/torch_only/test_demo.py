@@ -81,7 +81,7 @@ def test_wrong_losses_are_reported(demo: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (["--seq-len=257"], "pad to"),
         (["--window=-1"], "--window must be"),
@@ -89,12 +89,12 @@ def test_wrong_losses_are_reported(demo: ModuleType) -> None:
     ],
 )
 def test_wrong_arguments_get_one_line(
-    demo: ModuleType, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    demo: ModuleType, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         demo.main([*SMALL, *options])
     assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("demo")

@@ -129,9 +129,9 @@ def _differ(rank: int, name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_difference_is_an_error_on_all(three: LocalRanks, name: str) -> None:
     """Also on the rank that needs nothing of the others."""
-    for kind, words in three.run(_differ, name):
+    for kind, message in three.run(_differ, name):
         assert kind == "RankMismatchError"
-        assert re.search(rf"\b{DIFFERENCES[name].word} is ", words), words
+        assert re.search(rf"\b{DIFFERENCES[name].word} is ", message), message
 
 
 def _differ_in_backward(rank: int, what: str) -> tuple[str, str]:
@@ -145,9 +145,9 @@ def _differ_in_backward(rank: int, what: str) -> tuple[str, str]:
 def test_a_difference_in_backward_is_an_error_on_all(
     three: LocalRanks, what: str, word: str
 ) -> None:
-    for kind, words in three.run(_differ_in_backward, what):
+    for kind, message in three.run(_differ_in_backward, what):
         assert kind == "RankMismatchError"
-        assert re.search(rf"\b{word} is ", words), words
+        assert re.search(rf"\b{word} is ", message), message
 
 
 def _differ_after_agreeing(rank: int) -> tuple[str, str]:
@@ -159,9 +159,9 @@ def _differ_after_agreeing(rank: int) -> tuple[str, str]:
 def test_a_difference_after_equal_calls_is_an_error_on_all() -> None:
     """Those that learn of it late learn the same; of four ranks one is no neighbour."""
     with LocalRanks(4, timeout=TIMEOUT) as pool:
-        for kind, words in pool.run(_differ_after_agreeing):
+        for kind, message in pool.run(_differ_after_agreeing):
             assert kind == "RankMismatchError"
-            assert re.search(r"mask is '(full|causal)' there", words), words
+            assert re.search(r"mask is '(full|causal)' there", message), message
 
 
 def _one_call_less(rank: int) -> tuple[str, str]:
@@ -173,10 +173,10 @@ def test_a_missing_call_is_an_error_within_the_timeout() -> None:
     with LocalRanks(3, timeout=TIMEOUT) as pool:
         answers = pool.run(_one_call_less)
     for rank in (0, 2):
-        kind, words = answers[rank]
+        kind, message = answers[rank]
         assert kind == "RuntimeError"
-        assert f"rank {rank} waited in vain for ranks" in words
-        assert "call 2 (forward)" in words
+        assert f"rank {rank} waited in vain for ranks" in message
+        assert "call 2 (forward)" in message
 
 
 def _silent_store(_: int) -> tuple[bool, bool]:

@@ -29,8 +29,8 @@ EAGER = EagerKernel()
 def found_by(capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
     """What ``doctor --json`` prints, and it exits with this code."""
     assert main(["doctor", "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    diagnosis: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return diagnosis
 
 
 @pytest.fixture
@@ -52,28 +52,28 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    found = found_by(capsys)
-    assert found["healthy"]
-    assert (found["device"], found["gpus"]) == ("cpu", [])
-    assert found["versions"].keys() >= {"python", "numpy", "ring-core", "ring-torch", "torch"}
+    diagnosis = found_by(capsys)
+    assert diagnosis["healthy"]
+    assert (diagnosis["device"], diagnosis["gpus"]) == ("cpu", [])
+    assert diagnosis["versions"].keys() >= {"python", "numpy", "ring-core", "ring-torch", "torch"}
     names = [kernel.capabilities.name for kernel in KERNELS]
-    assert [kernel["name"] for kernel in found["kernels"]] == names
-    for kernel in found["kernels"]:
+    assert [kernel["name"] for kernel in diagnosis["kernels"]] == names
+    for kernel in diagnosis["kernels"]:
         if kernel["devices"] == ["cuda"]:
             assert kernel["why"] == "runs on cuda; torch finds no such device here"
         else:
             assert kernel["available"] and not kernel["why"]
-    ways = {way["name"]: way["available"] for way in found["strategies"]}
+    ways = {way["name"]: way["available"] for way in diagnosis["strategies"]}
     messages = ["gather/p2p", "ring/p2p", "balanced/p2p", "ulysses/p2p"]
     assert ways == {
         "gather/symm_mem": False,
         "ulysses/symm_mem": False,
         **dict.fromkeys(messages, True),
     }
-    checks = [(check["name"], check["where"], check["result"]) for check in found["checks"]]
+    checks = [(check["name"], check["where"], check["result"]) for check in diagnosis["checks"]]
     tested = [("sdpa", "cpu"), ("eager", "cpu"), *((way, "2 cpu ranks") for way in messages)]
-    assert checks == [(*one, what) for one in tested for what in RESULTS]
-    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in found["checks"])
+    assert checks == [(*kernel_and_pass, what) for kernel_and_pass in tested for what in RESULTS]
+    assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in diagnosis["checks"])
 
 
 def test_as_a_command() -> None:
@@ -96,21 +96,21 @@ def test_as_a_command() -> None:
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:
     two_gpus(capability=(8, 0))
-    found = found_by(capsys, code=1)  # of all these kernels none has shown that it runs
-    reached = [gpu["reaches"] for gpu in found["gpus"]]
+    diagnosis = found_by(capsys, code=1)  # of all these kernels none has shown that it runs
+    reached = [gpu["reaches"] for gpu in diagnosis["gpus"]]
     assert reached == [[1], [0]]
-    assert found["gpus"][0]["capability"] == [8, 0]
-    assert [kernel["name"] for kernel in found["kernels"]][:2] == ["fa2", "fa4"]
-    assert found["strategies"][0] == {
+    assert diagnosis["gpus"][0]["capability"] == [8, 0]
+    assert [kernel["name"] for kernel in diagnosis["kernels"]][:2] == ["fa2", "fa4"]
+    assert diagnosis["strategies"][0] == {
         "name": "gather/symm_mem", "devices": ["cuda"], "available": True, "why": ""
     }  # fmt: skip
 
 
 def test_gpus_that_do_not_reach_each_other(two_gpus: Any) -> None:
     two_gpus(reach=False)
-    found = doctor.diagnose()
-    assert found.strategies[0].why == "GPUs do not reach each other's memory: 0 and 1"
-    text = doctor.shown(found)
+    diagnosis = doctor.diagnose()
+    assert diagnosis.strategies[0].why == "GPUs do not reach each other's memory: 0 and 1"
+    text = doctor.shown(diagnosis)
     assert "H200, compute capability 9.0, reaches no other" in text
     assert text.endswith("something is wrong")
 

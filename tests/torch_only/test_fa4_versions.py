@@ -47,7 +47,7 @@ def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tupl
 def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
     """Of one sequence, ``[H, n, m]``."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    found = torch.einsum("nhd,mhd->hnm", q, k) * scale
+    s = torch.einsum("nhd,mhd->hnm", q, k) * scale
     apart = torch.arange(len(q))[:, None] - torch.arange(len(k))
     left, right = window
     hidden = torch.zeros_like(apart, dtype=torch.bool)
@@ -55,7 +55,7 @@ def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
         hidden |= apart > left
     if right is not None:
         hidden |= -apart > right
-    return found.masked_fill(hidden, -torch.inf)
+    return s.masked_fill(hidden, -torch.inf)
 
 
 def attended(
@@ -114,7 +114,7 @@ class Library:
         return flash_attn_fwd
 
     def _compiled_forward(self, *, causal: bool) -> Callable[..., None]:
-        def launch(*given: Any) -> None:
+        def launch(*args: Any) -> None:
             (
                 q,
                 k,
@@ -134,28 +134,28 @@ class Library:
                 aux,
                 _,
                 end,
-            ) = given
+            ) = args
             assert page is None and lists is None and aux == (None, None) and end is None
             assert not any(x.requires_grad for x in (q, k, v, out))
             self.compiled["forward"] += 1
             window = (None, 0) if causal else (left, right)
             for rows, columns in pieces(q, cu_q, cu_k):
-                found = attended(q[rows], k[columns], v[columns], scale, window, sinks)
-                out[rows] = found[0]
+                attention = attended(q[rows], k[columns], v[columns], scale, window, sinks)
+                out[rows] = attention[0]
                 if lse is not None:
-                    lse[of_rows(rows)] = found[1]
+                    lse[of_rows(rows)] = attention[1]
 
         return launch
 
     def _prepare(self) -> Any:
-        def bwd_preprocess(out: Tensor, *given: Any) -> None:
+        def bwd_preprocess(out: Tensor, *args: Any) -> None:
             cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]  # of a function
             cache.setdefault(out.dtype, prepare) if isinstance(cache, dict) else None
-            cache[out.dtype](out, *given, None, None, None, None, 1.0, None, None)
+            cache[out.dtype](out, *args, None, None, None, None, 1.0, None, None)
 
-        def prepare(*given: Any) -> None:
-            out, dout, delta, lse, lse_log2, dq_sums, _, *none, one, _, _ = given
-            assert none == [None] * 4 and one == 1.0
+        def prepare(*args: Any) -> None:
+            out, dout, delta, lse, lse_log2, dq_sums, _, *none, ones, _, _ = args
+            assert none == [None] * 4 and ones == 1.0
             self.compiled["prepare"] += 1
             n = lse.shape[-1]
             delta[..., :n] = (out * dout).sum(-1).transpose(-1, -2)
@@ -225,11 +225,11 @@ class Library:
         return flash_attn_bwd
 
     def _compiled_backward(self, *, causal: bool) -> Callable[..., None]:
-        def launch(*given: Any) -> None:
+        def launch(*args: Any) -> None:
             q, k, v, dout, lse_log2, delta, dq_sums, dk, dv, scale, cu_q, cu_k, _, _, *window = (
-                given[:16]
+                args[:16]
             )
-            *semaphores, aux, lists, _ = given[16:]
+            *semaphores, aux, lists, _ = args[16:]
             assert aux == (None, None) and lists is None
             assert all(x is None or (x.dtype == torch.int32 and not x.any()) for x in semaphores)
             self.compiled["backward"] += 1
@@ -242,22 +242,24 @@ class Library:
             for rows, columns in pieces(q, cu_q, cu_k):
                 count = len(q[rows])
                 group = q.shape[-2] // k.shape[-2]
-                at = (
+                index = (
                     (*of_rows(rows), slice(None), slice(count))
                     if isinstance(rows, int)
                     else of_rows(rows)
                 )
                 s = scores(q[rows], k[columns], scale, (None, 0) if causal else tuple(window))
-                p = torch.exp2(s * LOG2_E - lse_log2[at][..., None])
+                p = torch.exp2(s * LOG2_E - lse_log2[index][..., None])
                 wide_k, wide_v = (x[columns].repeat_interleave(group, dim=1) for x in (k, v))
-                ds = p * (torch.einsum("nhd,mhd->hnm", dout[rows], wide_v) - delta[at][..., None])
+                ds = p * (
+                    torch.einsum("nhd,mhd->hnm", dout[rows], wide_v) - delta[index][..., None]
+                )
                 to = (rows, slice(count)) if isinstance(rows, int) else (rows,)
                 rows_of_dq[to] += torch.einsum("hnm,mhd->nhd", ds, wide_k)
-                found = (
+                key_grads = (
                     torch.einsum("hnm,nhd->mhd", ds, q[rows]) * (1.0 if grouped else scale),
                     torch.einsum("hnm,nhd->mhd", p, dout[rows]),
                 )
-                for x, to_grad in zip(found, (dk, dv), strict=True):
+                for x, to_grad in zip(key_grads, (dk, dv), strict=True):
                     to_grad[columns] = x.unflatten(1, (-1, group)).sum(2)
 
         return launch
@@ -285,11 +287,11 @@ def public_functions(asked: Counter[str]) -> SimpleNamespace:
         del max_seqlen_q, max_seqlen_k, deterministic
         assert return_lse and softcap == 0.0
         asked["public"] += 1
-        found = [
+        by_document = [
             attended(q[rows], k[columns], v[columns], softmax_scale, window_size, learnable_sink)
             for rows, columns in pieces(q, cu_seqlens_q, cu_seqlens_k)
         ]
-        outs, lses = zip(*found, strict=True)
+        outs, lses = zip(*by_document, strict=True)
         if cu_seqlens_q is None:
             return torch.stack(outs), torch.stack(lses)
         return torch.cat(outs), torch.cat(lses, dim=1)
@@ -305,8 +307,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library
     caches = fa4.private.is_known, fa4.private._interface, fa4.public._module, fa4._missing
 
     def forget() -> None:
-        for one in caches:
-            one.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
 
     def installed(version: str) -> Library:
         library = Library()
@@ -367,11 +369,11 @@ class Launch:
         """``(out, lse)``, differentiable."""
         options = self.options
         cu = (None, None) if options.documents is None else options.documents[:2]
-        found = [
+        states = [
             attended(q[rows], k[columns], v[columns], options.scale, self.window, self.added_sinks)
             for rows, columns in pieces(q, *cu)
         ]
-        outs, lses = zip(*found, strict=True)
+        outs, lses = zip(*states, strict=True)
         return (
             (torch.cat(outs), torch.cat(lses, dim=1))
             if self.documents
@@ -383,9 +385,9 @@ class Launch:
         mods = self.options.mods
         return None if mods is None else mods.sinks
 
-    def whole(self, *given: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def whole(self, *tensors: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The global ``(out, lse)`` of this launch and of another one, and this launch's grads."""
-        *qkv, dout = given
+        *qkv, dout = tensors
         q, k, v = (x.clone().requires_grad_() for x in qkv)
         out, lse = self.wanted(q, k, v)
         with torch.no_grad():
@@ -407,17 +409,17 @@ LAUNCHES = (
 
 
 def forward(flash: Any, launch: Launch, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    place = None
+    destination = None
     if not launch.documents:
         out = torch.empty(*q.shape[:-1], v.shape[-1])
-        place = AttentionState(out, torch.full((q.shape[0], q.shape[2], q.shape[1]), 7.0))
-    found: tuple[Tensor, Tensor] = flash.forward(q, k, v, launch.options, place)
-    return found
+        destination = AttentionState(out, torch.full((q.shape[0], q.shape[2], q.shape[1]), 7.0))
+    result: tuple[Tensor, Tensor] = flash.forward(q, k, v, launch.options, destination)
+    return result
 
 
-def backward(flash: Any, launch: Launch, given: Sequence[Tensor]) -> list[Tensor]:
-    q, k, v, dout = given
-    out, lse, _ = launch.whole(*given)
+def backward(flash: Any, launch: Launch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    q, k, v, dout = tensors
+    out, lse, _ = launch.whole(*tensors)
     return list(flash.backward(dout, q, k, v, out, lse, launch.options, None))
 
 
@@ -428,14 +430,14 @@ def test_results_are_right_with_each_version(
 ) -> None:
     library, flash = install(version), fa4.Flash4()
     for seed in range(3):
-        given = launch.tensors(seed)
-        out, lse = forward(flash, launch, *given[:3])
-        wanted = launch.wanted(*given[:3])
-        torch.testing.assert_close(out, wanted[0])
+        tensors = launch.tensors(seed)
+        out, lse = forward(flash, launch, *tensors[:3])
+        expected = launch.wanted(*tensors[:3])
+        torch.testing.assert_close(out, expected[0])
         if launch.needs_lse:
-            torch.testing.assert_close(lse, wanted[1])
+            torch.testing.assert_close(lse, expected[1])
         for grad, right in zip(
-            backward(flash, launch, given), launch.whole(*given)[2], strict=True
+            backward(flash, launch, tensors), launch.whole(*tensors)[2], strict=True
         ):
             torch.testing.assert_close(grad, right, check_dtype=False)
     if version == KNOWN:
@@ -450,9 +452,9 @@ def test_repeats_are_bit_equal_to_the_library(
     launch: Launch, install: Callable[[str], Library]
 ) -> None:
     install(KNOWN)
-    flash, given = fa4.Flash4(), launch.tensors()
-    first = [*forward(flash, launch, *given[:3]), *backward(flash, launch, given)]
-    again = [*forward(flash, launch, *given[:3]), *backward(flash, launch, given)]
+    flash, tensors = fa4.Flash4(), launch.tensors()
+    first = [*forward(flash, launch, *tensors[:3]), *backward(flash, launch, tensors)]
+    again = [*forward(flash, launch, *tensors[:3]), *backward(flash, launch, tensors)]
     assert all(map(torch.equal, first, again))
     assert not {x.data_ptr() for x in first} & {x.data_ptr() for x in again}
 
@@ -478,14 +480,14 @@ def test_views_ask_the_library(
     forward(flash, launch, *launch.tensors()[:3])
     library.asked.clear()
     for seed in (1, 2):
-        given = [
+        tensors = [
             change(x) if which in ("all", name) else x
             for name, x in zip(("q", "k", "v", "dout"), launch.tensors(seed), strict=True)
         ]
         torch.testing.assert_close(
-            forward(flash, launch, *given[:3])[0], launch.wanted(*given[:3])[0]
+            forward(flash, launch, *tensors[:3])[0], launch.wanted(*tensors[:3])[0]
         )
-        grads = zip(backward(flash, launch, given), launch.whole(*given)[2], strict=True)
+        grads = zip(backward(flash, launch, tensors), launch.whole(*tensors)[2], strict=True)
         for grad, right in grads:
             torch.testing.assert_close(grad, right)
     forwards = {} if which == "dout" else {"forward": times}
@@ -514,9 +516,9 @@ def test_other_options_ask_the_library(other: Launch, install: Callable[[str], L
     library, launch, flash = install(KNOWN), Launch((None, 0)), fa4.Flash4()
     backward(flash, launch, launch.tensors())
     library.asked.clear()
-    given = other.tensors()
-    found = backward(flash, other, given)
-    for grad, right in zip(found, other.whole(*given)[2], strict=True):
+    tensors = other.tensors()
+    grads = backward(flash, other, tensors)
+    for grad, right in zip(grads, other.whole(*tensors)[2], strict=True):
         torch.testing.assert_close(grad, right)
     assert library.asked == {"backward": 1}
 
@@ -524,10 +526,10 @@ def test_other_options_ask_the_library(other: Launch, install: Callable[[str], L
 def test_what_the_library_makes_itself_is_not_kept(install: Callable[[str], Library]) -> None:
     library, launch, flash = install(KNOWN), Launch(), fa4.Flash4()
     library.extra = torch.zeros(3)
-    given = launch.tensors()
+    tensors = launch.tensors()
     for _ in range(2):
-        forward(flash, launch, *given[:3])
-        backward(flash, launch, given)
+        forward(flash, launch, *tensors[:3])
+        backward(flash, launch, tensors)
     assert library.asked == {"forward": 2, "backward": 2}
 
 
@@ -535,19 +537,19 @@ def test_no_tensor_of_a_call_is_kept(install: Callable[[str], Library]) -> None:
     install(KNOWN)
     flash, alive = fa4.Flash4(), []
     for launch in LAUNCHES:
-        given = launch.tensors()
-        results = [*forward(flash, launch, *given[:3]), *backward(flash, launch, given)]
-        alive += [weakref.ref(x) for x in (*given, *results)]
-        del given, results
+        tensors = launch.tensors()
+        results = [*forward(flash, launch, *tensors[:3]), *backward(flash, launch, tensors)]
+        alive += [weakref.ref(x) for x in (*tensors, *results)]
+        del tensors, results
     gc.collect()
     assert not [ref() for ref in alive if ref() is not None]
 
 
 def test_notes_are_bounded(install: Callable[[str], Library]) -> None:
     library, flash = install(KNOWN), fa4.Flash4()
-    given = Launch().tensors()
+    tensors = Launch().tensors()
     for left in (*range(300), 299, 0):
-        forward(flash, Launch((left, 0)), *given[:3])
+        forward(flash, Launch((left, 0)), *tensors[:3])
     assert library.asked["forward"] == 301, "the last is known, the first no more"
 
 
@@ -573,14 +575,18 @@ def test_calls_of_other_threads_are_not_noted(install: Callable[[str], Library])
         assert done.wait(10)
     thread.join()
     assert calls == [] and by_hand.compile_cache is compiled
-    given = launch.tensors()
-    threads = [threading.Thread(target=forward, args=(flash, launch, *given[:3])) for _ in range(8)]
+    tensors = launch.tensors()
+    threads = [
+        threading.Thread(target=forward, args=(flash, launch, *tensors[:3])) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert by_hand.compile_cache is compiled
-    torch.testing.assert_close(forward(flash, launch, *given[:3])[0], launch.wanted(*given[:3])[0])
+    torch.testing.assert_close(
+        forward(flash, launch, *tensors[:3])[0], launch.wanted(*tensors[:3])[0]
+    )
 
 
 def program(mask: Mask) -> RingProgram:
@@ -599,13 +605,13 @@ def test_other_versions_refuse_what_has_no_public_function(
     asked: dict[str, bool], mask: Mask, install: Callable[[str], Library]
 ) -> None:
     request = Request("cuda", "bfloat16", 64, 64, grad=True, **asked)
-    for version, wanted in ((KNOWN, []), (UNKNOWN, [KNOWN])):
+    for version, expected in ((KNOWN, []), (UNKNOWN, [KNOWN])):
         install(version)
         assert fa4.FA4.unavailable_reason() is None
         assert fa4.FA4.limits is not None
         reasons = fa4.FA4.limits(request, program(mask))
-        assert len(reasons) == len(wanted)
-        assert all(version in why for version, why in zip(wanted, reasons, strict=True))
+        assert len(reasons) == len(expected)
+        assert all(version in why for version, why in zip(expected, reasons, strict=True))
 
 
 def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Library]) -> None:

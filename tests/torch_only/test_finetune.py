@@ -51,8 +51,8 @@ def started(rank: int, ranks: int, port: int, more: list[str]) -> tuple[int, str
 @pytest.mark.usefixtures("example")
 def test_ring_and_one_process_agree(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
-    with LocalRanks(1) as one:
-        assert one.run(started, 1, 0, [f"--write={file}"])[0][0] == 0
+    with LocalRanks(1) as one_rank:
+        assert one_rank.run(started, 1, 0, [f"--write={file}"])[0][0] == 0
     losses = json.loads(file.read_text())
     assert len(losses) == 3 and losses[-1] < losses[0]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -95,11 +95,11 @@ class PlainFlash(FlashLibrary):
             leaves = queries, keys = [x.detach().requires_grad_() for x in parts[:2]]
             with torch.enable_grad():
                 scores, visible = _scores(queries, keys, options)
-            up, mine = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
+            up, local = (x[..., rows, :, :].transpose(-3, -2) for x in (dout, out))
             weights = (scores.detach() - lse[..., rows].unsqueeze(-1)).exp()
             weights = weights.masked_fill(~visible, 0.0)
             dweights = up @ _for_heads(parts[2], q.shape[-2]).transpose(-2, -1)
-            delta = (up * mine).sum(dim=-1, keepdim=True)
+            delta = (up * local).sum(dim=-1, keepdim=True)
             dscores = (weights * (dweights - delta)).masked_fill(~visible, 0.0)
             dq[..., rows, :, :], dk[..., columns, :, :] = torch.autograd.grad(
                 scores, leaves, dscores
@@ -235,10 +235,12 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     program = draw(programs())
     plan = program.plan
     rank = draw(st.integers(0, plan.cp_size - 1))
-    found = [item for step in range(program.num_steps) for item in program.items(rank, step)]
+    items_of_rank = [
+        item for step in range(program.num_steps) for item in program.items(rank, step)
+    ]
     if not gather_refusals(plan):
-        found += [*gather_program(plan, rank).items, *gather_program(plan, rank).in_place]
-    return [(item, shown(plan, item)) for item in found if item.tiles is None]
+        items_of_rank += [*gather_program(plan, rank).items, *gather_program(plan, rank).in_place]
+    return [(item, shown(plan, item)) for item in items_of_rank if item.tiles is None]
 
 
 @settings(max_examples=60)
@@ -247,11 +249,14 @@ def items(draw: st.DrawFn) -> list[tuple[WorkItem, Any]]:
     st.sampled_from([PLAIN, FORGETFUL, NARROW, UNLIKE, BACK]),
 )  # fmt: skip
 def test_any_item_is_its_dense_mask(
-    found: list[tuple[WorkItem, Any]], batch: int, softcap: float | None, kernel: FlashKernel
+    item_and_inputs: list[tuple[WorkItem, Any]],
+    batch: int,
+    softcap: float | None,
+    kernel: FlashKernel,
 ) -> None:
     """Whole, as several documents in one launch, or one by one: forward and gradients."""
     params = KernelParams(Mask(), 0.3, softcap)
-    for item, cells in found:
+    for item, cells in item_and_inputs:
         rows, columns = cells.shape
         shapes = ((batch, rows, 4, 3), (batch, columns, 2, 3), (batch, columns, 2, 5))
         generator = torch.Generator().manual_seed(rows * columns)
@@ -272,8 +277,8 @@ def test_any_item_is_its_dense_mask(
         sums = [torch.ones_like(x) for x in (q, k, v)]
         totals = QueryGrads(sums[0], None), KeyGrads(*sums[1:])
         kernel.grads_into(queries, keys, upstream, item, params, *totals)
-        for got, total, want in zip(grads[:3], sums, expected, strict=True):
-            _same(got, want)
+        for actual, total, want in zip(grads[:3], sums, expected, strict=True):
+            _same(actual, want)
             _same(total, want + 1)
 
 
@@ -306,13 +311,13 @@ def test_nan_in_documents_stays(cu_k: tuple[int, ...], batch: int) -> None:
         torch.tensor(stop <= first),
         AttentionState(torch.empty_like(q), torch.empty(batch, 2, 6)),
     )
-    given = (
+    arguments = (
         QueryBlock(q, None, None, None, None, None),
         KeyBlock(k, v, None, None),
         item,
         KernelParams(Mask(), 1.0),
     )
-    for result in (SILENT.attend(*given), SILENT.attend(*given, dst)):
+    for result in (SILENT.attend(*arguments), SILENT.attend(*arguments, dst)):
         expected = torch.zeros(batch, 2, 6, dtype=torch.bool)
         expected[-1, 1, 4] = not unseen[4]
         assert torch.equal(result.lse.isnan(), expected)
@@ -329,18 +334,18 @@ def test_results_are_written_in_place_where_they_fit(
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 6, 2, dim) for dim in (5, 5, 8))
     item = WorkItem(0, 0, 0, 0, 6, 0, 6, None, None, documents, documents)
-    given = (
+    arguments = (
         QueryBlock(q, None, None, None, None, None), KeyBlock(k, v, None, None), item, KernelParams(Mask(), 1.0),
     )  # fmt: skip
     dst = AttentionState(torch.empty(1, 6, 2, 8), torch.empty(1, 2, 6))
-    result = kernel.attend(*given, dst)
-    _same(result.out, kernel.attend(*given).out)
+    result = kernel.attend(*arguments, dst)
+    _same(result.out, kernel.attend(*arguments).out)
     assert result.out.data_ptr() == dst.out.data_ptr()  # V's head dim is as it was
     upstream, dq = (
         BackwardInputs(torch.randn_like(v), result.out, result.lse, None),
         torch.empty_like(q),
     )
-    grads = kernel.grads(given[0], given[1], upstream, item, given[3], dq)
+    grads = kernel.grads(arguments[0], arguments[1], upstream, item, arguments[3], dq)
     assert grads.dq.is_contiguous()
     assert (grads.dq.data_ptr() == dq.data_ptr()) == (kernel is PLAIN)
 
@@ -351,9 +356,9 @@ def test_head_dims_that_a_library_lacks_are_refused() -> None:
         (7, True, NARROW, 0), (9, True, NARROW, 1), (9, True, BACK, 1), (9, False, BACK, 0),
     ):  # fmt: skip
         request = Request("cpu", "float32", dim, dim, grad=grad)
-        found = kernel.config_refusals(KernelConfig(), request, program)
-        assert len(found) == reasons
-        assert all(f"head dims {dim} and {dim}" in text for text in found)
+        refusals = kernel.config_refusals(KernelConfig(), request, program)
+        assert len(refusals) == reasons
+        assert all(f"head dims {dim} and {dim}" in text for text in refusals)
 
 
 def test_rows_begin_at_multiples_of_16_bytes() -> None:
@@ -381,8 +386,8 @@ def _dense(
     return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(2, dim=2)), lse
 
 
-def _same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+def _same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_documents_is_one_launch() -> None:

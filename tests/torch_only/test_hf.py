@@ -31,9 +31,9 @@ def pool() -> Iterator[LocalRanks]:
 
 def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     """Masks of packed documents for a model that does not tell its mask functions of positions."""
-    documents, at = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
-    sees = (documents[:, :, None] == documents[:, None]) & (at <= at[:, None])
-    near = at[:, None] - at < model.config.sliding_window
+    documents, positions = (batch["position_ids"] == 0).cumsum(dim=1), torch.arange(LENGTH)
+    sees = (documents[:, :, None] == documents[:, None]) & (positions <= positions[:, None])
+    near = positions[:, None] - positions < model.config.sliding_window
     allowed = torch.zeros(sees.shape, dtype=torch.float64)
     return {
         name: allowed.masked_fill(~mask, -torch.inf)[:, None]
@@ -41,10 +41,10 @@ def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def same(got: Tensor, expected: Tensor, what: str) -> None:
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
     scale = float(expected.abs().max())
     torch.testing.assert_close(
-        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -52,8 +52,8 @@ def _matches(rank: int, name: str, kind: str) -> None:
     batch = whole(kind)
     model = build(name)
     masks = dense_masks(model, batch) if (name, kind[-2:]) == ("GptOss", "ed") else None
-    given = batch if masks is None else batch | {"attention_mask": masks}
-    logits, loss = run(model, given | WHOLE)
+    model_inputs = batch if masks is None else batch | {"attention_mask": masks}
+    logits, loss = run(model, model_inputs | WHOLE)
     expected = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 1
 
@@ -67,15 +67,15 @@ def _matches(rank: int, name: str, kind: str) -> None:
             cp = ContextParallel(group, layout=layout)
             what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
             model.set_attn_implementation(hf.register(f"ring_{strategy}", strategy=strategy))
-            mine, part = run(model, hf.shard_batch(cp, batch, model=model))
+            local, part = run(model, hf.shard_batch(cp, batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)
-            same(cp.unshard(mine.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
+            same(cp.unshard(local.detach())[:, :LENGTH][real], logits[real], f"logits of {what}")
             same(part, loss, f"loss of {what}")
-            got = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
-            assert got.keys() == expected.keys()
+            actual = {n: x.grad for n, x in model.named_parameters() if x.grad is not None}
+            assert actual.keys() == expected.keys()
             for weight, grad in expected.items():
-                same(got[weight], grad, f"gradient of {weight} of {what}")
+                same(actual[weight], grad, f"gradient of {weight} of {what}")
 
 
 @pytest.mark.nightly(
@@ -106,9 +106,9 @@ def _bidirectional(rank: int, kind: str) -> None:
         | {"local_attention": 12, "cls_token_id": 0, "sep_token_id": 0, "num_hidden_layers": 3}
     )
     torch.manual_seed(1)
-    given = whole(kind)
-    given.pop("labels")
-    mask = given.get("attention_mask", torch.ones_like(given["input_ids"])) == 1
+    model_inputs = whole(kind)
+    model_inputs.pop("labels")
+    mask = model_inputs.get("attention_mask", torch.ones_like(model_inputs["input_ids"])) == 1
     outs = []
     for implementation in ("eager", hf.register()):
         model = transformers.ModernBertModel._from_config(
@@ -122,7 +122,11 @@ def _bidirectional(rank: int, kind: str) -> None:
                 torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(i))
         model = model.double().eval()
         cp = ContextParallel()
-        batch = given if implementation == "eager" else hf.shard_batch(cp, given, model=model)
+        batch = (
+            model_inputs
+            if implementation == "eager"
+            else hf.shard_batch(cp, model_inputs, model=model)
+        )
         with Wide(), torch.no_grad():
             out = model(**batch).last_hidden_state
         outs.append(out if implementation == "eager" else cp.unshard(out)[:, :LENGTH])
@@ -190,13 +194,13 @@ def _float32(_: int) -> tuple[float, float]:
     cp, ring = ContextParallel(), build("Llama", hf.register()).float()
     with torch.no_grad():
         plain = build("Llama").float()(**batch, **WHOLE).logits
-        mine = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
-    return float((mine - expected).abs().max()), float((plain - expected).abs().max())
+        local = cp.unshard(ring(**hf.shard_batch(cp, batch, model=ring)).logits)[:, :LENGTH]
+    return float((local - expected).abs().max()), float((plain - expected).abs().max())
 
 
 def test_float32_is_as_exact_as_without_a_ring(pool: LocalRanks) -> None:
-    for mine, plain in pool.run(_float32):
-        assert mine <= 2 * plain + 1e-6
+    for local, plain in pool.run(_float32):
+        assert local <= 2 * plain + 1e-6
 
 
 def _two_rings(rank: int) -> None:

@@ -59,12 +59,12 @@ def result(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **grads}
 
 
-def mean_over_ranks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def mean_over_ranks(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """As DDP reduces gradients; the loss is whole already."""
-    for name in found.keys() - {"loss"}:
-        dist.all_reduce(found[name])
-        found[name] /= dist.get_world_size()
-    return found
+    for name in grads.keys() - {"loss"}:
+        dist.all_reduce(grads[name])
+        grads[name] /= dist.get_world_size()
+    return grads
 
 
 def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> None:
@@ -76,12 +76,12 @@ def compare(model: Any, batch: dict[str, Any], what: str, **options: Any) -> Non
     assert list(model.state_dict()) == keys
     calls = [mean_over_ranks(result(model, batch)) for _ in range(2)]
     handle.remove()
-    for got in (*calls, result(model, batch | more)):
+    for actual in (*calls, result(model, batch | more)):
         for name, x in expected.items():
-            mine, limit = got.get(name, torch.zeros_like(x)), LIMITS[x.dtype]
-            words = f"{name} {what}: off by {float((mine - x).abs().max())}"
+            local, limit = actual.get(name, torch.zeros_like(x)), LIMITS[x.dtype]
+            message = f"{name} {what}: off by {float((local - x).abs().max())}"
             atol = limit * float(x.abs().max()) + limit**2
-            torch.testing.assert_close(mine, x, rtol=limit, atol=atol, msg=words)
+            torch.testing.assert_close(local, x, rtol=limit, atol=atol, msg=message)
 
 
 def checkpoint(model: Any) -> None:
@@ -176,9 +176,9 @@ def _images(_: int, name: str, kind: str) -> None:
         batch["attention_mask"][0, :2] = 0
         batch["labels"][0, :3] = -100
     if kind == "packed":  # text's own, of two documents, and three directions
-        at = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
-        directions = torch.stack([at, at // 2, at % 3])
-        batch["position_ids"] = torch.cat([at[None], directions])
+        positions = torch.cat([torch.arange(9), torch.arange(12)]).expand(2, -1)
+        directions = torch.stack([positions, positions // 2, positions % 3])
+        batch["position_ids"] = torch.cat([positions[None], directions])
     compare(model, batch, f"of {name}, {kind}")
     moved = [
         n for n, x in model.named_parameters() if "vis" in n and x.grad is not None and x.grad.any()
@@ -215,15 +215,15 @@ def _dropout(rank: int, name: str, kind: str, rates: dict[str, Any]) -> None:
     model.train()
     batch = pair_batch("plain") if name in PAIRS else whole("plain")
     alone: Any = [dist.new_group([r]) for r in range(2)][rank]
-    found = []
+    outputs = []
     for group in (alone, None):
         handle = hf.parallelize(model, ContextParallel(group), reduction="mean")
         torch.manual_seed(3)
-        found.append(mean_over_ranks(result(model, batch)))
+        outputs.append(mean_over_ranks(result(model, batch)))
         handle.remove()
-    for weight, x in found[0].items():
-        torch.testing.assert_close(found[1][weight], x, rtol=1e-7, atol=1e-9)
-    assert float(found[0]["loss"]) != float(result(model.eval(), batch)["loss"])
+    for weight, x in outputs[0].items():
+        torch.testing.assert_close(outputs[1][weight], x, rtol=1e-7, atol=1e-9)
+    assert float(outputs[0]["loss"]) != float(result(model.eval(), batch)["loss"])
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
@@ -244,10 +244,10 @@ def _copied(_: int, name: str, kind: str) -> None:
     expected = result(model, batch)
     hf.parallelize(model, ContextParallel(), reduction="mean")
     result(model, pair_batch("plain") if name in PAIRS else whole("plain"))
-    got = mean_over_ranks(result(copy.deepcopy(model), batch))
+    actual = mean_over_ranks(result(copy.deepcopy(model), batch))
     for weight, x in expected.items():
         atol = 1e-8 * float(x.abs().max()) + 1e-12
-        torch.testing.assert_close(got[weight], x, rtol=1e-7, atol=atol)
+        torch.testing.assert_close(actual[weight], x, rtol=1e-7, atol=atol)
 
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration", "Bloom")
@@ -265,10 +265,10 @@ def _compiled(_: int, name: str, kind: str) -> None:
     hf.parallelize(model, ContextParallel(), reduction="mean")
     compiled = torch.compile(model, backend="eager")
     for _time in range(2):
-        got = mean_over_ranks(result(compiled, whole("right")))
+        actual = mean_over_ranks(result(compiled, whole("right")))
         for key, x in expected.items():
-            mine = got["loss"] if key == "loss" else got[f"_orig_mod.{key}"]
-            torch.testing.assert_close(mine, x, rtol=1e-7, atol=1e-8 * float(x.abs().max()))
+            local = actual["loss"] if key == "loss" else actual[f"_orig_mod.{key}"]
+            torch.testing.assert_close(local, x, rtol=1e-7, atol=1e-8 * float(x.abs().max()))
 
 
 @pytest.mark.nightly
@@ -295,7 +295,7 @@ TOKENS = torch.full((1, 8), 5)
 
 @pytest.mark.refused_in("5.14", "T5ForConditionalGeneration")
 @pytest.mark.parametrize(
-    ("name", "kind", "batch", "words"),
+    ("name", "kind", "batch", "message"),
     [
         ("T5ForConditionalGeneration", "t5", {}, "decoder_input_ids .* or labels"),
         ("T5ForConditionalGeneration", "t5", {"labels": TOKENS, "encoder_outputs": (TOKENS,)}, "encoder_outputs"),
@@ -305,16 +305,16 @@ TOKENS = torch.full((1, 8), 5)
         ("LlavaForConditionalGeneration", "llava", {"sound": TOKENS}, "takes no sound"),
     ],
 )  # fmt: skip
-def test_what_is_refused(name: str, kind: str, batch: dict[str, Any], words: str) -> None:
+def test_what_is_refused(name: str, kind: str, batch: dict[str, Any], message: str) -> None:
     model = build(name, kind)
     hf.parallelize(model, ContextParallel())
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         model(input_ids=TOKENS, **batch)
 
 
 @pytest.mark.refused_in("5.14", "EncoderDecoderModel")
 @pytest.mark.parametrize(
-    ("name", "kind", "changes", "words"),
+    ("name", "kind", "changes", "message"),
     [
         ("FalconForCausalLM", "falcon", {"alibi": True}, "alibi"),
         ("BigBirdPegasusForCausalLM", "bigbird_pegasus", {"attention_type": "block_sparse"}, "sparse"),
@@ -324,9 +324,9 @@ def test_what_is_refused(name: str, kind: str, batch: dict[str, Any], words: str
     ],
 )  # fmt: skip
 def test_which_models_are_refused(
-    name: str, kind: str, changes: dict[str, Any], words: str
+    name: str, kind: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         hf.parallelize(build(name, kind, **changes), ContextParallel())
 
 

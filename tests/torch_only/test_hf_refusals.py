@@ -30,13 +30,13 @@ def test_labels_are_shifted_before_the_split() -> None:
     for misuse in (lambda x: x[:, 1:], lambda x: pad(x, (0, 1)), lambda x: x.view(-1), torch.ravel):
         with pytest.raises(UnsupportedError, match="shift_labels"):
             misuse(shard["labels"])
-    given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
+    model_inputs = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
     assert torch.equal(
-        hf.shard_batch(cp, given, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
+        hf.shard_batch(cp, model_inputs, model=ANY)["shift_labels"][:, :LENGTH], batch["labels"]
     )
     embeddings = torch.ones(2, LENGTH, 32, requires_grad=True)
-    given = {"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}
-    shard = hf.shard_batch(cp, given, model=ANY)
+    model_inputs = {"inputs_embeds": embeddings, "token_type_ids": batch["input_ids"]}
+    shard = hf.shard_batch(cp, model_inputs, model=ANY)
     assert (
         shard["inputs_embeds"].shape == (2, LENGTH + 1, 32) and shard["inputs_embeds"].requires_grad
     )
@@ -61,7 +61,7 @@ PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "words"),
+    ("batch", "error", "message"),
     [
         ({}, ValueError, "one of input_ids"),
         ({"input_ids": TOKENS, "inputs_embeds": TOKENS}, ValueError, "one of input_ids"),
@@ -87,13 +87,13 @@ PADDED = torch.nn.functional.pad(torch.ones(2, 7, dtype=torch.int64), (0, 1))
         ({"input_ids": TOKENS, "output_attentions": True}, UnsupportedError, "never held"),
     ],
 )  # fmt: skip
-def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_batches_that_cannot_be_split(batch: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
         hf.shard_batch(ContextParallel(), batch, model=ANY)
 
 
-def refused(words: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
-    with pytest.raises(error, match=words):
+def refused(message: str, call: Callable[[], Any], error: type = UnsupportedError) -> None:
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -133,13 +133,15 @@ def test_models_that_would_answer_wrong() -> None:
     refused("router", lambda: build("GptOss", name)(**shard, output_router_logits=True))
     blocks = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
     embeddings = model.get_input_embeddings()(shard["input_ids"])
-    given = (model.config, embeddings, shard["attention_mask"], None)
-    refused("images", lambda: masking_utils.create_causal_mask(*given, block_sequence_ids=blocks))
-    mask: Any = masking_utils.create_causal_mask(*given)
+    arguments = (model.config, embeddings, shard["attention_mask"], None)
+    refused(
+        "images", lambda: masking_utils.create_causal_mask(*arguments, block_sequence_ids=blocks)
+    )
+    mask: Any = masking_utils.create_causal_mask(*arguments)
     refused("read or changed", lambda: mask[:, :, :4])
     model.config.layer_types = ["full_attention", "linear_attention"]
-    refused("linear_attention", lambda: masking_utils.create_causal_mask(*given))
-    refused("recurrent", lambda: masking_utils.create_recurrent_attention_mask(*given))
+    refused("linear_attention", lambda: masking_utils.create_causal_mask(*arguments))
+    refused("recurrent", lambda: masking_utils.create_recurrent_attention_mask(*arguments))
     function = transformers.AttentionInterface()[name]
     heads = torch.zeros(2, 1, LENGTH + 1, 8)
     layer = torch.nn.Module()

@@ -41,12 +41,12 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
         ranks.close()
 
 
-def check_twice(found: Any, plain: Any, exact: Any) -> None:
+def check_twice(ring: Any, plain: Any, exact: Any) -> None:
     """At most twice as far from float64 as one device in the same dtype is."""
-    found, plain, exact = (torch.tensor(x, dtype=torch.float64) for x in (found, plain, exact))
-    assert found.shape == plain.shape == exact.shape
+    ring, plain, exact = (torch.tensor(x, dtype=torch.float64) for x in (ring, plain, exact))
+    assert ring.shape == plain.shape == exact.shape
     for column in range(exact.shape[1]):  # losses, norms of gradients
-        error, allowed = ((x - exact)[:, column].norm() for x in (found, plain))
+        error, allowed = ((x - exact)[:, column].norm() for x in (ring, plain))
         assert error <= 2 * allowed + TINY * len(exact) ** 0.5
 
 
@@ -59,9 +59,9 @@ def check_steps(
         for dtype in ("float64", "float32")
     )
     ranks = 2 * dp_size
-    found = pools[ranks].run(trained, ranks, 2, name, "float32", *rest)
+    steps = pools[ranks].run(trained, ranks, 2, name, "float32", *rest)
     assert len(exact) == STEPS
-    for rank in found:
+    for rank in steps:
         check_twice(rank, plain, exact)
 
 
@@ -95,8 +95,8 @@ def test_steps_of_a_loop_are_those_of_one_device(pools: dict[int, LocalRanks], l
         for dtype in ("float64", "float32")
     )
     ranks = 2 * loop[-1]
-    for found in pools[ranks].run(looped, ranks, 2, "float32", *loop):
-        check_twice(found, plain, exact)
+    for steps in pools[ranks].run(looped, ranks, 2, "float32", *loop):
+        check_twice(steps, plain, exact)
 
 
 def test_where_a_rank_has_no_labels(pools: dict[int, LocalRanks]) -> None:
@@ -122,8 +122,8 @@ def test_few_steps(pools: dict[int, LocalRanks], way: str, dp_size: int) -> None
     options |= {"logits": "gather"} if way != "stream" else {}
     rest = ("Llama", "float32", {"is_stream": True} if way == "stream" else {}, options)
     expected = pools[dp_size].run(trained, dp_size, None, *rest)[0]
-    for found in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *rest):
-        close(found, expected, "losses and gradient norms")
+    for steps in pools[2 * dp_size].run(trained, 2 * dp_size, 2, *rest):
+        close(steps, expected, "losses and gradient norms")
 
 
 @pytest.mark.nightly(unless=["True"])
@@ -135,8 +135,8 @@ def test_a_routers_loss(pools: dict[int, LocalRanks], averages: bool) -> None:
     expected = pools[1].run(trained, 1, None, *arguments)[0]
     without = pools[1].run(trained, 1, None, *arguments[:-1])[0]
     assert abs(expected[0][0] - without[0][0]) > 0.1
-    for found in pools[2].run(trained, 2, 2, *arguments):
-        close(found, expected, "losses and gradient norms")
+    for steps in pools[2].run(trained, 2, 2, *arguments):
+        close(steps, expected, "losses and gradient norms")
 
 
 @pytest.mark.nightly(unless=["1"])
@@ -147,16 +147,16 @@ def test_a_whole_session(pools: dict[int, LocalRanks], tmp_path: Path, dp_size: 
     resumes = Version(transformers.__version__) >= Version("5.20")
     expected = pools[dp_size].run(session, dp_size, None, str(tmp_path / "one"), resumes)[0]
     ranks = 2 * dp_size
-    for found in pools[ranks].run(session, ranks, 2, str(tmp_path / "ring"), resumes):
-        assert found["predictions"].shape[0] == found["labels"].shape[0] == 7
+    for results in pools[ranks].run(session, ranks, 2, str(tmp_path / "ring"), resumes):
+        assert results["predictions"].shape[0] == results["labels"].shape[0] == 7
         for name, value in expected.items():
             if name in ("tokens", "samples", "keys"):
-                assert found[name] == value, name
+                assert results[name] == value, name
             elif name == "operations":
-                assert found[name] == pytest.approx(value, rel=1e-3)
+                assert results[name] == pytest.approx(value, rel=1e-3)
             else:
-                close(found[name], value, name)
-        close(found["resumed"], found["history"], "history of what was resumed")
+                close(results[name], value, name)
+        close(results["resumed"], results["history"], "history of what was resumed")
 
 
 def _mistakes(rank: int, folder: str) -> None:
@@ -206,20 +206,20 @@ def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> Non
 def test_trainers_of_trl(pools: dict[int, LocalRanks], tmp_path: Path, kind: str) -> None:
     expected = pools[1].run(trl_trained, 1, None, kind, str(tmp_path / "one"))[0]
     assert sum(name.endswith(" loss") for name in expected) == 4
-    for found in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring")):
-        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    for steps in pools[2].run(trl_trained, 2, 2, kind, str(tmp_path / "ring")):
+        assert steps == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def close(found: Any, expected: Any, what: str) -> None:
+def close(actual: Any, expected: Any, what: str) -> None:
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, x in expected.items():
-            close(found[name], x, f"{what} {name}")
+            close(actual[name], x, f"{what} {name}")
         return
-    found, expected = (
+    actual, expected = (
         x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
-        for x in (found, expected)
+        for x in (actual, expected)
     )
     torch.testing.assert_close(
-        found, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=1e-3, atol=1e-4, msg=lambda text: f"{what}: {text}"
     )

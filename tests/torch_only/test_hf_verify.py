@@ -91,8 +91,8 @@ def without_padding(result: Any) -> Any:
 
 
 def next_token(result: Any) -> Any:
-    args, given = result
-    return args, {**given, "hidden_states": given["hidden_states"].roll(1, dims=1)}
+    args, kwargs = result
+    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].roll(1, dims=1)}
 
 
 def rolled_tokens(result: Any) -> Any:
@@ -163,10 +163,10 @@ def _wrong_hook(_: int, kind: str) -> tuple[str, str]:
 @pytest.mark.refused_in("5.14", "alibi", "bias")
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_hook_is_found_and_its_module_named(two: LocalRanks, kind: str) -> None:
-    for right, found in two.run(_wrong_hook, kind):
+    for right, message in two.run(_wrong_hook, kind):
         assert not right
-        words = "its modules agree, and" if kind == "loss join" else "output differs is"
-        assert f"{words} {WRONG[kind][-1]}" in found
+        expected_message = "its modules agree, and" if kind == "loss join" else "output differs is"
+        assert f"{expected_message} {WRONG[kind][-1]}" in message
 
 
 def unsplit_rows(result: Any) -> Any:
@@ -200,9 +200,9 @@ def _with_images(_: int, name: str, model_type: str, dtype: torch.dtype) -> tupl
     ],
 )
 def test_a_model_of_images(two: LocalRanks, name: str, model_type: str, dtype: torch.dtype) -> None:
-    for right, found in two.run(_with_images, name, model_type, dtype):
+    for right, message in two.run(_with_images, name, model_type, dtype):
         assert not right
-        assert "first module whose output differs is" in found
+        assert "first module whose output differs is" in message
 
 
 def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]:
@@ -218,9 +218,9 @@ def _in_half_precision(_: int, name: str, dtype: torch.dtype) -> tuple[str, str]
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
 def test_in_half_precision(two: LocalRanks, name: str, dtype: torch.dtype) -> None:
-    for right, found in two.run(_in_half_precision, name, dtype):
+    for right, message in two.run(_in_half_precision, name, dtype):
         assert not right
-        assert f"first module whose output differs is {name}ForCausalLM" in found
+        assert f"first module whose output differs is {name}ForCausalLM" in message
 
 
 class Shift(nn.Module):
@@ -285,9 +285,9 @@ def _unknown(_: int, mixer: str, dtype: torch.dtype) -> str:
 def test_a_module_of_unknown_code_that_mixes_tokens_is_named(
     two: LocalRanks, mixer: str, dtype: torch.dtype
 ) -> None:
-    words = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
-    for found in two.run(_unknown, mixer, dtype):
-        assert words in found if mixer else not found
+    expected_message = f"output differs is model.layers.1.mlp.0 ({mixer})" if mixer else ""
+    for message in two.run(_unknown, mixer, dtype):
+        assert expected_message in message if mixer else not message
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -310,15 +310,15 @@ def state(model: nn.Module) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(kept: Any, current: Any) -> bool:
     """Return True if values are equal, bit by bit."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            is_same(x, other[name]) for name, x in one.items()
+    if isinstance(kept, Tensor):
+        return torch.equal(kept, current)
+    if isinstance(kept, dict):
+        return kept.keys() == current.keys() and all(
+            is_same(x, current[name]) for name, x in kept.items()
         )
-    return bool(one == other)
+    return bool(kept == current)
 
 
 class Counter(nn.Module):
@@ -414,22 +414,22 @@ def _wrapped(rank: int, kind: str, is_wrong: bool) -> tuple[str, list[str]]:
             model, ContextParallel(), reduction="sum" if kind == "lora" else "mean"
         )
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    found = verdict(handle, whole("plain"))
+    message = verdict(handle, whole("plain"))
     changes = [
         name
         for name, x in model.named_parameters()
         if x.grad is not None or not torch.equal(x, before[name])
     ]
     model(**whole("plain")).loss.backward()  # it still trains
-    return found, changes
+    return message, changes
 
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "wrong"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "lora"])
 def test_in_what_wraps_a_model(two: LocalRanks, kind: str, is_wrong: bool) -> None:
-    for found, changes in two.run(_wrapped, kind, is_wrong):
-        assert ("model.layers.1.mlp.0 (Shift)" in found) is is_wrong
-        assert bool(found) is is_wrong
+    for message, changes in two.run(_wrapped, kind, is_wrong):
+        assert ("model.layers.1.mlp.0 (Shift)" in message) is is_wrong
+        assert bool(message) is is_wrong
         assert not changes
 
 
@@ -459,9 +459,9 @@ def _hub(_: int, case: str) -> list[str]:
 
 @pytest.mark.parametrize("case", ["known", "unknown"])
 def test_parallelize_warns_once_of_what_no_test_has_run(two: LocalRanks, case: str) -> None:
-    for found in two.run(_hub, case):
-        assert len(found) == (case == "unknown")
-        assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in found)
+    for warned in two.run(_hub, case):
+        assert len(warned) == (case == "unknown")
+        assert all("Unknown" in x and "hf.verify(model, cp, batch)" in x for x in warned)
 
 
 @pytest.mark.parametrize("release", ["5.25.0", "6.0.0.dev0"])
@@ -483,17 +483,19 @@ def test_a_tested_transformers_is_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"attention_mask": torch.tensor([[1, 1, 2, 2]])}, "numbers documents"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q"),
         ({"input_ids": None}, "must have input_ids"),
     ],
 )
-def test_what_a_whole_model_cannot_be_given_is_refused(change: dict[str, Any], words: str) -> None:
+def test_what_a_whole_model_cannot_be_given_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     handle = hf.parallelize(build("Llama"), ContextParallel())
     batch = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         handle.verify(batch | change)
     with pytest.raises(ValueError, match="batch must be a mapping"):
         handle.verify([batch])  # type: ignore[arg-type]  # wrong on purpose

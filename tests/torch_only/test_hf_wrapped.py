@@ -68,9 +68,9 @@ def whole_model(context: Any) -> list[Tensor]:
 def test_gradients_are_the_whole_models(kind: str, four: LocalRanks) -> None:
     expected = whole_model(Wide())
     for grads in four.run(_trained, kind):
-        for found, wanted in zip(grads, expected, strict=True):
-            scale = float(wanted.abs().max())
-            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10 * scale)
+        for grad, expected_grad in zip(grads, expected, strict=True):
+            scale = float(expected_grad.abs().max())
+            torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-10 * scale)
 
 
 @pytest.mark.nightly
@@ -79,5 +79,5 @@ def test_under_autocast(four: LocalRanks) -> None:
     exact = torch.cat([x.flatten() for x in whole_model(Wide())])
     plain = torch.cat([x.flatten() for x in whole_model(torch.autocast("cpu", torch.bfloat16))])
     for grads in four.run(_trained, "ddp in autocast"):
-        found = torch.cat([x.flatten() for x in grads])
-        assert 0 < (found - exact).norm() <= 2 * (plain - exact).norm()
+        flat_grads = torch.cat([x.flatten() for x in grads])
+        assert 0 < (flat_grads - exact).norm() <= 2 * (plain - exact).norm()

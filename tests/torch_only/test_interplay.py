@@ -68,18 +68,18 @@ def mesh_and_shard(rank: int) -> tuple[Any, ContextParallel, Tensor]:
     return mesh, cp, cp.shard(batches()[rank // 2])
 
 
-def same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for x, y in zip(found, wanted, strict=True):
+def same(results: list[Tensor], expected: list[Tensor]) -> None:
+    for x, y in zip(results, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
-def _fsdp(rank: int, wanted: list[Tensor]) -> None:
+def _fsdp(rank: int, expected: list[Tensor]) -> None:
     mesh, cp, x = mesh_and_shard(rank)
     model = Layer(cp)
     for part in (model.qkv, model.out, model):
         fully_shard(part, mesh=mesh["dp", "cp"]._flatten("all"))
     model(x).square().sum().backward()
-    same([weight.grad.full_tensor() for weight in model.parameters()], wanted)  # type: ignore[union-attr]
+    same([weight.grad.full_tensor() for weight in model.parameters()], expected)  # type: ignore[union-attr]
 
 
 def test_fully_sharded(four: LocalRanks) -> None:
@@ -87,13 +87,13 @@ def test_fully_sharded(four: LocalRanks) -> None:
     four.run(_fsdp, expected())
 
 
-def _ddp(rank: int, wanted: list[Tensor]) -> None:
+def _ddp(rank: int, expected: list[Tensor]) -> None:
     _, cp, x = mesh_and_shard(rank)
     model = DistributedDataParallel(Layer(cp))
     with model.no_sync():
         model(x).square().sum().backward()
     model(x).square().sum().backward()
-    same([weight.grad for weight in model.parameters() if weight.grad is not None], wanted)
+    same([weight.grad for weight in model.parameters() if weight.grad is not None], expected)
 
 
 def test_gradients_gathered_without_and_then_with_sync(four: LocalRanks) -> None:
@@ -104,14 +104,14 @@ def _checkpointed_and_hooked(rank: int) -> None:
     """Recomputation calls the ring again, on all ranks alike; hooks see what they would see."""
     _, cp, x = mesh_and_shard(rank)
     x.requires_grad_()
-    (wanted,) = torch.autograd.grad(Layer(cp)(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(Layer(cp)(x).square().sum(), x)
     model, seen = Layer(cp), []
     model.qkv.register_forward_hook(lambda *_: seen.append("forward"))
     model.register_full_backward_hook(lambda *_: seen.append("backward"))
     x.register_hook(lambda grad: 2 * grad)
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
     assert x.grad is not None
-    same([x.grad], [2 * wanted])
+    same([x.grad], [2 * expected])
     assert seen == ["forward", "forward", "backward"]
 
 
@@ -119,7 +119,7 @@ def test_checkpointed_and_hooked(four: LocalRanks) -> None:
     four.run(_checkpointed_and_hooked)
 
 
-def _some_inputs(_: int, wanted: str) -> None:
+def _some_inputs(_: int, expected: str) -> None:
     """Gradients of the inputs that ask for one, equal to those when all do."""
     cp = ContextParallel()
     generator = torch.Generator().manual_seed(1)
@@ -139,14 +139,14 @@ def _some_inputs(_: int, wanted: str) -> None:
         out.square().sum().backward()
         return {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
-    every, some = gradients(tuple(made)), gradients((wanted,))
-    assert set(some) == {wanted}
-    same([some[wanted]], [every[wanted]])
+    all_grads, some_grads = gradients(tuple(made)), gradients((expected,))
+    assert set(some_grads) == {expected}
+    same([some_grads[expected]], [all_grads[expected]])
 
 
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "sinks", "bias"])
-def test_one_input_alone_asks_for_a_gradient(four: LocalRanks, wanted: str) -> None:
-    four.run(_some_inputs, wanted)
+@pytest.mark.parametrize("expected", ["q", "k", "v", "sinks", "bias"])
+def test_one_input_alone_asks_for_a_gradient(four: LocalRanks, expected: str) -> None:
+    four.run(_some_inputs, expected)
 
 
 def _layouts(_: int) -> None:

@@ -64,9 +64,9 @@ def _shift(_: int, size: int, n: int) -> None:
                 (like,) = torch.autograd.grad(expected + 0 * whole, whole, grad)
                 x = cp.shard(whole.detach(), dim=dim).requires_grad_()
                 out = cp.shift(x, n, dim=dim, fill=0.5, cu_seqlens=offsets)
-                (got,) = torch.autograd.grad(out, x, cp.shard(grad, dim=dim))
+                (actual,) = torch.autograd.grad(out, x, cp.shard(grad, dim=dim))
                 assert torch.equal(out, cp.shard(expected.detach(), dim=dim)), (layout, dim)
-                assert torch.equal(got, cp.shard(like, dim=dim)), (layout, dim)
+                assert torch.equal(actual, cp.shard(like, dim=dim)), (layout, dim)
 
 
 @pytest.mark.parametrize("n", [0, 1, -1, -2, 5, 25, -37, 60])
@@ -81,23 +81,26 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
         cp = ContextParallel(layout=layout)
         runs = cp.layout_of(T).num_runs
         for dim, shape in ((1, (2, T, 3)), (0, (T,)), (-1, (2, 3, T))):
-            whole, at = numbers(0, *shape), dim % len(shape)
+            whole, seq_dim = numbers(0, *shape), dim % len(shape)
             x = cp.shard(whole, dim=dim).requires_grad_()
             rows, positions, documents = cp.halo(x, left, right, dim=dim, cu_seqlens=DOCUMENTS)
             width = left + T // size // runs + right
-            batch = 1 if at == 0 else shape[0]
+            batch = 1 if seq_dim == 0 else shape[0]
             assert positions.shape == documents.shape == (batch * runs, width)
             assert rows.shape == (
-                (runs, width) if at == 0 else (batch * runs, *shape[1:at], width, *shape[at + 1 :])
+                (runs, width)
+                if seq_dim == 0
+                else (batch * runs, *shape[1:seq_dim], width, *shape[seq_dim + 1 :])
             )
             # Every token is that of its position, and what is outside is zero.
             tokens = torch.cat(
-                [whole.movedim(at, -1), torch.zeros_like(whole.movedim(at, -1)[..., :1])], -1
+                [whole.movedim(seq_dim, -1), torch.zeros_like(whole.movedim(seq_dim, -1)[..., :1])],
+                -1,
             )
             for row, places in enumerate(positions):
-                like = tokens[places] if at == 0 else tokens[row // runs][..., places]
-                got = rows[row] if at == 0 else rows[row].movedim(at - 1, -1)
-                assert torch.equal(got, like), (layout, dim, row)
+                like = tokens[places] if seq_dim == 0 else tokens[row // runs][..., places]
+                actual = rows[row] if seq_dim == 0 else rows[row].movedim(seq_dim - 1, -1)
+                assert torch.equal(actual, like), (layout, dim, row)
             inside = positions >= 0
             assert torch.equal(inside, documents >= 0)
             ends = torch.tensor(DOCUMENTS).unique()
@@ -105,7 +108,7 @@ def _halo(_: int, size: int, left: int, right: int) -> None:
                 torch.bucketize(positions[inside], ends, right=True) - 1, documents[inside]
             )
             # Own tokens come back by join, from the middle of each row.
-            middle = rows.narrow(1 if at == 0 else at, left, width - left - right)
+            middle = rows.narrow(1 if seq_dim == 0 else seq_dim, left, width - left - right)
             assert torch.equal(cp.join(middle, dim=dim), x)
 
 
@@ -122,9 +125,9 @@ def _relayout(_: int, size: int) -> None:
                 whole, grad = numbers(0, *shape), numbers(1, *shape)
                 x = cp.shard(whole, dim=dim).requires_grad_()
                 out = cp.relayout(x, to=other if dim else to, dim=dim)
-                (got,) = torch.autograd.grad(out, x, other.shard(grad, dim=dim))
+                (actual,) = torch.autograd.grad(out, x, other.shard(grad, dim=dim))
                 assert torch.equal(out, other.shard(whole, dim=dim))
-                assert torch.equal(got, cp.shard(grad, dim=dim))
+                assert torch.equal(actual, cp.shard(grad, dim=dim))
 
 
 def test_a_relayout_gives_the_tokens_of_the_other_layout(pool: LocalRanks) -> None:
@@ -199,18 +202,18 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
     counts = []
     for layout in layouts(size):
         cp = ContextParallel(layout=layout)
-        place = cp.layout_of(T)
+        own_layout = cp.layout_of(T)
         owner = torch.empty(T, dtype=torch.int64)
         for other in range(size):
-            owner[torch.as_tensor(place.positions(other))] = other
-        wanted: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
+            owner[torch.as_tensor(own_layout.positions(other))] = other
+        expected: dict[str, Any] = {"shift": [torch.arange(T) - 5], "relayout": [torch.arange(T)]}
         goes = {"shift": owner, "relayout": torch.arange(T) // (T // size)}
         moves: dict[str, Any] = {
             "shift": lambda x, cp=cp: cp.shift(x, 5),
             "relayout": lambda x, cp=cp: cp.relayout(x, to="contiguous"),
         }
         for name, move in moves.items():
-            (source,) = wanted[name]
+            (source,) = expected[name]
             inside = source >= 0
             senders, receivers = owner[source[inside]], goes[name][inside]
             crossing = senders != receivers
@@ -228,10 +231,10 @@ def _bytes(rank: int, size: int) -> list[tuple[str, str, int, int]]:
 
 
 def test_only_rows_that_change_rank_are_sent(pool: LocalRanks) -> None:
-    every = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
-    for layout, name, sent, needed in every:
+    all_counts = [counts for counts in pool.run(_bytes, len(pool)) for counts in counts]
+    for layout, name, sent, needed in all_counts:
         assert sent == needed, (layout, name)
-    assert sum(needed for *_, needed in every) > 0
+    assert sum(needed for *_, needed in all_counts) > 0
 
 
 class Heads(nn.Module):
@@ -270,9 +273,9 @@ def _whole_attention(offsets: tuple[int, ...], *qkv: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-def _same_gradients(cp: ContextParallel, mine: nn.Module, whole: nn.Module) -> None:
-    cp.reduce_gradients(mine)
-    for (name, weight), like in zip(mine.named_parameters(), whole.parameters(), strict=True):
+def _same_gradients(cp: ContextParallel, local: nn.Module, whole: nn.Module) -> None:
+    cp.reduce_gradients(local)
+    for (name, weight), like in zip(local.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(weight.grad, like.grad, msg=name)
 
 
@@ -287,11 +290,13 @@ def _predict(_: int, size: int, compiled: bool) -> None:
     expected.backward()
     for layout in layouts(size) if not compiled else layouts(size)[1::2]:
         torch._dynamo.reset()
-        cp, mine = ContextParallel(layout=layout), Heads()
+        cp, local = ContextParallel(layout=layout), Heads()
         options: Any = {"causal": True, "cu_seqlens": offsets}
 
-        def predict(tokens: Tensor, cp: Any = cp, mine: Any = mine, options: Any = options) -> Any:
-            return mine(
+        def predict(
+            tokens: Tensor, cp: Any = cp, local: Any = local, options: Any = options
+        ) -> Any:
+            return local(
                 tokens, lambda *qkv: cp.attention(*qkv, **options),
                 lambda x, n, fill: cp.shift(x, n, fill=fill, cu_seqlens=offsets),
             )  # fmt: skip
@@ -302,7 +307,7 @@ def _predict(_: int, size: int, compiled: bool) -> None:
         total = loss.detach().clone()
         dist.all_reduce(total)
         torch.testing.assert_close(total, expected.detach())
-        _same_gradients(cp, mine, whole)
+        _same_gradients(cp, local, whole)
 
 
 @pytest.mark.nightly(only=["4 ranks-compiled"])
@@ -349,14 +354,14 @@ def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
         if layout == "striped":
             continue
         torch._dynamo.reset()
-        cp, mine = ContextParallel(layout=layout), Convolution()
+        cp, own = ContextParallel(layout=layout), Convolution()
 
         def halo(y: Tensor, cp: Any = cp) -> tuple[Tensor, Tensor]:
             rows, _, documents = cp.halo(y, 3, 0, cu_seqlens=DOCUMENTS)
             return rows, documents
 
-        def run(x: Tensor, cp: Any = cp, mine: Any = mine, halo: Any = halo) -> Tensor:
-            result: Tensor = mine(x, halo, cp.join)
+        def run(x: Tensor, cp: Any = cp, own: Any = own, halo: Any = halo) -> Tensor:
+            result: Tensor = own(x, halo, cp.join)
             return result
 
         if compiled:
@@ -366,7 +371,7 @@ def _convolve(_: int, size: int, compiled: bool, reentrant: bool) -> None:
             out = checkpoint(run, local, use_reentrant=reentrant)
         torch.testing.assert_close(out, cp.shard(expected.detach()))
         (out * cp.shard(target)).sum().backward()
-        _same_gradients(cp, mine, whole)
+        _same_gradients(cp, own, whole)
 
 
 @pytest.mark.nightly(only=["4 ranks-compiled"])
@@ -395,9 +400,9 @@ def _one_graph(rank: int) -> int:
     run: Any = torch.compile(both, backend=keep, fullgraph=True)
     x = numbers(rank, 2, T // 2, 3)
     for n, stop in ((2, 5), (3, 9), (4, 30), (5, 31)):
-        got, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
-        for one, other in zip(got, like, strict=True):
-            assert torch.equal(one, other)
+        actual, like = run(x, n, (0, stop, T)), both(x, n, (0, stop, T))
+        for result, expected in zip(actual, like, strict=True):
+            assert torch.equal(result, expected)
     return len(graphs)
 
 
@@ -452,22 +457,22 @@ UNLIKE_OTHERS: dict[str, tuple[Any, Any, str]] = {
 def _unlike(rank: int, name: str) -> tuple[str, bool]:
     group: Any = dist.new_group(timeout=timedelta(seconds=20))
     cp, x = ContextParallel(group), torch.ones(1, 4, 4)
-    words = "a result"
+    message = "a result"
     call, other, _ = UNLIKE_OTHERS.get(name) or (lambda cp, x: cp.shift(x, 1), *UNLIKE[name])
     try:
         (other if rank == 2 else call)(cp, x)
     except (RuntimeError, ValueError) as error:
-        words = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     # Nothing was sent: the group goes on.
-    return words, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
+    return message, bool((cp.shift(torch.full((1, 4, 4), 1.0), 0) == 1).all())
 
 
 def test_unlike_movements_are_named_on_all_ranks() -> None:
     with LocalRanks(3) as ranks:
-        for name, (*_, words) in (UNLIKE | UNLIKE_OTHERS).items():
+        for name, (*_, expected_message) in (UNLIKE | UNLIKE_OTHERS).items():
             for message, is_usable in ranks.run(_unlike, name):
                 assert message.startswith(RankMismatchError.__name__), (name, message)
-                assert re.search(words, message), (name, message)
+                assert re.search(expected_message, message), (name, message)
                 assert is_usable
 
 
@@ -500,16 +505,16 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 def _refused(_: int) -> list[str]:
-    cp, every = ContextParallel(), []
-    for name, (call, words) in WRONG.items():
+    cp, unexpected = ContextParallel(), []
+    for name, (call, message) in WRONG.items():
         try:
             call(cp, torch.ones(1, 4, 3))
         except ValueError as error:
-            every += [] if re.search(words, str(error)) else [f"{name}: {error}"]
+            unexpected += [] if re.search(message, str(error)) else [f"{name}: {error}"]
         else:
-            every.append(f"{name}: no error")
+            unexpected.append(f"{name}: no error")
     assert cp.shift(torch.ones(1, 4), 0).sum() == 4
-    return every
+    return unexpected
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -194,9 +194,9 @@ def _fewer_tokens_than_ranks(rank: int, layout: Any, strategy: str) -> None:
     """A rank without a token of the sequence takes part."""
     cp = ContextParallel(layout=layout)
     x = _random(1, 1, 3, 8).requires_grad_()
-    mine = cp.shard(x, pad=True)
+    local = cp.shard(x, pad=True)
     out, lse = cp.attention(
-        mine, mine, mine, seq_len=1, strategy=strategy, return_lse=True, mask=Mask(window=(1, 1))
+        local, local, local, seq_len=1, strategy=strategy, return_lse=True, mask=Mask(window=(1, 1))
     )
     expected, _ = reference.attention(x.detach(), x.detach(), x.detach())
     whole = cp.unshard(out, grad="slice", seq_len=1)
@@ -230,8 +230,10 @@ def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
     tokens = int(cp.layout_of(length, pad=True).num_tokens(rank))
     documents = (0, length // 2, length)
     for n, cu_seqlens in ((1, None), (-2, None), (1, documents)):
-        mine = cp.shard(x, pad=True, fill=7)
-        out = run(lambda y, n=n, cu=cu_seqlens: cp.shift(y, n, cu_seqlens=cu, seq_len=length))(mine)
+        local = cp.shard(x, pad=True, fill=7)
+        out = run(lambda y, n=n, cu=cu_seqlens: cp.shift(y, n, cu_seqlens=cu, seq_len=length))(
+            local
+        )
         assert out[:, tokens:].eq(0).all()
         whole = cp.unshard(out, grad="slice", seq_len=length)
         ends = cu_seqlens or (0, length)
@@ -241,29 +243,31 @@ def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
                 if start <= t - n < stop:
                     expected[:, t] = x[:, t - n]
         torch.testing.assert_close(whole, expected)
-        (got,), (want,) = (torch.autograd.grad((y * weights).sum(), x) for y in (whole, expected))
-        dist.all_reduce(got)
-        torch.testing.assert_close(got, want)
+        (actual,), (want,) = (
+            torch.autograd.grad((y * weights).sum(), x) for y in (whole, expected)
+        )
+        dist.all_reduce(actual)
+        torch.testing.assert_close(actual, want)
     there = run(lambda y: cp.relayout(y, to=plain, seq_len=length))(cp.shard(x, pad=True, fill=7))
     assert torch.equal(there, plain.shard(x, pad=True))
     back = run(lambda y: plain.relayout(y, to=cp, seq_len=length))(there)
     assert torch.equal(back, cp.shard(x, pad=True))
-    (got,) = torch.autograd.grad((back * cp.shard(weights, pad=True, fill=9)).sum(), x)
-    dist.all_reduce(got)
-    torch.testing.assert_close(got, weights)
+    (actual,) = torch.autograd.grad((back * cp.shard(weights, pad=True, fill=9)).sum(), x)
+    dist.all_reduce(actual)
+    torch.testing.assert_close(actual, weights)
     if layout == "striped":
         return
-    mine = cp.shard(x, pad=True, fill=7)
-    rows, positions, _ = run(lambda y: cp.halo(y, 2, 1, seq_len=length))(mine)
+    local = cp.shard(x, pad=True, fill=7)
+    rows, positions, _ = run(lambda y: cp.halo(y, 2, 1, seq_len=length))(local)
     inside = positions >= 0
     assert positions.max() < length
     batch = torch.arange(len(rows)) // (len(rows) // 2)
     expected = torch.where(inside[..., None], x[batch[:, None], positions.clamp(min=0)], 0.0)
     torch.testing.assert_close(rows, expected)
-    (got,), (want,) = (torch.autograd.grad(y.sum(), x) for y in (rows, expected))
-    for grad in (got, want):
+    (actual,), (want,) = (torch.autograd.grad(y.sum(), x) for y in (rows, expected))
+    for grad in (actual, want):
         dist.all_reduce(grad)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(actual, want)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -28,10 +28,10 @@ def pair() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def same(got: Tensor, expected: Tensor, what: str) -> None:
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
     scale = float(expected.detach().abs().max())
     torch.testing.assert_close(
-        got, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=1e-9, atol=1e-10 * scale, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -67,16 +67,16 @@ def _matches(_: int, name: str, kind: str, layout: Any) -> None:
         assert hf.parallelize(model, cp, **way) is handle
         assert list(model.state_dict()) == keys
         for _time in range(2):
-            mine, whole_loss = run(model, batch)
-            found = reduced(model, cp, way["reduction"])
+            local, whole_loss = run(model, batch)
+            grads = reduced(model, cp, way["reduction"])
             what = f"{name} {kind} {layout} {way}"
             same(whole_loss, loss, f"loss of {what}")
-            mine = mine if way["logits"] == "gather" else cp.unshard(mine.detach())[:, :LENGTH]
-            assert mine.shape == logits.shape
-            same(mine[real], logits[real], f"logits of {what}")
-            assert found.keys() == expected.keys()
+            local = local if way["logits"] == "gather" else cp.unshard(local.detach())[:, :LENGTH]
+            assert local.shape == logits.shape
+            same(local[real], logits[real], f"logits of {what}")
+            assert grads.keys() == expected.keys()
             for weight, grad in expected.items():
-                same(found[weight], grad, f"gradient of {weight} of {what}")
+                same(grads[weight], grad, f"gradient of {weight} of {what}")
         handle.remove()
         handle.remove()
     assert model.config._attn_implementation == "eager"
@@ -107,9 +107,9 @@ def _outside_loss(_: int, reduction: str) -> None:
     hf.parallelize(model, cp, logits="gather", reduction=reduction)  # type: ignore[arg-type]
     with Wide():
         loss_of(model(**batch).logits).backward()
-    found = reduced(model, cp, reduction)
+    grads = reduced(model, cp, reduction)
     for weight, grad in expected.items():
-        same(found[weight], grad, f"gradient of {weight}, {reduction}")
+        same(grads[weight], grad, f"gradient of {weight}, {reduction}")
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -156,8 +156,8 @@ def _wrapped(_: int, kind: str) -> None:
             hf.parallelize(wrapped, cp, reduction="mean")
         run(wrapped, batch)
         for name, grad in gradients(model).items():
-            found = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]
-            same(found, expected[name], f"gradient of {name} in {kind}")
+            whole_grad = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]
+            same(whole_grad, expected[name], f"gradient of {name} in {kind}")
         hooked = hf.parallelize(wrapped, cp, reduction="mean")
         hooked.remove()
         hf.parallelize(model, cp)
@@ -189,10 +189,10 @@ def _lora(_: int) -> None:
         keys = list(model.state_dict())
         cp = ContextParallel()
         hf.parallelize(model, cp, logits="gather")
-        found, whole_loss = run(model, batch)
+        ring_loss, whole_loss = run(model, batch)
         cp.reduce_gradients(model)
         same(whole_loss, loss, "loss")
-        same(found, logits, "logits")
+        same(ring_loss, logits, "logits")
         assert list(model.state_dict()) == keys and gradients(model).keys() == expected.keys()
         for weight, grad in gradients(model).items():
             same(grad, expected[weight], f"gradient of {weight}")
@@ -282,17 +282,19 @@ def _wraps_bert(_: int) -> None:
             num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         model = getattr(transformers, f"BertFor{kind}")(config)
-        given = batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
+        model_inputs = (
+            batch if kind == "MaskedLM" else batch | {"labels": batch["labels"].clamp(max=1)}
+        )
         model = model.double().eval()
-        logits, loss = run(model, given)
+        logits, loss = run(model, model_inputs)
         expected = gradients(model)
         cp = ContextParallel()
         hf.parallelize(model, cp, logits="gather")
-        mine, found = run(model, given)
+        local, ring_loss = run(model, model_inputs)
         cp.reduce_gradients(model)
         real = batch["attention_mask"] == 1
-        same(mine[real], logits[real], f"logits of {kind}")
-        same(found, loss, f"loss of {kind}")
+        same(local[real], logits[real], f"logits of {kind}")
+        same(ring_loss, loss, f"loss of {kind}")
         found_all, all_of_them = (
             torch.cat([x.flatten() for x in grads.values()])
             for grads in (gradients(model), expected)
@@ -358,16 +360,16 @@ def _documents(_: int) -> None:
     for kind in ("ones", "numbers", "offsets", "ids"):
         mask = hf.shard_batch(cp, stated(kind), model=model)["attention_mask"]
         assert mask.cu_seqlens == (0, 5, 6, 23, LENGTH, LENGTH + 1)
-        mine, found = run(model, stated(kind))
-        same(mine, logits, f"logits of {kind}")
-        same(found, loss, f"loss of {kind}")
+        local, ring_loss = run(model, stated(kind))
+        same(local, logits, f"logits of {kind}")
+        same(ring_loss, loss, f"loss of {kind}")
     padded = torch.tensor([[1] * 20 + [2] * 15 + [0] * 8])
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (20, 15, 8)])[None]
     expected = run(build("Llama"), batch | WHOLE)[0]
-    mine = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
+    local = run(model, {"input_ids": batch["input_ids"], "attention_mask": padded, "labels": (
         batch["labels"].masked_fill(padded == 0, -100)
     )})[0]  # fmt: skip
-    same(mine[:, :35], expected[:, :35], "logits of numbered documents and padding")
+    same(local[:, :35], expected[:, :35], "logits of numbered documents and padding")
 
 
 def test_documents_as_collators_state_them(pair: LocalRanks) -> None:
@@ -383,7 +385,7 @@ def _pools(_: int, side: str, reduction: str) -> None:
         )
     for name, labels in (("Llama", 3), ("Mistral", 3), ("Qwen3", 1)):
         options: dict[str, Any] = {"head": "ForSequenceClassification", "num_labels": labels}
-        given = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
+        model_inputs = batch if labels == 3 else {k: x for k, x in batch.items() if k != "labels"}
 
         def loss_of(out: Any) -> Tensor:
             reward: Tensor = out.loss if out.loss is not None else out.logits.sigmoid().prod()
@@ -391,25 +393,25 @@ def _pools(_: int, side: str, reduction: str) -> None:
 
         model = build(name, **options)
         with Wide():
-            out = model(**given, **WHOLE)
+            out = model(**model_inputs, **WHOLE)
             loss_of(out).backward()
         expected = gradients(model)
         model = build(name, **options)
         cp = ContextParallel()
         with pytest.raises(UnsupportedError, match="pools"):
-            hf.shard_batch(cp, given, model=model)
+            hf.shard_batch(cp, model_inputs, model=model)
         keys = list(model.state_dict())
         handle = hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # wrong on purpose
         assert hf.parallelize(model, cp, reduction=reduction) is handle  # type: ignore[arg-type]  # wrong on purpose
         assert list(model.state_dict()) == keys
         with Wide():
-            mine = model(**given)
-            loss_of(mine).backward()
-        same(mine.logits, out.logits, "pooled logits")
-        same(loss_of(mine), loss_of(out), "loss")
-        found = reduced(model, cp, reduction)
-        assert found.keys() == expected.keys()
-        for weight, grad in found.items():
+            local = model(**model_inputs)
+            loss_of(local).backward()
+        same(local.logits, out.logits, "pooled logits")
+        same(loss_of(local), loss_of(out), "loss")
+        grads = reduced(model, cp, reduction)
+        assert grads.keys() == expected.keys()
+        for weight, grad in grads.items():
             same(grad, expected[weight], f"gradient of {weight}")
         handle.remove()
         assert not model.score._forward_hooks and not model.base_model._forward_pre_hooks
@@ -437,13 +439,13 @@ def _routes(_: int, kind: str, reduction: str) -> None:
         cp = ContextParallel()
         hf.parallelize(model, cp, reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
         with Wide():
-            mine = model(**batch)
-        mine.loss.backward()
-        same(mine.aux_loss, out.aux_loss, f"router's loss of {name}")
-        same(mine.loss, out.loss, f"loss of {name}")
-        found = reduced(model, cp, reduction)
-        assert found.keys() == expected.keys()
-        for weight, grad in found.items():
+            local = model(**batch)
+        local.loss.backward()
+        same(local.aux_loss, out.aux_loss, f"router's loss of {name}")
+        same(local.loss, out.loss, f"loss of {name}")
+        grads = reduced(model, cp, reduction)
+        assert grads.keys() == expected.keys()
+        for weight, grad in grads.items():
             same(grad, expected[weight], f"gradient of {weight} of {name}")
         with Wide():
             plain = model(**batch, output_router_logits=False)

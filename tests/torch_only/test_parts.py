@@ -95,8 +95,8 @@ class Tiled(SplitBackward):
         self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         del params
-        for x, place in zip(sums, places, strict=True):
-            place.copy_(_reversed(x).transpose(1, 2))
+        for x, destination in zip(sums, places, strict=True):
+            destination.copy_(_reversed(x).transpose(1, 2))
 
 
 class TiledKernel(EagerKernel):
@@ -119,8 +119,8 @@ class TiledKernel(EagerKernel):
 def _reversed(x: Tensor) -> Tensor:
     """``[B, K, n, D]``, each tile's numbers from the last to the first."""
     tiles = x.unflatten(2, (-1, KEYS)).flatten(3)
-    found: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
-    return found
+    reversed_keys: Tensor = tiles.flip(3).unflatten(3, (KEYS, -1)).flatten(2, 3)
+    return reversed_keys
 
 
 def on_a_rank(
@@ -142,7 +142,7 @@ def on_a_rank(
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
     *expected, dsinks = torch.autograd.grad(out, (*whole, sinks), dout)
     cp = ContextParallel(layout=layout)
-    mine = [cp.shard(x.detach()).requires_grad_() for x in whole]
+    local = [cp.shard(x.detach()).requires_grad_() for x in whole]
     used: list[bool] = []
     kernel: Kernel = TiledKernel(used)
     prepare._prepare.cache_clear()
@@ -152,15 +152,15 @@ def on_a_rank(
         patch.object(fa4, "KEYS", KEYS),
         patch.object(gather, "TILE", KEYS),
     ):
-        out = cp.attention(*mine, mask=mask, strategy="gather", sinks=sinks)
-        *grads, part = torch.autograd.grad(out, (*mine, sinks), cp.shard(dout))
+        out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
+        *grads, part = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
         # The second call runs the launches that the first has prepared, to the same bits, though
         # the tokens of a key head lie together now.
-        q, *kv = mine
-        mine = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
-        mine = [x.requires_grad_() for x in mine]
-        out = cp.attention(*mine, mask=mask, strategy="gather", sinks=sinks)
-        *again, part_again = torch.autograd.grad(out, (*mine, sinks), cp.shard(dout))
+        q, *kv = local
+        local = [q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in kv)]
+        local = [x.requires_grad_() for x in local]
+        out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
+        *again, part_again = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
         assert all(map(torch.equal, grads, again))
     prepare._prepare.cache_clear()
     errors = [(a - cp.shard(b)).abs().max() for a, b in zip(grads, expected, strict=True)]

@@ -30,9 +30,9 @@ def test_add(count: int, interpreted: Callable[[str], None]) -> None:
     """In the order of the parts, as one by one; what lies between the rows stays."""
     interpreted("_add")
     torch.manual_seed(0)
-    room, *given = (torch.randn(3, 40, 8) for _ in range(1 + count))
-    parts = [x[:, 2:35] for x in given]
-    expected = room.clone()
+    total, *addends = (torch.randn(3, 40, 8) for _ in range(1 + count))
+    parts = [x[:, 2:35] for x in addends]
+    expected = total.clone()
     add_staged([expected[:, 5:38]], [[part] for part in parts])
-    passes.add_on_gpu(room[:, 5:38], parts)
-    assert torch.equal(room, expected)
+    passes.add_on_gpu(total[:, 5:38], parts)
+    assert torch.equal(total, expected)

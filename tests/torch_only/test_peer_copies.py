@@ -47,9 +47,9 @@ def on_a_rank(
     OnFiles.folder = folder
     buffers: list[BufferOnFiles] = []
 
-    def buffer_of(ring: Ranks) -> BufferOnFiles:
+    def buffer_of(ranks: Ranks) -> BufferOnFiles:
         if not buffers:
-            buffers.append(BufferOnFiles(ring))
+            buffers.append(BufferOnFiles(ranks))
         return buffers[0]
 
     prepare._prepare.cache_clear()
@@ -66,9 +66,9 @@ def on_a_rank(
         if lost:
             patched.setattr(peer_copies, "note_reads", lambda _: None)
         with ring_torch.check():
-            found = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
+            results = run_rank(rank, case, (kernel, "gather", "auto"), None, cuda=False)
     prepare._prepare.cache_clear()
-    return found
+    return results
 
 
 def cut(case: Case, groups: HeadGroups) -> Case:
@@ -93,15 +93,17 @@ def cut(case: Case, groups: HeadGroups) -> Case:
 @pytest.mark.parametrize("name", NAMES)
 def test_case(name: str, groups: str, triton: bool, backend: Any, tmp_path: Path) -> None:
     case = cut(CASES[name], GROUPS[groups])
-    given = (tmp_path, case, GROUPS[groups], "eager", triton, False)
-    assert_close(case, gather(case, case.plan, backend.pool(case.cp_size).run(on_a_rank, *given)))
+    arguments = (tmp_path, case, GROUPS[groups], "eager", triton, False)
+    assert_close(
+        case, gather(case, case.plan, backend.pool(case.cp_size).run(on_a_rank, *arguments))
+    )
 
 
 def test_in_two_stages(backend: Any, tmp_path: Path) -> None:
     """A kernel that knows no band."""
     case = CASES["causal-zigzag-cp2"]
-    given = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
-    assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *given)))
+    arguments = (tmp_path, case, ONE_GROUP, "sdpa", True, False)
+    assert_close(case, gather(case, case.plan, backend.pool(2).run(on_a_rank, *arguments)))
 
 
 def test_reads_that_are_missing_are_seen(backend: Any, tmp_path: Path) -> None:

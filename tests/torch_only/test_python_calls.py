@@ -46,7 +46,7 @@ def counted(rank: int, strategy: str, layout: Any) -> list[tuple[int, int]]:
         result = what()
         sys.setprofile(None)
         gc.enable()
-        found.append((files.total(), len(files)))
+        counts.append((files.total(), len(files)))
         return result
 
     def forward() -> torch.Tensor:
@@ -54,14 +54,14 @@ def counted(rank: int, strategy: str, layout: Any) -> list[tuple[int, int]]:
 
     for _ in range(3):
         torch.autograd.grad(forward(), (q, k, v), dout)
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     out = watched(forward)
     watched(lambda: torch.autograd.grad(out, (q, k, v), dout))
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(("size", "strategy", "layout"), MOST)
 def test_a_repeated_call(size: int, strategy: str, layout: str, backend: Any) -> None:
-    for found in backend.pool(size).run(counted, strategy, layout):
-        for most, (calls, files) in zip(MOST[size, strategy, layout], found, strict=True):
-            assert calls <= most[0] and files <= most[1], found
+    for counts in backend.pool(size).run(counted, strategy, layout):
+        for most, (calls, files) in zip(MOST[size, strategy, layout], counts, strict=True):
+            assert calls <= most[0] and files <= most[1], counts

@@ -58,9 +58,9 @@ class Everywhere(Strategy):
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         into = empty_state(rows.q, inputs.v.shape[3])
         for item in self.items:
-            part, place = rows.take(item.q_slice), into.take(item.q_slice)
+            part, result = rows.take(item.q_slice), into.take(item.q_slice)
             columns = keys[item.kv_rank].take(item.k_slice)
-            call.kernel.attend_into(part, columns, item, call.params, place)
+            call.kernel.attend_into(part, columns, item, call.params, result)
         return into, ()
 
     def backward(
@@ -99,10 +99,10 @@ class Everywhere(Strategy):
         return [call.columns(n, pair) for n, pair in enumerate(zip(*came, strict=True))]
 
 
-def _resolve(given: Resolution) -> Strategy:
-    plan = given.program.plan
+def _resolve(resolution: Resolution) -> Strategy:
+    plan = resolution.program.plan
     return Everywhere(
-        tuple(x for kv_rank in range(plan.cp_size) for x in plan.items(given.rank, kv_rank))
+        tuple(x for kv_rank in range(plan.cp_size) for x in plan.items(resolution.rank, kv_rank))
     )
 
 
@@ -232,11 +232,11 @@ def test_auto_takes_a_transport_that_is_registered_first(monkeypatch: pytest.Mon
     first = replace(TRANSPORTS[-1], name="first", sends_messages=False)
     monkeypatch.setattr(transports, "TRANSPORTS", (first, *TRANSPORTS))
     program = ring_program(make_plan(Mask(), seq_len=LENGTH, cp_size=2))
-    found = choose_strategy(
+    strategy = choose_strategy(
         "auto", "auto", Ranks(None, 0, 2), program, torch.device("cpu"),
         request=Request("cpu", "float32", DIM, DIM), probe=False,
     )  # fmt: skip
-    assert found == (GATHER, first)
+    assert strategy == (GATHER, first)
 
 
 def test_names_for_static_typing_are_those_of_the_table() -> None:
@@ -295,7 +295,7 @@ def _branches(path: Path) -> Iterator[tuple[int, set[str]]]:
 
 
 def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
-    found = {
+    files = {
         (path.relative_to(source).as_posix(), name)
         for source in PACKAGES.glob("*/src")
         for path in source.rglob("*.py")
@@ -303,7 +303,7 @@ def test_no_file_but_its_own_branches_on_a_name(tmp_path: Path) -> None:
         for name in (NAMES | KERNEL_NAMES) & constants
         if path.name not in OWN_FILES.get(name, (f"{name}.py",))
     }
-    assert found == ALLOWED
+    assert files == ALLOWED
     for text in (
         'call.transport.name == "p2p"', 'name in ("ring", "gather")', '{"ulysses": 1}[name]',
         "isinstance(call.strategy, Ulysses)", 'match name:\n    case "balanced":\n        pass',

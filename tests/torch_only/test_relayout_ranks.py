@@ -82,8 +82,8 @@ def _relayout(rank: int, name: str, layouts: str, how: str) -> None:
         out = RUNS[how](move)(x)
         assert torch.equal(out, part(target, target_ranks, rank, whole, dim))
         returned = part(target, target_ranks, rank, grad, dim)
-        (got,) = torch.autograd.grad(out, x, returned)
-        assert torch.equal(got, part(source, source_ranks, rank, grad, dim))
+        (actual,) = torch.autograd.grad(out, x, returned)
+        assert torch.equal(actual, part(source, source_ranks, rank, grad, dim))
         tokens = torch.arange(T)
         moved = source.relayout(
             part(source, source_ranks, rank, tokens, 0), to=target, dim=0, seq_len=T

@@ -55,8 +55,8 @@ class Numbers:
         visible = torch.ones(TOKENS, TOKENS).tril().bool() if mask is None else mask
         query, key, value = (x.transpose(1, 2) for x in (q, *keys))
         expected = scaled_dot_product_attention(query, key, value, visible).transpose(1, 2)
-        wanted = torch.autograd.grad(expected, (q, k, v), self.whole[3])
-        for x, y in zip((out, *grads), (expected, *wanted), strict=True):
+        expected_value = torch.autograd.grad(expected, (q, k, v), self.whole[3])
+        for x, y in zip((out, *grads), (expected, *expected_value), strict=True):
             torch.testing.assert_close(x, y[:, self.positions])
 
 

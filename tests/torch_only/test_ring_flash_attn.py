@@ -86,48 +86,48 @@ def expected(batch: int, tokens: int, option: Option, **more: Any) -> list[Any]:
     return [*reference.attention(q, k, v, **options), *grads[:3]]
 
 
-def same(got: Any, wanted: Any) -> None:
-    np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-11, atol=1e-11)
+def same(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=1e-11, atol=1e-11)
 
 
-def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **given: Any) -> list[Any]:  # fmt: skip
+def attended(function: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *args: Any, **kwargs: Any) -> list[Any]:  # fmt: skip
     """``out``, ``lse`` and gradients of one rank's shards."""
     torch.manual_seed(5)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, lse, nothing = function(*leaves, *args, return_attn_probs=True, **given)
+    out, lse, nothing = function(*leaves, *args, return_attn_probs=True, **kwargs)
     assert nothing is None and not lse.requires_grad
     assert lse.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
     out.backward(dout)
     torch.manual_seed(5)
-    assert torch.equal(function(q, k, v, *args, **given), out)
+    assert torch.equal(function(q, k, v, *args, **kwargs), out)
     return [out.detach(), lse, *(x.grad for x in leaves)]
 
 
 def tokens_of(family: str, tokens: int, size: int, rank: int) -> list[int]:
     """Tokens of a rank, by the definition of each layout."""
-    every = torch.arange(tokens)
+    positions = torch.arange(tokens)
     if family.startswith("zigzag"):
-        chunks = every.chunk(2 * size)
+        chunks = positions.chunk(2 * size)
         return [*chunks[rank].tolist(), *chunks[2 * size - 1 - rank].tolist()]
     if family.startswith("stripe"):
-        return every[rank::size].tolist()
-    return every.chunk(size)[rank].tolist()
+        return positions[rank::size].tolist()
+    return positions.chunk(size)[rank].tolist()
 
 
-def _batch(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
-    mine = tokens_of(family, 32, dist.get_world_size(), rank)
-    shards = [x[:, mine] for x in tensors(B, 32)]
-    return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **given)
+def _batch(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
+    local = tokens_of(family, 32, dist.get_world_size(), rank)
+    shards = [x[:, local] for x in tensors(B, 32)]
+    return attended(getattr(ring_flash_attn, f"{family}_func"), *shards, **kwargs)
 
 
 @pytest.mark.parametrize("family", [name for name, more in FAMILIES.items() if not more])
 @pytest.mark.parametrize(("size", "option"), [(4, o) for o in ANSWERS] + [(2, o) for o in FEW])
 def test_batch(pools: dict[int, LocalRanks], size: int, family: str, option: str) -> None:
-    wanted = expected(B, 32, ANSWERS[option])
-    for rank, got in enumerate(pools[size].run(_batch, family, ANSWERS[option].given)):
-        mine = tokens_of(family, 32, size, rank)
-        for n, (x, y) in enumerate(zip(got, wanted, strict=True)):
-            same(x, y[:, :, mine] if n == 1 else y[:, mine])
+    expected_value = expected(B, 32, ANSWERS[option])
+    for rank, actual in enumerate(pools[size].run(_batch, family, ANSWERS[option].given)):
+        local = tokens_of(family, 32, size, rank)
+        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
+            same(x, y[:, :, local] if n == 1 else y[:, local])
 
 
 LOCAL = {"three": (0, 6, 8, 18), "one": (0, 10), "empty": (0, 4, 4, 12), "equal": (0, 4, 8)}
@@ -143,13 +143,13 @@ def tokens_of_documents(family: str, local: tuple[int, ...], size: int, rank: in
     ]
 
 
-def _varlen(rank: int, family: str, local: tuple[int, ...], given: dict[str, Any]) -> list[Any]:
+def _varlen(rank: int, family: str, local: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
     size = dist.get_world_size()
-    mine = tokens_of_documents(family, local, size, rank)
-    shards = [x[0, mine] for x in tensors(1, size * local[-1])]
+    own = tokens_of_documents(family, local, size, rank)
+    shards = [x[0, own] for x in tensors(1, size * local[-1])]
     offsets = torch.tensor(local, dtype=torch.int32)
     function = getattr(ring_flash_attn, f"{family}_func")
-    return attended(function, *shards, offsets, int(offsets.diff().max()), **given)
+    return attended(function, *shards, offsets, int(offsets.diff().max()), **kwargs)
 
 
 VARLEN = [(4, "three", option) for option in ANSWERS] + [
@@ -166,22 +166,22 @@ def test_documents_split_each(
 ) -> None:
     offsets = LOCAL[local]
     documents = tuple(size * offset for offset in offsets)
-    wanted = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
+    expected_value = expected(1, documents[-1], ANSWERS[option], cu_seqlens=documents)
     results = pools[size].run(_varlen, family, offsets, ANSWERS[option].given)
-    for rank, got in enumerate(results):
-        mine = tokens_of_documents(family, offsets, size, rank)
-        for n, (x, y) in enumerate(zip(got, wanted, strict=True)):
-            same(x, y[0][:, mine] if n == 1 else y[0][mine])
+    for rank, actual in enumerate(results):
+        own = tokens_of_documents(family, offsets, size, rank)
+        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
+            same(x, y[0][:, own] if n == 1 else y[0][own])
 
 
 MIXED = (0, 8, 10, 20, 22)  # long, short, long, short
 
 
-def _mixed(rank: int, family: str, given: dict[str, Any]) -> list[Any]:
+def _mixed(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(_documents, "LONG", 8)
     try:
-        return _varlen(rank, family, MIXED, given)
+        return _varlen(rank, family, MIXED, kwargs)
     finally:
         patch.undo()
 
@@ -194,7 +194,7 @@ def test_long_documents_have_calls_of_their_own(
     """Each call draws a seed of its own: the long documents in order, then the others."""
     tokens, options = 4 * MIXED[-1], ANSWERS[option].oracle
     q, k, v, dout = (x.numpy() for x in tensors(1, tokens))
-    wanted = [np.zeros_like(x) for x in (q, q[..., 0].swapaxes(1, 2), q, k, v)]
+    expected = [np.zeros_like(x) for x in (q, q[..., 0].swapaxes(1, 2), q, k, v)]
     shared = np.r_[32:40, 80:88]
     calls = ((np.r_[0:32], (0, 32)), (np.r_[40:80], (0, 40)), (shared, (0, 8, 16)))
     for (rows, documents), seed in zip(calls, seeds(5, len(calls)), strict=True):
@@ -204,13 +204,13 @@ def test_long_documents_have_calls_of_their_own(
         )
         out, lse = reference.attention(x, y, z, **options, **more)
         grads = reference.attention_grads(dout[:, rows], x, y, z, **options, **more)[:3]
-        wanted[1][:, :, rows] = lse
-        for whole, part in zip((wanted[0], *wanted[2:]), (out, *grads), strict=True):
+        expected[1][:, :, rows] = lse
+        for whole, part in zip((expected[0], *expected[2:]), (out, *grads), strict=True):
             whole[:, rows] = part
-    for rank, got in enumerate(pools[4].run(_mixed, family, ANSWERS[option].given)):
-        mine = tokens_of_documents(family, MIXED, 4, rank)
-        for n, (part, all_) in enumerate(zip(got, wanted, strict=True)):
-            same(part, all_[0][:, mine] if n == 1 else all_[0][mine])
+    for rank, actual in enumerate(pools[4].run(_mixed, family, ANSWERS[option].given)):
+        local = tokens_of_documents(family, MIXED, 4, rank)
+        for n, (part, all_) in enumerate(zip(actual, expected, strict=True)):
+            same(part, all_[0][:, local] if n == 1 else all_[0][local])
 
 
 STREAMS = {
@@ -218,14 +218,14 @@ STREAMS = {
 }  # fmt: skip
 
 
-def _llama3(rank: int, documents: tuple[int, ...], given: dict[str, Any]) -> list[Any]:
+def _llama3(rank: int, documents: tuple[int, ...], kwargs: dict[str, Any]) -> list[Any]:
     size = dist.get_world_size()
     shards = [x[0].chunk(size)[rank] for x in tensors(1, 32)]
     q, k, longest_q, longest_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-        torch.tensor(documents, dtype=torch.int32), given.get("causal", False), rank, size
+        torch.tensor(documents, dtype=torch.int32), kwargs.get("causal", False), rank, size
     )
     function = ring_flash_attn.llama3_flash_attn_varlen_func
-    return attended(function, *shards, q, k, longest_q, longest_k, 1, keys, **given)
+    return attended(function, *shards, q, k, longest_q, longest_k, 1, keys, **kwargs)
 
 
 LLAMA3_CASES = [(4, "crossing", option) for option in ANSWERS] + [
@@ -237,11 +237,11 @@ LLAMA3_CASES = [(4, "crossing", option) for option in ANSWERS] + [
 
 @pytest.mark.parametrize(("size", "stream", "option"), LLAMA3_CASES)
 def test_one_stream(pools: dict[int, LocalRanks], size: int, stream: str, option: str) -> None:
-    wanted = expected(1, 32, ANSWERS[option], cu_seqlens=STREAMS[stream])
-    for rank, got in enumerate(pools[size].run(_llama3, STREAMS[stream], ANSWERS[option].given)):
-        mine = slice(rank * 32 // size, (rank + 1) * 32 // size)
-        for n, (x, y) in enumerate(zip(got, wanted, strict=True)):
-            same(x, y[0][:, mine] if n == 1 else y[0][mine])
+    expected_value = expected(1, 32, ANSWERS[option], cu_seqlens=STREAMS[stream])
+    for rank, actual in enumerate(pools[size].run(_llama3, STREAMS[stream], ANSWERS[option].given)):
+        local = slice(rank * 32 // size, (rank + 1) * 32 // size)
+        for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
+            same(x, y[0][:, local] if n == 1 else y[0][local])
 
 
 def _packed(rank: int) -> None:
@@ -255,16 +255,16 @@ def _packed(rank: int) -> None:
         shards = [x.chunk(size, dim=1)[rank] for x in tensors(B, 18 * size, heads=H)]
         q, k, v, dout = (x[0] for x in shards) if more else shards
         arguments = {"": (), BOTH: (local, 10), LLAMA3: stream}[more]
-        wanted = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, *arguments, causal=True)  # fmt: skip
+        expected = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, *arguments, causal=True)  # fmt: skip
         for count, name in ((2, "kvpacked"), (3, "qkvpacked")):
             function = getattr(ring_flash_attn, f"{family}_{name}_func")
-            given = [q, k, v][: 3 - count]
+            qkv = [q, k, v][: 3 - count]
             packed = torch.stack([q, k, v][3 - count :], dim=-3)
-            leaves = [x.clone().requires_grad_() for x in (*given, packed)]
+            leaves = [x.clone().requires_grad_() for x in (*qkv, packed)]
             out, lse, _ = function(*leaves, *arguments, causal=True, return_attn_probs=True)
             *firsts, last = torch.autograd.grad(out, leaves, dout)
             grads = [*firsts, *last.unbind(-3)]
-            for x, y in zip([out, lse, *grads], wanted, strict=True):
+            for x, y in zip([out, lse, *grads], expected, strict=True):
                 assert torch.equal(x, y), (family, name)
 
 
@@ -273,10 +273,10 @@ def test_packed_tensors(pools: dict[int, LocalRanks]) -> None:
 
 
 def _halves(rank: int, family: str) -> list[Tensor]:
-    mine = tokens_of(family, 32, dist.get_world_size(), rank)
-    leaves = [x[:, mine].half().requires_grad_() for x in tensors(B, 32)[:3]]
+    local = tokens_of(family, 32, dist.get_world_size(), rank)
+    leaves = [x[:, local].half().requires_grad_() for x in tensors(B, 32)[:3]]
     out = getattr(ring_flash_attn, f"{family}_func")(*leaves, causal=True)
-    out.backward(tensors(B, 32)[3][:, mine].half())
+    out.backward(tensors(B, 32)[3][:, local].half())
     return [out.detach(), *(x.grad for x in leaves)]
 
 
@@ -285,11 +285,11 @@ def test_float16_stays_float16(pools: dict[int, LocalRanks], family: str) -> Non
     """Errors are below those that rounding exact answers to bfloat16 would make."""
     q, k, v, dout = (x.half().double().numpy() for x in tensors(B, 32))
     out, _ = reference.attention(q, k, v, causal=True)
-    wanted = (out, *reference.attention_grads(dout, q, k, v, causal=True)[:3])
-    for rank, got in enumerate(pools[2].run(_halves, family)):
-        mine = tokens_of(family, 32, 2, rank)
-        for x, y in zip(got, wanted, strict=True):
-            exact = torch.tensor(y[:, mine])
+    expected = (out, *reference.attention_grads(dout, q, k, v, causal=True)[:3])
+    for rank, actual in enumerate(pools[2].run(_halves, family)):
+        local = tokens_of(family, 32, 2, rank)
+        for x, y in zip(actual, expected, strict=True):
+            exact = torch.tensor(y[:, local])
             assert x.dtype == torch.float16
             error = (x.double() - exact).square().mean()
             assert error < 0.25 * (exact.bfloat16().double() - exact).square().mean()
@@ -300,8 +300,8 @@ def test_one_process_needs_no_group() -> None:
     local = (0, 6, 8, 18)
     for family in ("ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen"):
         q, k, v, dout = (x[0] for x in tensors(1, 18))
-        got = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, local, 10, causal=True)  # fmt: skip
-        for x, y in zip(got, expected(1, 18, ANSWERS["causal"], cu_seqlens=local), strict=True):
+        actual = attended(getattr(ring_flash_attn, f"{family}_func"), q, k, v, dout, local, 10, causal=True)  # fmt: skip
+        for x, y in zip(actual, expected(1, 18, ANSWERS["causal"], cu_seqlens=local), strict=True):
             same(x, y[0])
 
 

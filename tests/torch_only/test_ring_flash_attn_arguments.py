@@ -140,9 +140,9 @@ def _bad(rank: int) -> dict[str, tuple[str, str]]:
     patch.setattr(Ranks, "start", None)
     patch.setattr(dist, "all_to_all_single", None)
     said = {}
-    for name, (family, x, given, _) in (BAD | REFUSED).items():
+    for name, (family, x, kwargs, _) in (BAD | REFUSED).items():
         try:
-            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **given)
+            getattr(ring_flash_attn, f"{family}_func")(x, x, x, **kwargs)
         except ValueError as error:
             said[name] = (type(error).__name__, str(error))
     patch.undo()
@@ -152,33 +152,33 @@ def _bad(rank: int) -> dict[str, tuple[str, str]]:
 def test_bad_arguments_are_named_before_anything_is_sent() -> None:
     with LocalRanks(2) as pool:
         said, _ = pool.run(_bad)
-    for name, (_, _, _, words) in (BAD | REFUSED).items():
+    for name, (_, _, _, message) in (BAD | REFUSED).items():
         kind, text = said[name]
         assert kind == ("UnsupportedError" if name in REFUSED else "ValueError"), name
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             raise ValueError(text)
 
 
 @pytest.mark.parametrize(
-    ("function", "x", "words"),
+    ("function", "x", "message"),
     [
         ("ring_flash_attn_kvpacked_func", torch.zeros(1, 8, 3, H, D), r"kv must be a tensor \[B, T_local, 2, heads, D\]"),
         ("ring_flash_attn_qkvpacked_func", TOKENS, r"qkv must be a tensor \[B, T_local, 3, heads, D\]"),
     ],
 )  # fmt: skip
-def test_packed_shapes(function: str, x: Tensor, words: str) -> None:
+def test_packed_shapes(function: str, x: Tensor, message: str) -> None:
     more = (x,) if "qkv" in function else (BATCHED, x)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         getattr(ring_flash_attn, function)(*more)
 
 
 def test_a_written_tensor_is_looked_at_again() -> None:
-    given = llama3_arguments(size=1)
+    arguments = llama3_arguments(size=1)
     x = torch.zeros(16, H, D)
-    ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
-    given["cu_seqlens_q"][1] = 7
+    ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **arguments)
+    arguments["cu_seqlens_q"][1] = 7
     with pytest.raises(ValueError, match="cu_seqlens_q is"):
-        ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **given)
+        ring_flash_attn.llama3_flash_attn_varlen_func(x, x, x, **arguments)
 
 
 def test_lengths_that_ranks_cannot_share() -> None:

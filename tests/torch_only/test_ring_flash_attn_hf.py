@@ -59,7 +59,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def ring_group(size: int) -> Any:
     """The group of this many of the ranks that this one is in."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group(range(at, at + size)) for at in range(0, world, size)]
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
     return groups[rank // size]
 
 
@@ -69,8 +69,8 @@ def _ring(_: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
     model.config._attn_implementation = "flash_attention_2"
     substitute_hf_flash_attn(group, heads_k_stride=1)
     update_ring_flash_attn_params(torch.tensor(DOCUMENTS, dtype=torch.int32), group)
-    mine = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
-    tokens, places, weight = mine
+    local = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
+    tokens, places, weight = local
     logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits
     logits.backward(weight)
     return logits.detach(), [x.grad for x in model.parameters()]
@@ -102,8 +102,8 @@ def test_models(pool: LocalRanks, name: str, size: int) -> None:
     """Eager attention takes its softmax in float32, which is all that they differ by."""
     logits, grads = whole(name)
     results = pool.run(_ring, name, size)[:size]
-    got = torch.cat([part for part, _ in results], dim=1)
-    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+    actual = torch.cat([part for part, _ in results], dim=1)
+    torch.testing.assert_close(actual, logits, rtol=1e-5, atol=1e-5)
     for parts, expected in zip(
         zip(*(part for _, part in results), strict=True), grads, strict=True
     ):
@@ -186,12 +186,12 @@ HONOURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_what_a_model_asks_for(name: str) -> None:
-    given, options = HONOURED[name]
+    kwargs, options = HONOURED[name]
     attention = RingFlashAttention(None, 1, (0, 5, 16))
     q, k, v = inputs()
     torch.manual_seed(4)
-    out, weights = attention(module(), q, k, v, None, **given)
-    if "dropout" in given:
+    out, weights = attention(module(), q, k, v, None, **kwargs)
+    if "dropout" in kwargs:
         torch.manual_seed(4)
         options = options | {"dropout_seed": int(torch.randint(2**63 - 1, ()))}
     heads_last = (x.transpose(1, 2).numpy() for x in (q, k, v))
@@ -232,8 +232,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    given, message = REFUSED[name]
-    arguments: dict[str, Any] = {"attention_mask": None} | given
+    kwargs, message = REFUSED[name]
+    arguments: dict[str, Any] = {"attention_mask": None} | kwargs
     q, k, v = inputs()
     with pytest.raises(UnsupportedError, match=message):
         RingFlashAttention(None, 1, (0, 16))(module(), q, k, v, **arguments)

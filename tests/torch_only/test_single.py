@@ -32,24 +32,24 @@ def _run(keys: int, options: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(0)
     q = torch.randn(1, T, 2, 8, dtype=torch.float64)
     k, v = (torch.randn(1, keys, 2, 8, dtype=torch.float64) for _ in range(2))
-    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    kwargs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    if "bias" in given:
-        leaves.append(given["bias"].requires_grad_())
+    if "bias" in kwargs:
+        leaves.append(kwargs["bias"].requires_grad_())
     call: Any = ring_attention
-    out, lse = call(q, k, v, return_lse=True, kernel="eager", **given)
+    out, lse = call(q, k, v, return_lse=True, kernel="eager", **kwargs)
     return [out, lse, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_what_the_loops_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _run(*CALLS[name])
-    assert all(x.is_contiguous() for x in found)
+    results = _run(*CALLS[name])
+    assert all(x.is_contiguous() for x in results)
     monkeypatch.setattr(
-        prepare, "resolve", lambda _, given, **__: Ring.of(given.program, given.rank)
+        prepare, "resolve", lambda _, resolution, **__: Ring.of(resolution.program, resolution.rank)
     )
     prepare._prepare.cache_clear()
-    for x, y in zip(found, _run(*CALLS[name]), strict=True):
+    for x, y in zip(results, _run(*CALLS[name]), strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -59,10 +59,10 @@ def test_a_kernel_that_writes_where_it_is_told(name: str, monkeypatch: pytest.Mo
     expected, attend = _run(*CALLS[name]), EagerKernel.attend
 
     def in_place(self: EagerKernel, *args: Any) -> Any:
-        found, place = attend(self, *args[:4]), args[4]
-        for x, where in zip(found, place, strict=True):
+        result, destination = attend(self, *args[:4]), args[4]
+        for x, where in zip(result, destination, strict=True):
             where.copy_(x)
-        return place
+        return destination
 
     monkeypatch.setattr(EagerKernel, "attend", in_place)
     for x, y in zip(_run(*CALLS[name]), expected, strict=True):
@@ -91,9 +91,9 @@ def test_an_lse_that_is_not_asked_for_may_be_anything(monkeypatch: pytest.Monkey
     attend, asked = EagerKernel.attend, list[bool]()
 
     def careless(self: EagerKernel, *args: Any) -> Any:
-        found, params = attend(self, *args), args[3]
+        result, params = attend(self, *args), args[3]
         asked.append(params.needs_lse)
-        return found if params.needs_lse else found._replace(lse=found.lse.fill_(torch.nan))
+        return result if params.needs_lse else result._replace(lse=result.lse.fill_(torch.nan))
 
     monkeypatch.setattr(EagerKernel, "attend", careless)
     x = torch.randn(1, T, 2, 8, dtype=torch.bfloat16)

@@ -131,8 +131,8 @@ def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]
     for outcome in two.run(compare, name, listed.model_type):
         assert (outcome.result, outcome.loss) == (listed.result, listed.loss), outcome.reason
-        found = (outcome.padding, outcome.images, outcome.by)
-        assert found == (listed.padding, listed.images, listed.by)
+        outcome_found = (outcome.padding, outcome.images, outcome.by)
+        assert outcome_found == (listed.padding, listed.images, listed.by)
 
 
 def _careless(rank: int, name: str, model_type: str) -> Outcome:
@@ -142,18 +142,18 @@ def _careless(rank: int, name: str, model_type: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("LlamaForSequenceClassification", "logits"), ("RwkvForCausalLM", "logits"),
         ("FNetForMaskedLM", "gradient"), ("RobertaForMaskedLM", "logits"),
         ("MobileBertForMaskedLM", "logits"),
     ],
 )  # fmt: skip
-def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, words: str) -> None:
+def test_what_would_be_wrong_is_seen(two: LocalRanks, name: str, message: str) -> None:
     """Without the check, so that the comparison is known to find what it is for."""
     outcomes = two.run(_careless, name, LISTED[name].model_type)
     assert {outcome.result for outcome in outcomes} == {"wrong"}
-    assert any(words in outcome.reason for outcome in outcomes)
+    assert any(message in outcome.reason for outcome in outcomes)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # initialising empty weights

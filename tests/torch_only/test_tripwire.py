@@ -16,7 +16,7 @@ import torch
 
 import ring_torch
 from ring_core.programs import ring as ring_module
-from ring_torch import RankMismatchError, WrongResultError
+from ring_torch import RankMismatchError, WrongResultError, check_settings, watch
 from ring_torch.call import Call
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.kernels.eager import EagerKernel
@@ -25,7 +25,7 @@ from ring_torch.payload import HeadGroups
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
-from ring_torch.tripwire import settings as tripwire_settings, traffic as tripwire_traffic
+from ring_torch.tripwire import traffic as tripwire_traffic
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -134,10 +134,10 @@ def gradients_to_the_wrong_owner() -> Patches:
     right = Ring.backward
 
     def wrong(self: Any, call: Any, *args: Any) -> Any:
-        found, ring = right(self, call, *args), call.ranks
-        came = found._replace(dk=torch.empty_like(found.dk), dv=torch.empty_like(found.dv))
+        grads, ring = right(self, call, *args), call.ranks
+        came = grads._replace(dk=torch.empty_like(grads.dk), dv=torch.empty_like(grads.dv))
         ring.start(
-            [(found.dk, ring.ahead(1)), (found.dv, ring.ahead(1))],
+            [(grads.dk, ring.ahead(1)), (grads.dv, ring.ahead(1))],
             [(came.dk, ring.behind(1)), (came.dv, ring.behind(1))],
         ).wait()
         return came
@@ -206,34 +206,34 @@ def attend(rank: int, **options: Any) -> None:
 
 def tripped(rank: int, fault: str) -> list[str]:
     """The words of each call, of which every one is checked; and what a right call says then."""
-    found = []
+    messages = []
     with ring_torch.check(), broken(fault):
         for _ in range(3):
             try:
                 attend(rank)
-                found.append("")
+                messages.append("")
             except WrongResultError as error:
-                found.append(str(error))
+                messages.append(str(error))
     with ring_torch.check():
         attend(rank)
-    return found
+    return messages
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *MUTANTS])
 def test_a_fault_trips(fault: str, backend: Any) -> None:
     by_rank = backend.pool(SIZE).run(tripped, fault)
     assert by_rank[0] == by_rank[1] == by_rank[2], "all ranks raise the same"
-    found = [text for text in by_rank[0] if text]
-    assert found, "one of three calls at least shows it"
+    messages = [text for text in by_rank[0] if text]
+    assert messages, "one of three calls at least shows it"
     backward = ("backward", "owner", "dk", "grads")
     expected = "backward" if any(word in fault for word in backward) else "forward"
-    assert all(f"({expected}) is wrong. rank " in text for text in found)
-    assert all("Kernel 'eager', strategy 'ring' over 'p2p'" in text for text in found)
+    assert all(f"({expected}) is wrong. rank " in text for text in messages)
+    assert all("Kernel 'eager', strategy 'ring' over 'p2p'" in text for text in messages)
 
 
 def test_bytes_that_are_not_sent_are_counted(backend: Any) -> None:
-    found = backend.pool(SIZE).run(tripped, "nothing_is_sent")[0]
-    assert all("2,048 bytes were sent, and the program sends" in text for text in found)
+    messages = backend.pool(SIZE).run(tripped, "nothing_is_sent")[0]
+    assert all("2,048 bytes were sent, and the program sends" in text for text in messages)
 
 
 def described(rank: int) -> str:
@@ -314,7 +314,7 @@ def attend_only(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> torch
 
 def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[int]:
     """Which of four calls are found wrong, counted from 1; and the process alone."""
-    found: list[int] = []
+    numbers: list[int] = []
     with ExitStack() as stack:
         environment = {} if variable is None else {"RING_CHECK": variable}
         stack.enter_context(patch.dict(os.environ, environment))
@@ -325,8 +325,8 @@ def checked_numbers(rank: int, variable: str | None, every: int | None) -> list[
             try:
                 attend(rank)
             except WrongResultError:
-                found.append(number)
-    return found
+                numbers.append(number)
+    return numbers
 
 
 @pytest.mark.parametrize(
@@ -355,9 +355,9 @@ def test_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tripwire_settings, "is_capturing", lambda: True)
-    words = "captured into a CUDA graph are not checked"
-    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=words):
+    monkeypatch.setattr(check_settings, "is_capturing", lambda: True)
+    message = "captured into a CUDA graph are not checked"
+    with ring_torch.check(), broken("one_head_wrong"), pytest.warns(UserWarning, match=message):
         attend(0)
 
 
@@ -365,7 +365,7 @@ def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tripwire_traffic, "peak_tflops", lambda _: 989.5)
     with ring_torch.check():
         attend(0)  # a CPU is slower than that
-        monkeypatch.setattr(tripwire_traffic.Watch, "seconds", 1e-12)
+        monkeypatch.setattr(watch.Watch, "seconds", 1e-12)
         with pytest.raises(WrongResultError, match="TFLOP/s, and the device has 990"):
             attend(0)
 

@@ -134,11 +134,11 @@ def compiled_and_not(rank: int, grad: bool) -> list[float]:
             q, k, v, causal=True, layout="zigzag", strategy="ulysses", bias=b, **options
         )
 
-    found = []
+    results = []
     for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
         out = function(*leaves)
-        found.append([out.detach(), *(torch.autograd.grad(out, leaves, dout) if grad else ())])
-    return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+        results.append([out.detach(), *(torch.autograd.grad(out, leaves, dout) if grad else ())])
+    return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -152,7 +152,7 @@ def one_after_another(rank: int) -> list[float]:
     """Differences from a ring, call by call: without a backward, other masks, changed arguments."""
     torch.manual_seed(rank)
     *qkv, dout = (torch.randn(1, 12, heads, 16) for heads in (4, 2, 2, 4))
-    found = []
+    in_turn = []
     for call, window in enumerate((None, (3, 0), None, (5, 2))):
         results = []
         for strategy in ("ulysses", "ring"):
@@ -164,10 +164,10 @@ def one_after_another(rank: int) -> list[float]:
             both = [out, lse], [dout, lse.detach()]
             grads = torch.autograd.grad(both[0], leaves, both[1]) if call > 0 else ()
             results.append([out.detach(), lse.detach(), *grads])
-        found += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+        in_turn += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
         for x in qkv:
             x.mul_(0.5)
-    return found
+    return in_turn
 
 
 def test_calls_one_after_another(backend: Any) -> None:

@@ -79,9 +79,9 @@ def on_a_rank(
     def noted(name: str) -> Any:
         kernel = getattr(kernels, name)
 
-        def run(*given: Any, **options: Any) -> None:
+        def run(*args: Any, **options: Any) -> None:
             ran.append(name)
-            kernel(*given, **options)
+            kernel(*args, **options)
 
         return run
 
@@ -143,11 +143,11 @@ def uncounted(rank: int, folder: Path, case: Case, kernel: str) -> None:
     which = "fetch" if kernel == "exchange_keys" else "_add"
     right = getattr(one_kernel.OneKernel, which)
 
-    def silent(*given: Any) -> Any:
+    def silent(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(one_kernel, "is_counted", lambda: False)
-            found = right(*given)
-            return iter(list(found)) if which == "fetch" else found
+            result = right(*args)
+            return iter(list(result)) if which == "fetch" else result
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel.OneKernel, which, silent)
@@ -174,8 +174,8 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])
     everybody_came = kernels.await_all
 
-    def late(*given: Any) -> None:
-        everybody_came(*given)
+    def late(*args: Any) -> None:
+        everybody_came(*args)
         time.sleep(0.05 * (rank == 0))  # the others may go on meanwhile
 
     right = []

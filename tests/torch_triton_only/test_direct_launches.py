@@ -24,10 +24,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self.direct: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def launch(*given: Any, **named: Any) -> Any:
-            self.asked.append((grid, given, named))
+        def launch(*args: Any, **named: Any) -> Any:
+            self.asked.append((grid, args, named))
             return SimpleNamespace(
-                run=lambda *got: self.direct.append(got), function=len(self.asked), packed_metadata="packed"
+                run=lambda *actual: self.direct.append(actual), function=len(self.asked), packed_metadata="packed"
             )  # fmt: skip
 
         return launch
@@ -36,13 +36,13 @@ class Kernel(JITFunction):  # type: ignore[misc]
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The current device and its stream."""
-    found = SimpleNamespace(device=0, stream=5)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.device)
+    launch_state = SimpleNamespace(device=0, stream=5)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: launch_state.device)
     monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda _: found.stream, raising=False
+        torch._C, "_cuda_getCurrentRawStream", lambda _: launch_state.stream, raising=False
     )
     monkeypatch.setattr(triton, "__version__", VERSIONS[0])
-    return found
+    return launch_state
 
 
 def test_a_repeat_calls_what_was_compiled(state: SimpleNamespace) -> None:
@@ -102,12 +102,12 @@ def test_unlike_launches_ask_triton(name: str) -> None:
     direct = DirectKernel(kernel)
     same = {"SIZE": 8, "ROWS": 4, "num_warps": 2}
     direct[1,](X, None, 7, **same)
-    given, named = UNLIKE[name]
+    args, named = UNLIKE[name]
     for _ in range(2):
-        direct[1,](*given, **{**same, **named})
+        direct[1,](*args, **{**same, **named})
     direct[1,](X, None, 7, **same)
     assert len(kernel.asked) == 2
-    assert [got[4] for got in kernel.direct] == [2, 1]
+    assert [actual[4] for actual in kernel.direct] == [2, 1]
 
 
 def test_each_device_has_its_own(state: SimpleNamespace) -> None:
@@ -115,7 +115,7 @@ def test_each_device_has_its_own(state: SimpleNamespace) -> None:
     direct = DirectKernel(kernel)
     for state.device in (0, 1, 0, 1):
         direct[1,](X, None, 7, SIZE=8, ROWS=4)
-    assert len(kernel.asked) == 2 and [got[4] for got in kernel.direct] == [1, 2]
+    assert len(kernel.asked) == 2 and [actual[4] for actual in kernel.direct] == [1, 2]
 
 
 @pytest.mark.usefixtures("state")

@@ -78,9 +78,9 @@ def on_a_rank(
 
     trade_heads = head_kernel.trade_heads
 
-    def noted(*given: Any, **options: Any) -> Any:
+    def noted(*args: Any, **options: Any) -> Any:
         ran.append(1)
-        return trade_heads(*given, **options)
+        return trade_heads(*args, **options)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
@@ -93,7 +93,7 @@ def on_a_rank(
         patched.setattr(
             prepare,
             "choose_strategy",
-            lambda *given, **named: chosen(*given, **named) if given[2].size == 1 else traded,
+            lambda *args, **named: chosen(*args, **named) if args[2].size == 1 else traded,
         )
         _prepare.cache_clear()
         patched.setattr(exchange_kernel, "_now", _now)

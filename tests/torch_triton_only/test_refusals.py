@@ -38,7 +38,7 @@ def test_options_go_to_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "words"),
+    ("settings", "changes", "message"),
     [
         ({"block_q": 96}, {}, "block_q must be a power of two from 16 to 256, got 96"),
         ({"block_q": 256, "block_k": 256}, {"head_dim": 256}, "227 KiB of shared memory"),
@@ -47,9 +47,9 @@ def test_options_go_to_triton() -> None:
     ],
 )
 def test_settings_it_cannot_do(
-    settings: dict[str, Any], changes: dict[str, Any], words: str
+    settings: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         _chosen(KernelConfig("triton", **settings), **changes)
 
 
@@ -64,7 +64,7 @@ def test_predicates_of_too_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "value", "words"),
+    ("where", "name", "value", "message"),
     [
         (adapter, "has_triton", lambda: False, "triton is not installed"),
         (torch.cuda, "get_device_capability", lambda *_: (7, 5), "compute capability 8.0 or newer"),
@@ -72,9 +72,9 @@ def test_predicates_of_too_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_machines_it_does_not_run_on(
-    where: Any, name: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    where: Any, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, value)
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         _chosen(KernelConfig("triton"))
     assert _chosen() == "eager"

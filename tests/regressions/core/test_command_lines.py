@@ -15,8 +15,8 @@ from ring_core.tools.cli import main
 from ring_core.tools.commands import LAUNCHERS, is_refused
 
 
-def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", "--cp", "4", *words]) == 0
+def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", "--cp", "4", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -38,13 +38,13 @@ def test_sizes_and_defaults(
 
 
 @pytest.mark.parametrize(
-    "words", [("--seq-len", "64kb"), ("--seq-len", "k"), ("--seq-len", "1.5k")]
+    "arguments", [("--seq-len", "64kb"), ("--seq-len", "k"), ("--seq-len", "1.5k")]
 )
 def test_what_is_no_size_is_refused(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as error:
-        main(["plan", "--cp", "4", *words])
+        main(["plan", "--cp", "4", *arguments])
     assert error.value.code == 2
     assert "such as" in capsys.readouterr().err
 
@@ -90,9 +90,9 @@ def test_one_process_of_a_launcher_says_why_it_is_refused(
     monkeypatch.setenv(size, "4")
     monkeypatch.setenv(rank, "0")
     assert is_refused("ring_torch", "bench")
-    message = capsys.readouterr().err
-    assert f"4 processes ({size}=4)" in message
-    assert "`python -m ring_torch bench` once on a machine" in message
+    arguments = capsys.readouterr().err
+    assert f"4 processes ({size}=4)" in arguments
+    assert "`python -m ring_torch bench` once on a machine" in arguments
     monkeypatch.setenv(rank, "3")
     assert is_refused("ring_torch", "bench")
     assert not capsys.readouterr().err

@@ -53,10 +53,14 @@ HEADS, DIM = 2, 4
 def computed(plan: Plan, rank: int, gather: GatherProgram, x: Arrays) -> list[npt.NDArray[Any]]:
     """``(out, lse, dq, dk, dv)`` of a rank's rows, item by item; dK/dV at all keys."""
     params = Params(plan.mask, 0.5, None, 0.0, None, "float64")
-    at = plan.positions(rank)
-    rows = QueryRows(Side(at, plan.q_positions(rank), None), None, None, None)
-    q, dout = x["q"][:, at], x["dout"][:, at]
-    out, dq, lse = np.zeros_like(q), np.zeros_like(q), np.full((1, HEADS, at.size), -np.inf)
+    q_positions = plan.positions(rank)
+    rows = QueryRows(Side(q_positions, plan.q_positions(rank), None), None, None, None)
+    q, dout = x["q"][:, q_positions], x["dout"][:, q_positions]
+    out, dq, lse = (
+        np.zeros_like(q),
+        np.zeros_like(q),
+        np.full((1, HEADS, q_positions.size), -np.inf),
+    )
     dk, dv = np.zeros_like(x["k"]), np.zeros_like(x["v"])
     work = [(gather.positions, item) for item in gather.items]
     work += [(plan.k_positions(rank), item) for item in gather.in_place]

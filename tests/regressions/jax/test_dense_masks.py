@@ -37,25 +37,25 @@ Arrays = dict[str, Any]
 def _given(shape: tuple[int, ...]) -> Arrays:
     """Q, K and V; a mask that hides all from a row; a bias; ids."""
     rng = np.random.default_rng(0)
-    found: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
-    found["bias"] = rng.standard_normal((1, H, T, T), np.float32)
-    found["mask"] = rng.random(shape) < 0.4
-    found["mask"][..., 3, :] = False
-    found["ids"] = np.repeat(np.arange(2, dtype=np.int32), T // 2)[None].repeat(B, axis=0)
-    return found
+    arrays: Arrays = {name: rng.standard_normal((B, T, H, D), np.float32) for name in "qkv"}
+    arrays["bias"] = rng.standard_normal((1, H, T, T), np.float32)
+    arrays["mask"] = rng.random(shape) < 0.4
+    arrays["mask"][..., 3, :] = False
+    arrays["ids"] = np.repeat(np.arange(2, dtype=np.int32), T // 2)[None].repeat(B, axis=0)
+    return arrays
 
 
 def _by_hand(x: Arrays, options: dict[str, Any]) -> tuple[Any, Any]:
     scores = jnp.einsum("bihd,bjhd->bhij", x["q"], x["k"]) * D**-0.5
     scores += jnp.broadcast_to(x["bias"], scores.shape) if "bias" in options else 0
     shown = np.broadcast_to(x["mask"], scores.shape).copy()
-    at = np.arange(T)
+    positions = np.arange(T)
     if "causal" in options:
-        shown &= at[:, None] >= at
+        shown &= positions[:, None] >= positions
     if "cu_seqlens" in options:
-        shown &= (at < 7)[:, None] == (at < 7)
+        shown &= (positions < 7)[:, None] == (positions < 7)
     if "segment_ids" in options:
-        shown &= (at < T // 2)[:, None] == (at < T // 2)
+        shown &= (positions < T // 2)[:, None] == (positions < T // 2)
     scores = jnp.where(shown, scores, -jnp.inf)
     if "sinks" in options:
         sinks = jnp.broadcast_to(options["sinks"][None, :, None, None], (B, H, T, 1))
@@ -85,22 +85,24 @@ def _compared(x: Arrays, attend: Any, options: dict[str, Any]) -> None:
         return _by_hand(x | diff | {"mask": mask}, options)
 
     expected = jax.grad(partial(_loss, by_hand, x["mask"]), has_aux=True)(diff)
-    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
+    for actual, expected_value in zip(
+        jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected_value, rtol=2e-5, atol=2e-5)
 
 
 def _through(cp: ContextParallel, options: dict[str, Any], ids: Any, **more: Any) -> Any:
     """``cp.attention`` of arrays in natural order."""
 
     def attend(x: Arrays, mask: Any) -> Any:
-        given = dict(options)
-        if "bias" in given:
-            given["bias"] = cp.shard(x["bias"], dim=2)
-        if "segment_ids" in given:
-            given["segment_ids"] = cp.shard(ids)
+        kwargs = dict(options)
+        if "bias" in kwargs:
+            kwargs["bias"] = cp.shard(x["bias"], dim=2)
+        if "segment_ids" in kwargs:
+            kwargs["segment_ids"] = cp.shard(ids)
         qkv = [cp.shard(x[name]) for name in "qkv"]
         call: Any = cp.attention
-        out, lse = call(*qkv, mask=cp.shard(mask, dim=-2), return_lse=True, **given, **more)
+        out, lse = call(*qkv, mask=cp.shard(mask, dim=-2), return_lse=True, **kwargs, **more)
         return cp.unshard(out), cp.unshard(lse, dim=2)
 
     return attend
@@ -169,12 +171,12 @@ ONE = partial(ring_attention, axis_name=None)
 LOCAL = partial(ring_attention, axis_name="cp", layout="zigzag")
 
 
-def _close(got: Any, wanted: Any) -> None:
+def _close(actual: Any, expected: Any) -> None:
     """All rows but the one that sees nothing, of which frameworks make the mean of all values."""
-    got, wanted = np.asarray(got), np.asarray(wanted)
+    actual, expected = np.asarray(actual), np.asarray(expected)
     seen = np.arange(T) != 3
-    np.testing.assert_allclose(got[:, seen], wanted[:, seen], rtol=2e-5, atol=2e-5)
-    assert not got[:, 3].any()
+    np.testing.assert_allclose(actual[:, seen], expected[:, seen], rtol=2e-5, atol=2e-5)
+    assert not actual[:, 3].any()
 
 
 @pytest.mark.parametrize("shape", [(T, T), (H, T, T), (1, 1, T, T), (B, 1, T, T), (B, H, T, T)])
@@ -194,12 +196,12 @@ def test_jax_nn_takes_a_mask_that_is_broadcast(shape: tuple[int, ...]) -> None:
     q, k, v = (jnp.asarray(x[name]) for name in "qkv")
     mask = jnp.asarray(np.random.default_rng(1).random(shape) < 0.6)
     mask = mask.at[..., 0, :].set(True) if shape[3] == 1 else mask.at[..., 0].set(True)
-    got = make_dot_product_attention(ONE)(q, k, v, mask=mask)
-    wanted = jax.nn.dot_product_attention(
+    actual = make_dot_product_attention(ONE)(q, k, v, mask=mask)
+    expected = jax.nn.dot_product_attention(
         q, k, v, mask=jnp.broadcast_to(mask, (B, *mask.shape[1:]))
     )
     seen = np.broadcast_to(np.asarray(mask), (B, H, T, T)).any(axis=(1, 3))
-    np.testing.assert_allclose(got[seen], wanted[seen], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(actual[seen], expected[seen], rtol=2e-5, atol=2e-5)
 
 
 def test_jax_nn_beside_lengths_in_shard_map() -> None:
@@ -215,23 +217,23 @@ def test_jax_nn_beside_lengths_in_shard_map() -> None:
     q, k, v, mask = (jnp.asarray(x[name]) for name in ("q", "k", "v", "mask"))
     mask = mask.at[:, :, :3, 0].set(True)  # each row but one sees a key within the lengths
     mask = mask.at[:, :, 4:, 0].set(True)
-    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(mask, dim=2))
-    wanted = jax.nn.dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=lengths)
-    _close(cp.unshard(out), wanted)
+    out = jax.jit(call)(*(cp.shard(tensor) for tensor in (q, k, v)), cp.shard(mask, dim=2))
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask, key_value_seq_lengths=lengths)
+    _close(cp.unshard(out), expected)
     rows_alone = mask.any(axis=-1, keepdims=True)
-    out = jax.jit(call)(*(cp.shard(one) for one in (q, k, v)), cp.shard(rows_alone, dim=2))
+    out = jax.jit(call)(*(cp.shard(tensor) for tensor in (q, k, v)), cp.shard(rows_alone, dim=2))
     full = jnp.broadcast_to(rows_alone, mask.shape)
-    wanted = jax.nn.dot_product_attention(q, k, v, mask=full, key_value_seq_lengths=lengths)
-    _close(cp.unshard(out), wanted)
+    expected = jax.nn.dot_product_attention(q, k, v, mask=full, key_value_seq_lengths=lengths)
+    _close(cp.unshard(out), expected)
 
 
 @pytest.mark.parametrize("flax", ["nnx", "linen"])
 def test_flax(flax: str) -> None:
     """Masks of its own functions, numbers that are not 0 among them."""
     tokens = jnp.asarray(np.random.default_rng(2).standard_normal((B, T, 12), np.float32))
-    words = jnp.asarray(np.arange(T)[None] < np.array([[9], [T]]))
+    is_token = jnp.asarray(np.arange(T)[None] < np.array([[9], [T]]))
     mask = linen.combine_masks(
-        linen.make_causal_mask(words), linen.make_attention_mask(words, words)
+        linen.make_causal_mask(is_token), linen.make_attention_mask(is_token, is_token)
     )
     attend = make_attention_fn(
         ContextParallel(_mesh({"cp": 2}), "cp", layout="contiguous").attention
@@ -247,8 +249,8 @@ def test_flax(flax: str) -> None:
         return module(tokens, mask=mask)
 
     theirs = linen.dot_product_attention if flax == "linen" else nnx.dot_product_attention
-    got, wanted = run(attend), run(theirs)
-    np.testing.assert_allclose(got[words], wanted[words], rtol=2e-5, atol=2e-5)
+    actual, expected = run(attend), run(theirs)
+    np.testing.assert_allclose(actual[is_token], expected[is_token], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(T, T), (H, T, T)])
@@ -263,15 +265,16 @@ def test_equinox(shape: tuple[int, ...]) -> None:
     def loss(layer: Any, tokens: Any, mask: Any) -> Any:
         return jnp.sum(jax.vmap(lambda x, mask: layer(x, x, x, mask))(tokens, mask) ** 2)
 
-    found = [
-        jax.jit(jax.value_and_grad(partial(loss, one)))(tokens, masks) for one in (ours, layer)
+    results = [
+        jax.jit(jax.value_and_grad(partial(loss, layer_or_model)))(tokens, masks)
+        for layer_or_model in (ours, layer)
     ]
-    for got, wanted in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"),
+    ("mask", "message"),
     [
         (np.zeros((T, T), np.float32), "array of booleans, got one of float32"),
         (np.ones((T, T), np.int32), "array of booleans, got one of int32"),
@@ -281,10 +284,10 @@ def test_equinox(shape: tuple[int, ...]) -> None:
         ([[True]], "Mask or an array of booleans, got list"),
     ],
 )
-def test_what_is_no_such_mask_is_refused(mask: Any, words: str) -> None:
+def test_what_is_no_such_mask_is_refused(mask: Any, message: str) -> None:
     x, cp = _given((T, T)), ContextParallel(_mesh({"cp": 1}), "cp")
     for attend in (ONE, cp.attention, cp.explain):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             attend(x["q"], x["k"], x["v"], mask=mask)
 
 
@@ -310,16 +313,19 @@ def test_blocks_that_it_hides(shape: tuple[int, ...], sizes: tuple[int, int]) ->
     some = shown_in_blocks(jnp.where(mask, 1.0, -jnp.inf), *sizes)
     assert not some.all()
     for i, j in np.ndindex(some.shape[1:]):
-        at = (slice(i * sizes[0], (i + 1) * sizes[0]), slice(j * sizes[1], (j + 1) * sizes[1]))
-        block = mask[..., *at]
+        block_slices = (
+            slice(i * sizes[0], (i + 1) * sizes[0]),
+            slice(j * sizes[1], (j + 1) * sizes[1]),
+        )
+        block = mask[..., *block_slices]
         np.testing.assert_array_equal(some[:, i, j], block.any(axis=(1, 2, 3)))
 
 
 def test_hidden_blocks_are_not_computed() -> None:
     """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
-    x, at = _given((T, T)), np.arange(T)
+    x, positions = _given((T, T)), np.arange(T)
     computed: list[None] = []
-    x["mask"] = (at // 4)[:, None] == at // 4
+    x["mask"] = (positions // 4)[:, None] == positions // 4
     plain = ScoreBlocks.scores
 
     def counting(*args: Any) -> Any:
@@ -333,7 +339,7 @@ def test_hidden_blocks_are_not_computed() -> None:
     with mock.patch.object(ScoreBlocks, "scores", counting):
         jax.block_until_ready(jax.grad(loss)(jnp.asarray(x["q"])))
         jax.effects_barrier()
-    diagonal = (at // 4)[:, None] == at // 4
+    diagonal = (positions // 4)[:, None] == positions // 4
     live = diagonal.reshape(6, 4, 4, 6).any(axis=(1, 3)).sum()
     assert live < 6 * 4
     assert len(computed) == 2 * live

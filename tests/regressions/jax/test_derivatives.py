@@ -129,14 +129,14 @@ def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:
         lambda f: jax.vmap(jax.grad(f))(np.stack([x, t])),
     ):
         with jax.set_mesh(mesh):
-            got = jax.jit(partial(derivative, partial(function, by_hand=False)))()
+            actual = jax.jit(partial(derivative, partial(function, by_hand=False)))()
         expected = derivative(partial(function, by_hand=True))
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), got, expected)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-5), actual, expected)
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1, 2])
 def test_shard_of_a_batch(batch_dim: int) -> None:
     x = jnp.arange(2 * 3 * 16).reshape(3, 16, 2)  # 3 rows of 16 tokens, twice
     batched = jnp.moveaxis(x, 2, batch_dim)
-    got = jax.vmap(CP.shard, in_axes=batch_dim, out_axes=2)(batched)
-    np.testing.assert_array_equal(got, CP.shard(x))
+    actual = jax.vmap(CP.shard, in_axes=batch_dim, out_axes=2)(batched)
+    np.testing.assert_array_equal(actual, CP.shard(x))

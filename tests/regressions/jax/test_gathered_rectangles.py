@@ -24,11 +24,13 @@ def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDAr
     seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
     i, j = np.ogrid[: seen.shape[0], : seen.shape[1]]
     for row, before in zip(rows.tolist(), shift.tolist(), strict=True):
-        at = dict(zip(TABLE_COLUMNS, row, strict=True))
-        k = j - before - at["k_start"]
-        inside = (at["q_start"] <= i) & (i < at["q_stop"])
-        inside = inside & (k >= 0) & (k < at["k_stop"] - at["k_start"])
-        band = (at["lo"] <= i - at["q_start"] - k) & (i - at["q_start"] - k <= at["hi"])
+        columns = dict(zip(TABLE_COLUMNS, row, strict=True))
+        k = j - before - columns["k_start"]
+        inside = (columns["q_start"] <= i) & (i < columns["q_stop"])
+        inside = inside & (k >= 0) & (k < columns["k_stop"] - columns["k_start"])
+        band = (columns["lo"] <= i - columns["q_start"] - k) & (
+            i - columns["q_start"] - k <= columns["hi"]
+        )
         seen += inside & band
     return seen
 
@@ -50,8 +52,8 @@ def test_joined_rectangles_show_the_same_pairs(name: str, layout: LayoutSpec) ->
     assert others is not None
     for rank in range(4):
         rows = others.own[rank]
-        found = _seen(rows, np.zeros(len(rows), dtype=np.int64))
-        np.testing.assert_array_equal(found, _one_by_one(program, rank))
+        pairs = _seen(rows, np.zeros(len(rows), dtype=np.int64))
+        np.testing.assert_array_equal(pairs, _one_by_one(program, rank))
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,13 @@ def _groups(text: str) -> Iterator[list[list[int]]]:
     listed = r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}"
     counted = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
     for line in text.splitlines():
-        for found in re.finditer(listed, line):
-            yield [[*map(int, one.split(","))] for one in re.findall(r"\{([\d,]+)\}", found[1])]
-        for found in re.finditer(counted, line):
+        for match in re.finditer(listed, line):
+            yield [
+                [*map(int, devices.split(","))] for devices in re.findall(r"\{([\d,]+)\}", match[1])
+            ]
+        for match in re.finditer(counted, line):
             shape, source, turn = (
-                [int(x) for x in part.split(",")] if part else None for part in found.groups()
+                [int(x) for x in part.split(",")] if part else None for part in match.groups()
             )
             ids = np.arange(np.prod(source or [])).reshape(source or [])
             yield ids.transpose(turn).reshape(shape or []).tolist()
@@ -87,9 +89,9 @@ def _check(call: Any, arrays: list[Any]) -> str:
 
     program = jax.jit(both).lower(*arrays).compile()
     expected = reference.attention_grads(*[_inputs()[n] for n in (3, 0, 1, 2)], causal=True)
-    wanted = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
-    for got, exact in zip(program(*arrays), wanted, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+    expected_value = (reference.attention(*_inputs()[:3], causal=True)[0], *expected[:3])
+    for actual, exact in zip(program(*arrays), expected_value, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=2e-5)
     return str(program.as_text())
 
 
@@ -132,12 +134,14 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
         "explicit-pod-cp-class-set_mesh-split",
     ]
 )
-@pytest.mark.parametrize("given", ["split", "whole"])
+@pytest.mark.parametrize("placement", ["split", "whole"])
 @pytest.mark.parametrize("within", [True, False], ids=["set_mesh", "no set_mesh"])
 @pytest.mark.parametrize("of", ["class", "function"])
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
-def test_every_mesh(axis_type: AxisType, name: str, of: str, *, within: bool, given: str) -> None:
+def test_every_mesh(
+    axis_type: AxisType, name: str, of: str, *, within: bool, placement: str
+) -> None:
     """Forward and gradients; nothing travels along the axes of batch and heads if it is split."""
     sizes, told = MESHES[name]
     mesh, (batch, heads) = _mesh(axis_type, sizes), AXES.get(name, (None, None))
@@ -146,14 +150,14 @@ def test_every_mesh(axis_type: AxisType, name: str, of: str, *, within: bool, gi
         else _of_the_function(mesh, P(batch, "cp", heads))
     )  # fmt: skip
     arrays: list[Any] = _inputs()
-    if given != "whole":
+    if placement != "whole":
         along = NamedSharding(mesh, P(batch, "cp", heads))
         arrays = [jax.device_put(x, along) for x in arrays]
     with jax.set_mesh(mesh) if within else nullcontext():
         text = _check(call, arrays)
     travelled = _travelled(text, mesh)
     assert "cp" in travelled
-    assert given == "whole" or travelled == {"cp"}
+    assert placement == "whole" or travelled == {"cp"}
 
 
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
@@ -188,8 +192,8 @@ def test_several_axes_of_the_batch(axis_type: AxisType) -> None:
         return cp.unshard(cp.attention(*(cp.shard(x) for x in args), causal=True, **dropout))
 
     program = jax.jit(call).lower(*arrays).compile()
-    wanted = reference.attention(q, k, v, causal=True, **dropout)[0]
-    np.testing.assert_allclose(program(*arrays), wanted, rtol=2e-5, atol=2e-5)
+    expected = reference.attention(q, k, v, causal=True, **dropout)[0]
+    np.testing.assert_allclose(program(*arrays), expected, rtol=2e-5, atol=2e-5)
     assert _travelled(str(program.as_text()), mesh) == {"cp"}
 
 
@@ -199,9 +203,9 @@ def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
     """Also by calls that nothing compiles, and their gradients."""
     mesh = _mesh(axis_type, {"dp": 2, "cp": 2})
     cp, x = ContextParallel(mesh, "cp"), _inputs()[0]
-    given = jax.device_put(x, NamedSharding(mesh, spec))
+    split_array = jax.device_put(x, NamedSharding(mesh, spec))
     for wrap in (jax.jit, lambda function: function):
-        shard = wrap(cp.shard)(given)
+        shard = wrap(cp.shard)(split_array)
         expected = NamedSharding(mesh, P(spec[0] if spec else None, "cp", *spec[2:]))
         assert shard.sharding.is_equivalent_to(expected, 4)
         np.testing.assert_array_equal(shard, x[:, np.asarray(cp.positions(8))])
@@ -209,7 +213,7 @@ def test_arrays_stay_split(axis_type: AxisType, spec: P) -> None:
         whole = NamedSharding(mesh, P(expected.spec[0], None, *spec[2:]))
         assert back.sharding.is_equivalent_to(whole, 4)
         np.testing.assert_array_equal(back, x)
-        (slope,) = jax.vjp(wrap(cp.shard), given)[1](shard)
+        (slope,) = jax.vjp(wrap(cp.shard), split_array)[1](shard)
         np.testing.assert_array_equal(slope, x)
 
 

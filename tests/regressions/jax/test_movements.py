@@ -48,7 +48,7 @@ def test_ids_of_a_halo_are_computed_and_not_kept_in_the_program() -> None:
         lengths.append([len(lowered.as_text()), len(lowered.compile().as_text() or "")])
     assert abs(np.diff(lengths, axis=0)).max() < 4000, lengths
     _, positions, documents = run(x)
-    place = cp.layout_of(tokens)
-    first = [np.arange(-3, place.run_length + 1) + start for start in place.run_positions(1)]
+    layout = cp.layout_of(tokens)
+    first = [np.arange(-3, layout.run_length + 1) + start for start in layout.run_positions(1)]
     np.testing.assert_array_equal(np.asarray(positions)[2:4], first)
     np.testing.assert_array_equal(np.asarray(documents)[2:4], (np.array(first) >= 1000) * 1)

@@ -45,40 +45,40 @@ def _qkv() -> Any:
     return tuple(rng.standard_normal((1, T, 2, 8), dtype=np.float32) for _ in range(3))
 
 
-def _options(argument: str, given: Any) -> dict[str, Any]:
-    return {argument: given} | ({"dropout_p": 0.5} if argument == "dropout_seed" else {})
+def _options(argument: str, argument_value: Any) -> dict[str, Any]:
+    return {argument: argument_value} | ({"dropout_p": 0.5} if argument == "dropout_seed" else {})
 
 
-def _alone(argument: str, given: Any) -> Any:
-    return ring_attention(*_qkv(), axis_name=None, **_options(argument, given))
+def _alone(argument: str, argument_value: Any) -> Any:
+    return ring_attention(*_qkv(), axis_name=None, **_options(argument, argument_value))
 
 
 def _two() -> ContextParallel:
     return ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
 
 
-def _of_an_object(argument: str, given: Any) -> Any:
-    return _two().attention(*_qkv(), causal=True, **_options(argument, given))
+def _of_an_object(argument: str, argument_value: Any) -> Any:
+    return _two().attention(*_qkv(), causal=True, **_options(argument, argument_value))
 
 
-def _explained(argument: str, given: Any) -> str:
-    return str(_two().explain(*_qkv(), **_options(argument, given)))
+def _explained(argument: str, argument_value: Any) -> str:
+    return str(_two().explain(*_qkv(), **_options(argument, argument_value)))
 
 
-def _of_a_mask(argument: str, given: Any) -> Any:
+def _of_a_mask(argument: str, argument_value: Any) -> Any:
     mask: Any = Mask
-    return ring_attention(*_qkv(), axis_name=None, mask=mask(**{argument: given}))
+    return ring_attention(*_qkv(), axis_name=None, mask=mask(**{argument: argument_value}))
 
 
-def _as_flash_attention(argument: str, given: Any) -> Any:
-    documents: Any = {"cum_seqlens_q": given, "cum_seqlens_k": given}
-    options = documents if argument == "cu_seqlens" else {"sliding_window": given}
+def _as_flash_attention(argument: str, argument_value: Any) -> Any:
+    documents: Any = {"cum_seqlens_q": argument_value, "cum_seqlens_k": argument_value}
+    options = documents if argument == "cu_seqlens" else {"sliding_window": argument_value}
     return flash_attention(*_qkv(), **options)
 
 
-def _as_jax(_: str, given: Any) -> Any:
+def _as_jax(_: str, argument_value: Any) -> Any:
     attend = make_dot_product_attention(_two().attention)
-    return attend(*_qkv(), bias=given)
+    return attend(*_qkv(), bias=argument_value)
 
 
 FUNCTIONS: dict[str, tuple[Callable[[str, Any], Any], dict[str, tuple[str, ...]]]] = {
@@ -97,24 +97,24 @@ CASES = [
 ]
 
 
-def _change(given: Any, values: Any) -> None:
-    if isinstance(given, np.ndarray):
-        given[...] = values
+def _change(argument_value: Any, values: Any) -> None:
+    if isinstance(argument_value, np.ndarray):
+        argument_value[...] = values
         return
     for n, value in enumerate(values):
-        if isinstance(given, tuple):
-            given[n][...] = value
+        if isinstance(argument_value, tuple):
+            argument_value[n][...] = value
         else:
-            given[n] = value
+            argument_value[n] = value
 
 
 @pytest.mark.parametrize(("name", "argument", "kind"), CASES)
 def test_changed_in_place(name: str, argument: str, kind: str) -> None:
     function, (first, second) = FUNCTIONS[name][0], VALUES[argument]
-    given = KINDS[kind](first)
-    results = [np.asarray(function(argument, given))]
-    _change(given, second)
-    results.append(np.asarray(function(argument, given)))
+    argument_value = KINDS[kind](first)
+    results = [np.asarray(function(argument, argument_value))]
+    _change(argument_value, second)
+    results.append(np.asarray(function(argument, argument_value)))
     for result, value in zip(results, (first, second), strict=True):
         np.testing.assert_array_equal(result, function(argument, KINDS[kind](value)))
     is_text = results[0].dtype.kind == "U"  # figures are alike

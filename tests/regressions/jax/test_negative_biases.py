@@ -24,8 +24,8 @@ from ring_jax import ContextParallel, bias_shift, ring_attention
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""
-    for one in case.everywhere():
-        assert_close(one, backend.run(one))
+    for variant in case.everywhere():
+        assert_close(variant, backend.run(variant))
 
 
 def test_gathered_keys_agree_with_real_numbers(backend: Any) -> None:
@@ -33,8 +33,8 @@ def test_gathered_keys_agree_with_real_numbers(backend: Any) -> None:
     case = NegativeCase(
         "gathered", Mask(causal=True), "zigzag", 2, bias="shared", batch=2, segments="documents"
     )
-    for one in case.everywhere():
-        assert_close(one, backend.run(one, strategy="gather"))
+    for variant in case.everywhere():
+        assert_close(variant, backend.run(variant, strategy="gather"))
 
 
 B, T, H, D = 2, 32, 2, 8
@@ -70,10 +70,10 @@ def _grads(attend: Attend, *x: Any) -> Any:
 
 def _compared(attend: Attend) -> None:
     x = _inputs()
-    for got, expected in zip(
+    for actual, expected in zip(
         *map(jax.tree.leaves, (_grads(attend, *x), _grads(_by_hand, *x))), strict=True
     ):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def _global(cp: ContextParallel, **options: Any) -> Attend:

@@ -75,13 +75,13 @@ def test_padded_to_different_lengths(
         )  # fmt: skip
         return (out * jnp.asarray(dout, jnp.float32)).sum(), out
 
-    given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, bias)]
-    got, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*given)
+    inputs = [jnp.asarray(x, jnp.float32) for x in (q, k, v, bias)]
+    actual, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*inputs)
     hidden = np.where(shown, bias, -np.inf)
-    wanted = reference.attention(q, k, v, bias=hidden, **dropout)[0]
-    np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
+    expected_value = reference.attention(q, k, v, bias=hidden, **dropout)[0]
+    np.testing.assert_allclose(out, expected_value, rtol=2e-5, atol=2e-5)
     expected = reference.attention_grads(dout, q, k, v, bias=hidden, **dropout)
-    for name, mine in zip(("dq", "dk", "dv", "dbias"), got, strict=True):
+    for name, grad in zip(("dq", "dk", "dv", "dbias"), actual, strict=True):
         whole = getattr(expected, name)
         whole = whole.sum(0, keepdims=True) if name == "dbias" else whole
-        np.testing.assert_allclose(mine, whole, rtol=5e-5, atol=5e-5)
+        np.testing.assert_allclose(grad, whole, rtol=5e-5, atol=5e-5)

@@ -65,11 +65,13 @@ def test_documents_and_chunks(name: str, call: Callable[..., Any], *, checked: b
         return (call(q, k, v, **options) * DOUT).sum()
 
     with check() if checked else nullcontext():
-        got = jax.jit(jax.grad(product, (0, 1, 2)))(Q, K, V)
-        jax.block_until_ready(got)
+        actual = jax.jit(jax.grad(product, (0, 1, 2)))(Q, K, V)
+        jax.block_until_ready(actual)
     rule = {name: x for name, x in options.items() if name != "strategy"}
-    wanted = reference.attention_grads(*map(np.asarray, (DOUT, Q, K, V)), causal=True, **rule)
-    for grad, expected in zip(got, wanted[:3], strict=True):
+    expected_value = reference.attention_grads(
+        *map(np.asarray, (DOUT, Q, K, V)), causal=True, **rule
+    )
+    for grad, expected in zip(actual, expected_value[:3], strict=True):
         np.testing.assert_allclose(grad, expected, atol=5e-6)
 
 
@@ -78,15 +80,15 @@ def test_documents_and_chunks(name: str, call: Callable[..., Any], *, checked: b
 def test_search(size: int, side: Any) -> None:
     table = np.sort(np.random.default_rng(size).integers(0, 6, size)).astype(np.int32)
     x = np.arange(-1, 8, dtype=np.int32).reshape(3, 3)
-    got = searchsorted(jnp.asarray(table), jnp.asarray(x), side)
-    np.testing.assert_array_equal(got, np.searchsorted(table, x, side))
+    actual = searchsorted(jnp.asarray(table), jnp.asarray(x), side)
+    np.testing.assert_array_equal(actual, np.searchsorted(table, x, side))
 
 
 def test_a_window_of_numpy() -> None:
     """Of the adapter for ``jax.nn``."""
     attend = nn.make_dot_product_attention(CP.attention)
-    wanted = attend(Q, K, V, local_window_size=3)
-    np.testing.assert_array_equal(attend(Q, K, V, local_window_size=np.int64(3)), wanted)
+    expected = attend(Q, K, V, local_window_size=3)
+    np.testing.assert_array_equal(attend(Q, K, V, local_window_size=np.int64(3)), expected)
 
 
 def attention(q: Any) -> Any:

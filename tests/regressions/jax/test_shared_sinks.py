@@ -46,5 +46,5 @@ def test_one_head_has_one_reading() -> None:
     sinks = jnp.ones(3)
     expected = reference.attention(*map(np.asarray, _qkv(1)), sinks=np.ones((1, 3)))[0]
     q, k, v = _qkv(1)
-    got = flash_attention(q, k, v, softmax_aux=sinks)
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+    actual = flash_attention(q, k, v, softmax_aux=sinks)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)

@@ -22,8 +22,8 @@ KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
-    rng, at = np.random.default_rng(0), np.arange(T) // 24
-    mask = (at[:, None] == at) & (rng.random(shape) < 0.7)
+    rng, chunk = np.random.default_rng(0), np.arange(T) // 24
+    mask = (chunk[:, None] == chunk) & (rng.random(shape) < 0.7)
     mask[..., 3, :] = False
     qkv = [jnp.asarray(rng.standard_normal((2, T, HEADS, 16), np.float32)) for _ in range(3)]
     return qkv, jnp.asarray(mask)
@@ -51,10 +51,10 @@ def test_a_dense_mask_is_exact(
         return jnp.sum(out**2), out
 
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
-    for got, expected in zip(
+    for actual, expected in zip(
         *(jax.tree.leaves(run(qkv, mask, x)) for x in (KERNEL, "xla")), strict=True
     ):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nightly(unless=["shape1"])

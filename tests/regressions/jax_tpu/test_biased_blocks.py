@@ -29,7 +29,7 @@ def test_a_bias_hides_what_is_not_finite() -> None:
 
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     with interpreted():
-        got = jax.block_until_ready(run(qkv, KernelConfig("pallas", block_q=128, block_k=128)))
-    for ours, expected in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+        actual = jax.block_until_ready(run(qkv, KernelConfig("pallas", block_q=128, block_k=128)))
+    for ours, expected in zip(*map(jax.tree.leaves, (actual, run(qkv, "xla"))), strict=True):
         assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

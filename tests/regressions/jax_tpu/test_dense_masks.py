@@ -24,8 +24,8 @@ KERNEL = KernelConfig("pallas", block_q=BLOCK, block_k=BLOCK)
 
 def _given(shape: tuple[int, ...]) -> tuple[list[Any], Any]:
     """Q, K and V, and a mask: a square below, part of one above, a row that sees nothing."""
-    rng, at = np.random.default_rng(0), np.arange(T)
-    mask = (at[:, None] < 40) == (at < 150)
+    rng, positions = np.random.default_rng(0), np.arange(T)
+    mask = (positions[:, None] < 40) == (positions < 150)
     mask = np.broadcast_to(mask, shape).copy()
     mask[..., :40, :150] &= rng.random((*shape[:-2], 40, 150)) < 0.5
     mask[..., 256:, :] = False
@@ -52,8 +52,8 @@ def test_a_dense_mask_is_exact(shape: tuple[int, ...], *, fused: bool, poisoned:
     run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
     with interpreted():
-        got = jax.block_until_ready(run(qkv, pallas))
-    for ours, expected in zip(*map(jax.tree.leaves, (got, run(qkv, "xla"))), strict=True):
+        actual = jax.block_until_ready(run(qkv, pallas))
+    for ours, expected in zip(*map(jax.tree.leaves, (actual, run(qkv, "xla"))), strict=True):
         assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 

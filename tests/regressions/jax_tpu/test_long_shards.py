@@ -110,24 +110,24 @@ def test_pieces_are_all_blocks_in_order(
     few_words.setattr(block_index, "_MAX_WORDS", shape[0] * max(shape[1:]))
     for walk, outer in ((q_major(jnp.asarray(kinds)), 0), (k_major(jnp.asarray(kinds)), 1)):
         assert walk.pieces > 1
-        found: list[list[list[int]]] = [[] for _ in range(shape[0])]
+        blocks_by_batch: list[list[list[int]]] = [[] for _ in range(shape[0])]
         for n in range(walk.pieces):
-            _check_piece(walk, n, outer, found)
-        for batch, each in enumerate(found):
+            _check_piece(walk, n, outer, blocks_by_batch)
+        for batch, each in enumerate(blocks_by_batch):
             live = np.argwhere(kinds[batch] > EMPTY).tolist()
-            assert each == sorted(live, key=lambda at: at[outer])
+            assert each == sorted(live, key=lambda block: block[outer])
 
 
-def _check_piece(walk: Walk, n: int, outer: int, found: list[list[list[int]]]) -> None:
-    """A piece's list; what it visits is added to ``found``."""
-    words, steps = walk.piece(jnp.int32(n))
-    assert words.size <= block_index._MAX_WORDS
-    for row, seen in zip(np.asarray(words), found, strict=True):
+def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list[int]]]) -> None:
+    """A piece's list; what it visits is added to ``blocks_by_batch``."""
+    entries, steps = walk.piece(jnp.int32(n))
+    assert entries.size <= block_index._MAX_WORDS
+    for row, seen in zip(np.asarray(entries), blocks_by_batch, strict=True):
         visits = [unpack(word) for word in row[: int(steps)]]
         assert sum(visit.is_first for visit in visits) == sum(visit.is_last for visit in visits)
         places = [[int(visit.q_block), int(visit.k_block)] for visit in visits]
-        assert {at[outer] // walk.height for at in places} == {n}
-        live = [at for at, visit in zip(places, visits, strict=True) if visit.kind > EMPTY]
+        assert {block[outer] // walk.height for block in places} == {n}
+        live = [block for block, visit in zip(places, visits, strict=True) if visit.kind > EMPTY]
         assert live or (visits[0].is_first and visits[0].is_last)
         seen.extend(live)
 

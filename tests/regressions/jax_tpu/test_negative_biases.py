@@ -49,7 +49,7 @@ def test_negative_biases_are_exact(shape: tuple[int, int], *, fused: bool, segme
     x = [*qkv, jnp.asarray(bias)]
     with interpreted():
         pallas = KernelConfig("pallas", BLOCK, BLOCK, fused_backward=fused)
-        got = jax.block_until_ready(run(x, pallas))
-    for ours, expected in zip(*map(jax.tree.leaves, (got, run(x, "xla"))), strict=True):
+        actual = jax.block_until_ready(run(x, pallas))
+    for ours, expected in zip(*map(jax.tree.leaves, (actual, run(x, "xla"))), strict=True):
         assert np.isfinite(ours).all()
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

@@ -75,10 +75,10 @@ def text(rows: int, length: int, seed: int, padding: slice) -> dict[str, Tensor]
 
 def batches(model: Any, kind: str) -> list[dict[str, Tensor]]:
     """Two of unlike shapes and paddings."""
-    found = [text(2, 27, 1, slice(0, 6)), text(1, 18, 2, slice(13, 18))]
+    parts = [text(2, 27, 1, slice(0, 6)), text(1, 18, 2, slice(13, 18))]
     if kind == "pair":
         for batch, source in zip(
-            found, (text(2, 15, 3, slice(8, 15)), text(1, 22, 4, slice(0))), strict=True
+            parts, (text(2, 15, 3, slice(8, 15)), text(1, 22, 4, slice(0))), strict=True
         ):
             batch["decoder_attention_mask"] = batch.pop("attention_mask")
             batch["decoder_input_ids"] = batch["input_ids"].roll(1, dims=1)
@@ -88,23 +88,23 @@ def batches(model: Any, kind: str) -> list[dict[str, Tensor]]:
             merged = images.image_batch(model, batch_of(model))
         assert merged is not None
         tokens = merged["input_ids"]
-        found[0] = {**merged, "labels": tokens.where(tokens < VOCAB - 16, -100)}
-    return found
+        parts[0] = {**merged, "labels": tokens.where(tokens < VOCAB - 16, -100)}
+    return parts
 
 
 def grads_of(
-    model: Any, given: list[dict[str, Tensor]], way: str, *, is_wide: bool
+    model: Any, micro_batches: list[dict[str, Tensor]], way: str, *, is_wide: bool
 ) -> dict[str, Tensor]:
     model.zero_grad()
     with Wide() if is_wide else nullcontext():
         if way == "both":
-            (2 * model(**given[0]).loss + model(**given[1]).loss).backward()
+            (2 * model(**micro_batches[0]).loss + model(**micro_batches[1]).loss).backward()
         elif way == "crossed":
-            losses = [model(**batch).loss for batch in given]
+            losses = [model(**batch).loss for batch in micro_batches]
             (2 * losses[0]).backward()
             losses[1].backward()
         else:
-            for share, batch in zip((2, 1), given, strict=True):
+            for share, batch in zip((2, 1), micro_batches, strict=True):
                 (share * model(**batch).loss).backward()
     return {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
 
@@ -117,11 +117,11 @@ def _matches(rank: int, name: str, way: str, checkpoints: str) -> None:
         model.float().gradient_checkpointing_enable(kwargs)
     is_wide = kwargs is None  # what runs again is not widened, so that it is of float32
     limit = 1e-7 if is_wide else 1e-4
-    given = batches(model, MODELS[name][1])
-    expected = grads_of(model, given, way, is_wide=is_wide)
+    micro_batches = batches(model, MODELS[name][1])
+    expected = grads_of(model, micro_batches, way, is_wide=is_wide)
     cp = ContextParallel()
     handle = hf.parallelize(model, cp)
-    grads_of(model, given, way, is_wide=is_wide)
+    grads_of(model, micro_batches, way, is_wide=is_wide)
     cp.reduce_gradients(model)
     handle.remove()
     for weight, x in model.named_parameters():
@@ -159,11 +159,11 @@ def _of_two_tokens(rank: int) -> None:
     del rank
     model = trainable("Lfm2ForCausalLM")
     tokens = torch.tensor([[5, 9]])
-    given = [{"input_ids": tokens, "labels": tokens}] * 2
-    expected = grads_of(model, given, "both", is_wide=True)
+    micro_batches = [{"input_ids": tokens, "labels": tokens}] * 2
+    expected = grads_of(model, micro_batches, "both", is_wide=True)
     cp = ContextParallel(layout="contiguous")
     hf.parallelize(model, cp)
-    grads_of(model, given, "both", is_wide=True)
+    grads_of(model, micro_batches, "both", is_wide=True)
     cp.reduce_gradients(model)
     for weight, x in model.named_parameters():
         torch.testing.assert_close(x.grad, expected[weight], rtol=1e-7, atol=1e-9)

@@ -62,10 +62,10 @@ def _keeps(rank: int, kept: Any) -> None:
     own = _objective(model, batch, kept)
     cp.reduce_gradients(model)
     handle.remove()
-    for mine, x in zip(own, expected, strict=True):
+    for local, x in zip(own, expected, strict=True):
         real = batch["attention_mask"][:, -x.shape[1] :] == 1
         shown = real if isinstance(kept, int) else slice(None)
-        torch.testing.assert_close(mine[shown], x[shown], rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(local[shown], x[shown], rtol=1e-9, atol=1e-10)
     for name, x in model.named_parameters():
         atol = 1e-9 * float(grads[name].abs().max()) + 1e-12
         torch.testing.assert_close(x.grad, grads[name], rtol=1e-8, atol=atol)
@@ -154,9 +154,9 @@ def _evaluates(rank: int, folder: str) -> None:
         eval_dataset=rows,
     )  # fmt: skip
     hf.parallelize(trainer, ContextParallel())
-    found: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
-    found["logged"] = trainer.state.log_history[-1]
-    for name, metrics in found.items():
+    by_kind: dict[str, Any] = {"eval": trainer.evaluate(), "test": trainer.predict(rows).metrics}
+    by_kind["logged"] = trainer.state.log_history[-1]
+    for name, metrics in by_kind.items():
         prefix = "test" if name == "test" else "eval"
         steps, samples, seconds = (
             metrics[f"{prefix}_{x}"] for x in ("steps_per_second", "samples_per_second", "runtime")

@@ -58,9 +58,9 @@ def _in_a_thread(run: Callable[[], None]) -> list[str]:
     return raised
 
 
-def _wrong_grads(*given: Any, right: Any = EagerKernel.grads_into) -> None:
-    right(*given)
-    given[-1].dk[:, :, 0] *= 1.5
+def _wrong_grads(*args: Any, right: Any = EagerKernel.grads_into) -> None:
+    right(*args)
+    args[-1].dk[:, :, 0] *= 1.5
 
 
 def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: int) -> list[str]:
@@ -97,7 +97,7 @@ def test_a_call_that_is_made_anew_is_checked_by_what_is_set_then(size: int, back
 
 def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
     """Which of six calls with a backward are found wrong in the backward, counted from 1."""
-    found = []
+    messages = []
     with ring_torch.check(3), pytest.MonkeyPatch.context() as patched:
         patched.setattr(EagerKernel, "grads_into", _wrong_grads)
         for number in range(1, 7):
@@ -106,8 +106,8 @@ def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
             try:
                 attend(q, k, v).sum().backward()
             except WrongResultError:
-                found.append(number)
-    return found
+                messages.append(number)
+    return messages
 
 
 @pytest.mark.parametrize("attend", [_attend, _compiled])

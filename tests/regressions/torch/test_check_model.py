@@ -292,11 +292,11 @@ def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]
     cp, pairs = ContextParallel(), []
     model = build(name, model_type)
     padding = model.config.pad_token_id
-    at = torch.arange(TOKENS.shape[1])
+    positions = torch.arange(TOKENS.shape[1])
     for side in ("none", "left", "right", "embeddings"):
         real = torch.ones_like(TOKENS)
         if side in ("left", "right"):
-            real = torch.stack([at < 15, at < 22]).long()
+            real = torch.stack([positions < 15, positions < 22]).long()
             real = real.flip(1) if side == "left" else real
         batch = {"input_ids": TOKENS.where(real == 1, padding), "attention_mask": real}
         if side == "embeddings":
@@ -305,8 +305,8 @@ def _positions(_: int, name: str, model_type: str) -> list[tuple[Tensor, Tensor]
             model.set_attn_implementation("eager")
             whole = model(**batch).logits
             model.set_attn_implementation(hf.register())
-            mine = cp.unshard(model(**hf.shard_batch(cp, batch, model=model)).logits)
-        pairs.append((mine[:, :22][real == 1], whole[real == 1]))
+            local = cp.unshard(model(**hf.shard_batch(cp, batch, model=model)).logits)
+        pairs.append((local[:, :22][real == 1], whole[real == 1]))
     return pairs
 
 
@@ -315,5 +315,7 @@ def test_positions_begin_where_the_model_begins(
     two: LocalRanks, name: str, model_type: str
 ) -> None:
     for pairs in two.run(_positions, name, model_type):
-        for mine, whole in pairs:
-            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max()))
+        for local, whole in pairs:
+            torch.testing.assert_close(
+                local, whole, rtol=1e-9, atol=1e-9 * float(whole.abs().max())
+            )

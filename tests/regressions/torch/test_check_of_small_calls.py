@@ -61,21 +61,21 @@ def run(call: SmallCall) -> None:
 
 def found_wrong(seeds: range, dtype: str) -> list[str]:
     """What the check says of each call that it finds wrong."""
-    found = []
+    calls_found_wrong = []
     for seed in seeds:
         try:
             run(drawn(seed, getattr(torch, dtype)))
         except WrongResultError as error:
-            found.append(f"{seed}: {str(error).partition('. Kernel')[0]}")
-    return found
+            calls_found_wrong.append(f"{seed}: {str(error).partition('. Kernel')[0]}")
+    return calls_found_wrong
 
 
 @contextmanager
 def chosen(kernel: str) -> Iterator[None]:
     """Calls inside run a kernel that sums in float32: plain, or rounding as fused ones do."""
     prepare._prepare.cache_clear()
-    one: Any = EagerKernel() if kernel == "eager" else FLASH
-    with patch.object(prepare, "choose", lambda *_: Selection(one, ())):
+    kernel_object: Any = EagerKernel() if kernel == "eager" else FLASH
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_object, ())):
         yield
     prepare._prepare.cache_clear()
 
@@ -94,27 +94,27 @@ def _scaled(which: int, by: float) -> Callable[..., Any]:
     """A backward that returns one gradient larger by a factor, in its first head."""
     right = PlainFlash.backward
 
-    def wrong(self: Any, *given: Any) -> Any:
-        grads = right(self, *given)
+    def wrong(self: Any, *args: Any) -> Any:
+        grads = right(self, *args)
         grads[which][:, :, 0] *= by
         return grads
 
     return wrong
 
 
-def _without_delta(self: Any, *given: Any, right: Any = PlainFlash.backward) -> Any:
-    dout, q, k, v, out, *rest = given
+def _without_delta(self: Any, *args: Any, right: Any = PlainFlash.backward) -> Any:
+    dout, q, k, v, out, *rest = args
     return right(self, dout, q, k, v, torch.zeros_like(out), *rest)
 
 
-def _at_another_scale(self: Any, *given: Any, right: Any = PlainFlash.backward) -> Any:
-    *tensors, options, place = given
-    return right(self, *tensors, options._replace(scale=0.25), place)
+def _at_another_scale(self: Any, *args: Any, right: Any = PlainFlash.backward) -> Any:
+    *tensors, options, destination = args
+    return right(self, *tensors, options._replace(scale=0.25), destination)
 
 
-def _with_another_window(self: Any, *given: Any, right: Any = PlainFlash.forward) -> Any:
-    *tensors, options, place = given
-    return right(self, *tensors, options._replace(window=(1, 9)), place)
+def _with_another_window(self: Any, *args: Any, right: Any = PlainFlash.forward) -> Any:
+    *tensors, options, destination = args
+    return right(self, *tensors, options._replace(window=(1, 9)), destination)
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -133,6 +133,6 @@ def test_a_fault_trips(fault: str, dtype: str) -> None:
     """Many of the calls of several tokens that it changes."""
     method, wrong = FAULTS[fault]
     with chosen("flash"), patch.object(PlainFlash, method, wrong):
-        found = found_wrong(range(40), dtype)
-    assert len(found) >= 10
-    assert all(f"({method})" in text for text in found)
+        calls_found_wrong = found_wrong(range(40), dtype)
+    assert len(calls_found_wrong) >= 10
+    assert all(f"({method})" in text for text in calls_found_wrong)

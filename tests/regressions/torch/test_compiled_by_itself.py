@@ -10,10 +10,10 @@ from torch import Tensor
 from ring_torch import compat
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one == other
+def _same(result: object, expected: object) -> bool:
+    if isinstance(result, Tensor) and isinstance(expected, Tensor):
+        return torch.equal(result, expected)
+    return result == expected
 
 
 def test_documents_are_prepared_anew_in_each_batch() -> None:

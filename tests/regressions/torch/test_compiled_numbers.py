@@ -72,14 +72,14 @@ def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
 
     compiled: Any = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for n in range(calls):
-        found = []
+        messages = []
         functions: tuple[Any, ...] = (compiled, attend)
         for function in functions:
             leaves = [x.clone().requires_grad_() for x in shards]
             out = function(*leaves, (VARIED | FLOATS)[name](n))
             out.square().sum().backward()
-            found.append((out, *(x.grad for x in leaves)))
-        torch.testing.assert_close(*found, rtol=0, atol=0)
+            messages.append((out, *(x.grad for x in leaves)))
+        torch.testing.assert_close(*messages, rtol=0, atol=0)
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -103,7 +103,7 @@ def test_every_float_has_its_graph(name: str, pool: LocalRanks) -> None:
 def _refused(_: int) -> list[str]:
     torch._dynamo.reset()
     x = torch.ones(1, 8, 2, 8)
-    words = []
+    texts = []
     for options in (
         {"window": 3}, {"window": (-1, 0)}, {"chunk_size": 0}, {"cu_seqlens": torch.tensor([0, 5])},
         {"mask": Mask(causal=True), "causal": True}, {"dropout_p": 0.1}, {"mask": "causal"},
@@ -115,18 +115,18 @@ def _refused(_: int) -> list[str]:
         )  # fmt: skip
         with pytest.raises(Exception, match=r"must be|must end|mask was given|needs") as error:
             compiled()
-        words.append(str(error.value))
-    return words
+        texts.append(str(error.value))
+    return texts
 
 
 def test_what_is_wrong_is_refused_in_words(pool: LocalRanks) -> None:
-    for words in pool.run(_refused):
-        for found, name in zip(
-            words,
+    for expected_message in pool.run(_refused):
+        for message, name in zip(
+            expected_message,
             ["window", "window", "chunk_size", "cu_seqlens", "mask", "dropout_p", "mask"],
             strict=True,
         ):
-            assert name in found
+            assert name in message
 
 
 def _prepared(rank: int) -> None:

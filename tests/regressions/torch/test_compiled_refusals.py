@@ -80,12 +80,12 @@ def test_gradients_that_a_graph_computes(name: str) -> None:
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward_compiler
     )
     compiled: Any = torch.compile(_attend, backend=backend, fullgraph=True)
-    found = []
+    grads = []
     for call in (compiled, _attend):
         numbers = torch.arange(3 * T * HEADS * 8).sin().view(3, 1, T, HEADS, 8)
         qkv = [x.clone().requires_grad_() for x in numbers]
         leaves = [*qkv, *(x for x in options.values() if x.requires_grad)]
         out = call(*qkv, **options)
-        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+        grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
     assert counts == [4 if is_trained else 3]  # dQ, dK, dV, and dbias where it is trained

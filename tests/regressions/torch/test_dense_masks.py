@@ -48,11 +48,11 @@ def _by_hand(
     q, k, v = (x.transpose(1, 2) for x in leaves)
     scores = q @ k.transpose(2, 3) * 8**-0.5 + (bias if "bias" in options else 0)
     shown = mask.expand(2, HEADS, T, T).clone()
-    at = torch.arange(T)
+    positions = torch.arange(T)
     if "causal" in options:
-        shown &= at[:, None] >= at
+        shown &= positions[:, None] >= positions
     if "cu_seqlens" in options:
-        shown &= (at < 7)[:, None] == (at < 7)
+        shown &= (positions < 7)[:, None] == (positions < 7)
     scores = scores.masked_fill(~shown, -torch.inf)
     if "sinks" in options:
         scores = torch.cat([scores, options["sinks"].view(1, -1, 1, 1).expand(2, -1, T, 1)], dim=-1)
@@ -70,10 +70,10 @@ def _compared(_: int, shape: str, name: str, compiled: bool, strategy: str) -> N
     expected.square().sum().backward()
     leaves = [cp.shard(x.detach()).requires_grad_() for x in whole[:3]]
     rows = cp.shard(bias.detach(), dim=2).requires_grad_()
-    given = options | ({"bias": rows} if name == "bias" else {})
+    kwargs = options | ({"bias": rows} if name == "bias" else {})
 
     def attend(mask: Tensor) -> Any:
-        return cp.attention(*leaves, mask=mask, return_lse=True, strategy=strategy, **given)
+        return cp.attention(*leaves, mask=mask, return_lse=True, strategy=strategy, **kwargs)
 
     call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     out, lse = call(cp.shard(mask, dim=-2))
@@ -103,8 +103,8 @@ def test_a_dense_mask_is_exact(
 def test_hidden_blocks_are_not_computed() -> None:
     """Of 6 x 4 blocks those on the diagonal, in the forward and in the backward."""
     qkv, _, _ = _given((T, T))
-    at = torch.arange(T) // 4
-    mask = at[:, None] == at
+    chunk = torch.arange(T) // 4
+    mask = chunk[:, None] == chunk
     live = mask.view(6, 4, 4, 6).any(dim=3).any(dim=1).sum()
     kernel = KernelConfig("eager", block_q=4, block_k=6)
     with patch.object(
@@ -126,7 +126,7 @@ def test_it_may_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"),
+    ("mask", "message"),
     [
         (torch.zeros(T, T), "array of booleans, got one of float32"),
         (torch.ones(T, T, dtype=torch.int32), "array of booleans, got one of int32"),
@@ -136,14 +136,14 @@ def test_it_may_be_changed_in_place() -> None:
         (torch.zeros(T, T, device="meta") > 0, "mask is on meta"),
     ],
 )
-def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
+def test_what_is_no_such_mask_is_refused(mask: Tensor, message: str) -> None:
     qkv, _, _ = _given((T, T))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         ring_attention(*qkv, mask=mask)
 
 
 @pytest.mark.parametrize(
-    ("bias", "words"),
+    ("bias", "message"),
     [
         ([0.0], "bias must be a torch.Tensor"),
         (torch.zeros(T, T), "bias must have shape"),
@@ -153,20 +153,20 @@ def test_what_is_no_such_mask_is_refused(mask: Tensor, words: str) -> None:
         (torch.zeros(1, 1, T, T, device="meta"), "bias must be on cpu"),
     ],
 )
-def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, words: str) -> None:
+def test_a_malformed_bias_is_refused_beside_a_mask_as_without_one(bias: Any, message: str) -> None:
     qkv, mask, _ = _given((T, T))
     options: list[dict[str, Any]] = [{}, {"mask": mask}]
-    for given in options:
-        with pytest.raises(ValueError, match=words):
-            ring_attention(*qkv, bias=bias, **given)
+    for kwargs in options:
+        with pytest.raises(ValueError, match=message):
+            ring_attention(*qkv, bias=bias, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_tensor_is_refused_beside_a_mask(name: str) -> None:
     qkv, mask, _ = _given((T, T))
-    given: Any = dict(zip("qkv", qkv, strict=True)) | {name: [0.0]}
+    kwargs: Any = dict(zip("qkv", qkv, strict=True)) | {name: [0.0]}
     with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor"):
-        ring_attention(**given, mask=mask)
+        ring_attention(**kwargs, mask=mask)
 
 
 def test_what_is_too_large_is_told_what_to_use() -> None:

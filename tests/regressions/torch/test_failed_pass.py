@@ -67,18 +67,18 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     def again() -> object:
         return _attend(length, broken, strategy=strategy)
 
-    words = [_words(kept.sum().backward if backward else again)]
+    messages = [_words(kept.sum().backward if backward else again)]
     patch.undo()
-    words.append(_words(again))
-    words.append(_words(lambda: ContextParallel(broken).unshard(x)))
+    messages.append(_words(again))
+    messages.append(_words(lambda: ContextParallel(broken).unshard(x)))
     if not backward:
-        words.append(_words(kept.sum().backward))
+        messages.append(_words(kept.sum().backward))
     group = dist.new_group(ranks=list(range(dist.get_world_size())))
     x, out = _attend(length, group, strategy=strategy)
     out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(out, torch.ones_like(out))
-    return words
+    return messages
 
 
 @pytest.mark.nightly(
@@ -106,10 +106,10 @@ def test_a_failed_pass_is_named_on_all_ranks(
             later.append(second)
         else:  # it may have had all that it needed, and learns of it in the next pass
             assert said in first or (first == "a result" and said in second), (first, second)
-        for words in later:
-            assert "an earlier call on this process group failed" in words
-            assert said in words
-            assert "new_group" in words
+        for message in later:
+            assert "an earlier call on this process group failed" in message
+            assert said in message
+            assert "new_group" in message
 
 
 class _Kept(logging.Handler):

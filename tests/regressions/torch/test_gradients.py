@@ -49,22 +49,22 @@ def _found(rank: int, strategy: str, of_out: bool, of_lse: bool, compiled: bool)
 
     call: Any = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     out, lse = call(*leaves)
-    at = torch.arange(T)[rank * T // 2 :][: T // 2]
-    loss: Any = (out.square().sum() if of_out else 0) + ((lse * at).sum() if of_lse else 0)
+    positions = torch.arange(T)[rank * T // 2 :][: T // 2]
+    loss: Any = (out.square().sum() if of_out else 0) + ((lse * positions).sum() if of_lse else 0)
     loss.backward()
     for leaf, x in zip(leaves, _expected(of_out, of_lse), strict=True):
-        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        torch.testing.assert_close(found.double(), cp.shard(x), rtol=1e-4, atol=1e-5)
+        grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        torch.testing.assert_close(grad.double(), cp.shard(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wanted", "compiled"),
+    ("strategy", "expected", "compiled"),
     list(product(["ring", "gather"], [(True, False), (False, True), (True, True)], [False, True])),
 )
 def test_lse_takes_fast_kernels_until_it_has_a_gradient(
-    strategy: str, wanted: tuple[bool, bool], compiled: bool, pool: LocalRanks
+    strategy: str, expected: tuple[bool, bool], compiled: bool, pool: LocalRanks
 ) -> None:
-    pool.run(_found, strategy, *wanted, compiled)
+    pool.run(_found, strategy, *expected, compiled)
 
 
 def _on_one_rank(rank: int) -> None:

@@ -204,9 +204,9 @@ def _pairs(kinds: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
-    for words, exact in pool.run(_refused, WAYS[way], asked):
-        assert re.search(match, words), words
-        assert exact, words
+    for message, exact in pool.run(_refused, WAYS[way], asked):
+        assert re.search(match, message), message
+        assert exact, message
 
 
 @pytest.mark.nightly(

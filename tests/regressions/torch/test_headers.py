@@ -62,15 +62,15 @@ def test_a_difference_has_a_name(theirs: Header, word: str) -> None:
 
 
 def test_long_fields_leave_room_and_still_differ() -> None:
-    one, other = (
+    header, other_header = (
         Header.of(
             CallSignature.of({f"field {n}": "x" * 4000 + end for n in range(12)}, "forward"), 3, 0
         )
         for end in ("a", "b")
     )
-    assert len(one.bytes()) == len(other.bytes()) == 2048
-    assert json.loads(one.fields).keys() == json.loads(other.fields).keys()
-    assert one.mismatch(other).count("there and") == 12
+    assert len(header.bytes()) == len(other_header.bytes()) == 2048
+    assert json.loads(header.fields).keys() == json.loads(other_header.fields).keys()
+    assert header.mismatch(other_header).count("there and") == 12
 
 
 def _named(rank: int, name: str) -> str:
@@ -90,8 +90,8 @@ def _named(rank: int, name: str) -> str:
 @pytest.mark.parametrize("name", ["documents", "many documents", "a mask's documents", "chunks"])
 def test_equally_many_are_told_apart(name: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_named, name):
-            assert ("chunks is" if name == "chunks" else "cu_seqlens is") in words
+        for message in pool.run(_named, name):
+            assert ("chunks is" if name == "chunks" else "cu_seqlens is") in message
 
 
 def _on_stream(rank: int, what: str) -> str:
@@ -109,8 +109,8 @@ def _on_stream(rank: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["nothing", "number", "seed", "fields"])
 def test_calls_compared_before_are_compared_by_digest(what: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_on_stream, what):
-            assert (words == "the same") == (what == "nothing")
+        for message in pool.run(_on_stream, what):
+            assert (message == "the same") == (what == "nothing")
 
 
 def _unlike(rank: int, strategy: str) -> str:
@@ -123,9 +123,9 @@ def _unlike(rank: int, strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses"])
 def test_unlike_shards_are_told_how_to_be_padded(strategy: str) -> None:
     with LocalRanks(2, timeout=10) as pool:
-        for words in pool.run(_unlike, strategy):
-            assert "pad every shard to the longest" in words
-            assert "negative segment_ids" in words
+        for message in pool.run(_unlike, strategy):
+            assert "pad every shard to the longest" in message
+            assert "negative segment_ids" in message
 
 
 @pytest.mark.parametrize("shape", [[2, 8, 2, 8, "float32"], [1, 8, 4, 8, "float32"]])

@@ -62,7 +62,7 @@ def _weighted(move: Move, rank: int) -> Move:
 def _second(rank: int, name: str, layout: LayoutSpec) -> None:
     """A gradient penalty and a product with the Hessian, against whole sequences."""
     cp = ContextParallel(layout=layout)
-    mine, of_whole = MOVES[name]
+    local, of_whole = MOVES[name]
     whole = numbers(0, 1, T, 2).requires_grad_()
     # The loss of all ranks, which every rank computes from whole sequences.
     of_rank = _weighted(of_whole(cp), rank)(whole)
@@ -72,11 +72,11 @@ def _second(rank: int, name: str, layout: LayoutSpec) -> None:
     (penalty,) = torch.autograd.grad((grad * 2 * total).sum(), whole)  # of the sum's square
     dist.all_reduce(penalty)
     x = cp.shard(whole.detach()).requires_grad_()
-    loss = _weighted(mine(cp), rank)
+    loss = _weighted(local(cp), rank)
     (own,) = torch.autograd.grad(loss(x), x, create_graph=True)
     torch.testing.assert_close(own.detach(), cp.shard(total))
-    (found,) = torch.autograd.grad(own.square().sum(), x)
-    torch.testing.assert_close(found, cp.shard(penalty))
+    (second_grad,) = torch.autograd.grad(own.square().sum(), x)
+    torch.testing.assert_close(second_grad, cp.shard(penalty))
     _, product = functional.hvp(loss, x.detach(), 2 * own.detach())
     torch.testing.assert_close(product, cp.shard(penalty))
 
@@ -95,8 +95,8 @@ def _slice(_: int) -> None:
     x = cp.shard(whole.detach()).requires_grad_()
     (own,) = torch.autograd.grad(cp.unshard(x, grad="slice").pow(3).sum(), x, create_graph=True)
     torch.testing.assert_close(own.detach(), cp.shard(grad))
-    (found,) = torch.autograd.grad(own.sum(), x)
-    torch.testing.assert_close(found, cp.shard(6 * whole.detach()))
+    (second_grad,) = torch.autograd.grad(own.sum(), x)
+    torch.testing.assert_close(second_grad, cp.shard(6 * whole.detach()))
 
 
 def test_second_derivatives_of_slices_stay_on_their_rank(pool: LocalRanks) -> None:
@@ -106,8 +106,8 @@ def test_second_derivatives_of_slices_stay_on_their_rank(pool: LocalRanks) -> No
 def _third(_: int) -> None:
     cp, whole = ContextParallel(), numbers(0, 1, T, 2)
     x = cp.shard(whole).requires_grad_()
-    (one,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
-    (two,) = torch.autograd.grad(one.sum(), x, create_graph=True)
+    (first_grad,) = torch.autograd.grad(cp.shift(x, 1).pow(4).sum(), x, create_graph=True)
+    (two,) = torch.autograd.grad(first_grad.sum(), x, create_graph=True)
     (three,) = torch.autograd.grad(two.sum(), x)
     inside = cp.positions(T) < T - 1  # the last token is moved out of the sequence
     torch.testing.assert_close(three, 24 * x.detach() * inside[None, :, None])
@@ -173,8 +173,8 @@ def _dims(rank: int) -> None:
     run = torch.compile(moves, backend="eager", fullgraph=True)
     x = numbers(rank, 4, 8, 4)
     for dim in (0, 1, 2, -1, -2):
-        for one, other in zip(run(x, dim), moves(x, dim), strict=True):
-            assert torch.equal(one, other), dim
+        for moved, expected in zip(run(x, dim), moves(x, dim), strict=True):
+            assert torch.equal(moved, expected), dim
 
 
 def test_a_dimension_may_change_from_call_to_call_of_a_graph(pool: LocalRanks) -> None:

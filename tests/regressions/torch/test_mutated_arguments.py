@@ -54,29 +54,29 @@ def _qkv(*lead: int) -> Any:
     return tuple(torch.randn(*lead, T, 2, 8) for _ in range(3))
 
 
-def _ours(argument: str, given: Any) -> Any:
-    return attend(*_qkv(1), **{argument: given})
+def _ours(argument: str, argument_value: Any) -> Any:
+    return attend(*_qkv(1), **{argument: argument_value})
 
 
-def _of_an_object(argument: str, given: Any) -> Any:
+def _of_an_object(argument: str, argument_value: Any) -> Any:
     call: Any = ContextParallel().attention
-    return call(*_qkv(1), causal=argument != "mask", **{argument: given})
+    return call(*_qkv(1), causal=argument != "mask", **{argument: argument_value})
 
 
-def _explained(argument: str, given: Any) -> str:
+def _explained(argument: str, argument_value: Any) -> str:
     call: Any = ContextParallel().explain
-    text: str = call(*_qkv(1), **{argument: given})
+    text: str = call(*_qkv(1), **{argument: argument_value})
     return text
 
 
-def _of_a_mask(argument: str, given: Any) -> Any:
+def _of_a_mask(argument: str, argument_value: Any) -> Any:
     mask: Any = Mask
-    return attend(*_qkv(1), mask=mask(**{argument: given}))
+    return attend(*_qkv(1), mask=mask(**{argument: argument_value}))
 
 
-def _of_the_oracle(argument: str, given: Any) -> Any:
+def _of_the_oracle(argument: str, argument_value: Any) -> Any:
     q, k, v = (x.numpy() for x in _qkv(1))
-    options: Any = {argument: given}
+    options: Any = {argument: argument_value}
     return torch.as_tensor(reference.attention(q, k, v, **options)[0])
 
 
@@ -84,7 +84,7 @@ def _as_there(name: str) -> Callable[[str, Any], Any]:
     """A function of ring_flash_attn's, whose inputs may be packed."""
     call: Any = getattr(compat, name)
 
-    def function(argument: str, given: Any) -> Any:
+    def function(argument: str, argument_value: Any) -> Any:
         is_varlen, is_llama3 = "varlen" in name, name.startswith("llama3")
         q, k, v = _qkv() if is_varlen else _qkv(1)
         dim = 1 if is_varlen else 2
@@ -93,7 +93,7 @@ def _as_there(name: str) -> Callable[[str, Any], Any]:
             inputs = [torch.stack([q, k, v], dim=dim)]
         elif "kvpacked" in name:
             inputs = [q, torch.stack([k, v], dim=dim)]
-        options = {{"window": "window_size"}.get(argument, argument): given}
+        options = {{"window": "window_size"}.get(argument, argument): argument_value}
         documents = [options.pop("cu_seqlens", torch.tensor([0, T], dtype=torch.int32)), T]
         if is_llama3:
             *documents, part = compat.llama3_flash_attn_prepare_cu_seqlens(documents[0], True, 0, 1)
@@ -128,15 +128,15 @@ CASES = [
 COMPILED = [case for case in CASES if case[0] in {"ring_attention", "ContextParallel.attention"}]
 
 
-def _change(given: Any, values: Any) -> None:
-    if isinstance(given, Tensor):
-        given.copy_(torch.tensor(values))
+def _change(argument_value: Any, values: Any) -> None:
+    if isinstance(argument_value, Tensor):
+        argument_value.copy_(torch.tensor(values))
         return
     for n, value in enumerate(values):
-        if isinstance(given, tuple):
-            given[n][...] = value
+        if isinstance(argument_value, tuple):
+            argument_value[n][...] = value
         else:
-            given[n] = value
+            argument_value[n] = value
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -146,10 +146,10 @@ def _same(a: Any, b: Any) -> bool:
 def _check(function: Function, argument: str, kind: str) -> None:
     """Two calls with one argument that is changed in between, beside two with fresh ones."""
     first, second = VALUES[argument]
-    given = KINDS[kind](first)
-    results = [function(argument, given)]
-    _change(given, second)
-    results.append(function(argument, given))
+    argument_value = KINDS[kind](first)
+    results = [function(argument, argument_value)]
+    _change(argument_value, second)
+    results.append(function(argument, argument_value))
     for result, value in zip(results, (first, second), strict=True):
         assert _same(result, function(argument, KINDS[kind](value)))
     assert isinstance(results[0], str) or not _same(*results)  # figures are alike
@@ -162,7 +162,7 @@ def test_every_function_that_takes_documents_is_here() -> None:
         if inspect.isfunction(function) and "cu_seqlens" in str(inspect.signature(function))
     }  # fmt: skip
     others = {"llama3_flash_attn_prepare_cu_seqlens", "update_ring_flash_attn_params"}
-    assert taken - others == {name for name, (_, given) in FUNCTIONS.items() if "cu_seqlens" in given} - {
+    assert taken - others == {name for name, (_, argument_value) in FUNCTIONS.items() if "cu_seqlens" in argument_value} - {
         "ContextParallel.attention", "ContextParallel.explain", "Mask", "reference.attention",
     }  # fmt: skip
 
@@ -182,7 +182,11 @@ def test_changed_in_place_under_the_compiler(name: str, argument: str, kind: str
         return out * 2.0
 
     compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
-    _check(lambda argument, given: compiled(*_qkv(1), {argument: given}), argument, kind)
+    _check(
+        lambda argument, argument_value: compiled(*_qkv(1), {argument: argument_value}),
+        argument,
+        kind,
+    )
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids", "attention_mask"])

@@ -129,22 +129,22 @@ def is_served(model: Any) -> bool:
     return report.exact
 
 
-def check_refused(model: Any, words: str) -> None:
+def check_refused(model: Any, message: str) -> None:
     """Check that a model is refused before it runs, and that all say the same."""
     report = hf.check_model(model)
     assert not report.exact
-    assert re.search(words, "; ".join(report.reasons)), report.reasons
-    with pytest.raises(UnsupportedError, match=words):
+    assert re.search(message, "; ".join(report.reasons)), report.reasons
+    with pytest.raises(UnsupportedError, match=message):
         hf.parallelize(model, ContextParallel())
 
 
 @pytest.mark.parametrize("case", RENAMED)
 def test_a_name_that_is_another(case: str) -> None:
-    (name, kind), owner, method, names, words = RENAMED[case]
+    (name, kind), owner, method, names, message = RENAMED[case]
     model = build(name, kind)
     if is_served(model):
         assert with_class(model, owner, lambda cls: _with_other_names(cls, method, names))
-        check_refused(model, words)
+        check_refused(model, message)
 
 
 def test_a_reason_names_the_releases() -> None:
@@ -174,10 +174,10 @@ def _with_other_names(cls: type, method: str, names: tuple[str, ...]) -> dict[st
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_of_another_name(name: str) -> None:
-    model_of, words = CLASSES[name]
+    model_of, message = CLASSES[name]
     model = build(*model_of)
     assert with_class(model, name, lambda _: {"__name__": "Renamed"})
-    check_refused(model, words)
+    check_refused(model, message)
 
 
 def test_a_recurrent_layer_beside_known_ones() -> None:
@@ -188,14 +188,14 @@ def test_a_recurrent_layer_beside_known_ones() -> None:
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_an_attribute_that_is_gone(name: str) -> None:
-    model_of, owner, words = ATTRIBUTES[name]
+    model_of, owner, message = ATTRIBUTES[name]
     model = build(*model_of)
     for module in model.modules():
         if type(module).__name__ == owner and name.startswith("config"):
             module.config = SimpleNamespace()
         elif type(module).__name__ == owner:
             delattr(module, name)
-    check_refused(model, words)
+    check_refused(model, message)
 
 
 def test_a_head_that_is_gone() -> None:
@@ -265,17 +265,17 @@ def _without_coefficient(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (_without_router_logits, "MixtralModel has no router_logits of every token"),
         (_without_coefficient, "a router's loss and no router_aux_loss_coef"),
     ],
 )
-def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], words: str) -> None:
+def test_a_part_of_a_routers_loss_that_is_gone(change: Callable[[Any], None], message: str) -> None:
     model = build_known("Mixtral", output_router_logits=True)
     change(model)
     hf.parallelize(model, ContextParallel())
-    with pytest.raises(UnsupportedError, match=words):
+    with pytest.raises(UnsupportedError, match=message):
         model(**whole("plain"))
 
 
@@ -315,7 +315,7 @@ def without_a_layers_mask(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_of", "change", "words"),
+    ("model_of", "change", "message"),
     [
         (BART_PAIR, without_masks, "BartDecoder is given ShardedMask and NoneType"),
         (NEXT, with_other_rows, r"Qwen3NextGatedDeltaNet must return"),
@@ -324,13 +324,13 @@ def without_a_layers_mask(model: Any) -> None:
     ],
 )
 def test_what_a_hook_is_not_given_in_a_forward(
-    model_of: tuple[str, str], change: Callable[[Any], None], words: str
+    model_of: tuple[str, str], change: Callable[[Any], None], message: str
 ) -> None:
     model = build(*model_of)
     batch = batch_of(model)
     hf.parallelize(model, ContextParallel())
     change(model)
-    with Wide(), pytest.raises(UnsupportedError, match=words):
+    with Wide(), pytest.raises(UnsupportedError, match=message):
         model(**batch)
 
 
@@ -374,8 +374,8 @@ def _exact(
     with Wide(), torch.no_grad():
         expected = model(**batch).logits
         hf.parallelize(model, ContextParallel(), logits="gather")
-        found = model(**batch).logits
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        logits = model(**batch).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
 def hide_signatures(model: Any) -> None:
@@ -424,13 +424,15 @@ def test_names_that_refuse_are_in_transformers() -> None:
     release = ".".join(transformers.__version__.split(".")[:2])
     assert transformers.__file__ is not None
     sources = Path(transformers.__file__).parent.rglob("*.py")
-    words = {word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    words_of_sources = {
+        word for path in sources for word in re.findall(r"\w+", path.read_text("utf-8"))
+    }
     names = {
         *classes._POOLED, *classes.RECURRENT, *classes.EAGER_ATTENTION, *classes.CACHES,
         *classes.PAST_LENGTHS, *classes._RECURRENT_INPUTS, "expert_capacity", "get_seq_length",
         "make_default_2d_attention_mask", "patch_lengths", "question_token_id", "question_lengths",
     }  # fmt: skip
     parts = {*classes._POOLED_TYPES, *classes._POOLED_HEADS, *classes._TOKEN_HEADS}
-    assert names - words == ABSENT.get(release, set())
+    assert names - words_of_sources == ABSENT.get(release, set())
     # Reward models have their own code, in other libraries.
-    assert {x for x in parts if not any(x in word for word in words)} == {"RewardModel"}
+    assert {x for x in parts if not any(x in word for word in words_of_sources)} == {"RewardModel"}

@@ -51,8 +51,8 @@ def _padded(_: int, name: str, layout: Any, length: int) -> None:
     shards = [cp.shard(x, pad=True) for x in leaves]
     for x, shard in zip(leaves, shards, strict=True):
         assert torch.equal(shard, cp.shard(pad(x, (0, 0, 0, 0, 0, to - length))))
-    mine = cp.attention(*shards, seq_len=seq_len, **OPTIONS[name])
-    out = cp.unshard(mine, grad="slice")[:, :length]
+    local = cp.attention(*shards, seq_len=seq_len, **OPTIONS[name])
+    out = cp.unshard(local, grad="slice")[:, :length]
     out.square().sum().backward()
     alone = ContextParallel(_single(), layout="contiguous")
     whole = alone.attention(*expected, **OPTIONS[name])

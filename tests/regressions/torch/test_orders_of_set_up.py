@@ -71,8 +71,8 @@ def _used_first(rank: int, folder: str) -> list[bool]:
     cp = ContextParallel()
     alone = _is_exact(cp)
     _init(folder, "used", rank, 2)
-    every = (cp.attention, lambda *_, **__: cp.unshard(_qkv()[0]))
-    calls = [lambda f=f: f(*_qkv(), causal=True) for f in every]
+    uses = (cp.attention, lambda *_, **__: cp.unshard(_qkv()[0]))
+    calls = [lambda f=f: f(*_qkv(), causal=True) for f in uses]
     more = [lambda: cp.shard(_qkv()[0]), lambda: cp.positions(T), lambda: cp.explain(*_qkv())]
     return [alone, *map(_refused, [*calls, *more]), _is_exact(ContextParallel())]
 
@@ -106,9 +106,9 @@ def _inference_first(_: int, __: str) -> list[bool]:
 
 
 def _two_objects(_: int, __: str) -> list[bool]:
-    one, other = ContextParallel(), ContextParallel(layout="striped")
+    zigzag, striped = ContextParallel(), ContextParallel(layout="striped")
     group = ContextParallel(_pair())
-    return [_is_exact(x) for x in (one, other, group, other, one, group)]
+    return [_is_exact(x) for x in (zigzag, striped, group, striped, zigzag, group)]
 
 
 def _chunks_first(rank: int, folder: str) -> list[bool]:
@@ -166,8 +166,8 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:
     with LocalRanks(2, timeout=20) as pool:
-        for found in pool.run(order, str(tmp_path)):
-            assert all(found), found
+        for result in pool.run(order, str(tmp_path)):
+            assert all(result), result
 
 
 @pytest.mark.parametrize("dim", [-3, -1, 0, 2])

@@ -101,7 +101,7 @@ def trained(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _matches(rank: int, name: str, rows: str) -> None:
     del rank
     model = build(name)
-    for place, padding in PADDING.items():
+    for side, padding in PADDING.items():
         batch = batch_of(
             padding,
             rows,
@@ -119,7 +119,7 @@ def _matches(rank: int, name: str, rows: str) -> None:
             own_logits, own_loss = trained(model, batch)
             cp.reduce_gradients(model)
             handle.remove()
-            message = f"{place} {layout}"
+            message = f"{side} {layout}"
             torch.testing.assert_close(own_loss, loss, rtol=1e-12, atol=0, msg=message)
             torch.testing.assert_close(own_logits[real], logits[real], rtol=1e-9, atol=1e-10)
             largest = max(float(x.abs().max()) for x in expected.values())

@@ -22,14 +22,14 @@ LAYOUTS: list[Any] = [
 ]  # fmt: skip
 
 
-def _is_alike(one: ContextParallel, other: ContextParallel) -> bool:
+def _is_alike(cp: ContextParallel, copied: ContextParallel) -> bool:
     x = torch.arange(32.0).view(1, 16, 2)
     return (
-        one is not other
-        and (one.group, one.layout, one.cp_size, one.cp_rank)
-        == (other.group, other.layout, other.cp_size, other.cp_rank)
-        and torch.equal(one.shard(x), other.shard(x))
-        and torch.equal(other.unshard(other.shard(x)), x)
+        cp is not copied
+        and (cp.group, cp.layout, cp.cp_size, cp.cp_rank)
+        == (copied.group, copied.layout, copied.cp_size, copied.cp_rank)
+        and torch.equal(cp.shard(x), copied.shard(x))
+        and torch.equal(copied.unshard(copied.shard(x)), x)
     )
 
 
@@ -63,14 +63,14 @@ class _Model(nn.Module):
 
 
 def _groups(_: int) -> list[bool]:
-    found: list[bool] = []
+    alike: list[bool] = []
     groups: list[Any] = [dist.new_group(), init_device_mesh("cpu", (2,))]
     for group in groups:
         cp = ContextParallel(group)
         with pytest.raises(UnsupportedError, match=f"{type(group).__name__} cannot be pickled"):
             pickle.dumps(_Model(cp))
-        found += [_is_alike(cp, x) for x in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp)]
-    return found
+        alike += [_is_alike(cp, x) for x in (copy.copy(cp), copy.deepcopy(_Model(cp)).cp)]
+    return alike
 
 
 def test_over_a_group_it_is_copied_and_not_pickled() -> None:

@@ -58,8 +58,8 @@ class Step:
 
     @property
     def grads(self) -> list[Tensor]:
-        found = [weight.grad for weight in self.model.parameters()]
-        return [x for x in found if x is not None]
+        grads_of_parameters = [weight.grad for weight in self.model.parameters()]
+        return [x for x in grads_of_parameters if x is not None]
 
     def loss(self) -> Tensor:
         part: Tensor = self.model(self.x).square().sum() * (self.cp.cp_rank + 1)
@@ -237,9 +237,9 @@ def _with_a_graph(rank: int) -> None:
 def _no_warning_of_cycles() -> Any:
     import warnings
 
-    found = warnings.catch_warnings()
+    caught = warnings.catch_warnings()
     warnings.simplefilter("ignore")
-    return found
+    return caught
 
 
 def test_a_sum_that_is_added_to_with_a_graph_is_refused(pool: LocalRanks) -> None:
@@ -292,7 +292,7 @@ def test_compiled_models_are_compiled_once(pool: LocalRanks) -> None:
 
 
 def _model(*sizes: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    layers = [nn.Linear(one, other, dtype=dtype) for one, other in pairwise(sizes)]
+    layers = [nn.Linear(width, next_width, dtype=dtype) for width, next_width in pairwise(sizes)]
     return nn.Sequential(*layers)
 
 
@@ -390,21 +390,21 @@ def _full(grad: Tensor | None) -> Tensor:
 def _tensor_parallel(_: int, names: tuple[str, str]) -> None:
     x, mesh = _input(), _mesh(*names)
     whole, cp = _whole(x), ContextParallel(mesh["cp"])
-    mine = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    local = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
     column, row = ColwiseParallel, RowwiseParallel
-    parallelize_module(mine, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
+    parallelize_module(local, mesh["tp"], {"q": column(), "k": column(), "v": column(), "o": row()})
     for _step in range(2):
-        mine.zero_grad()
-        mine(cp.shard(x)).square().sum().backward()
-        cp.reduce_gradients(mine)
+        local.zero_grad()
+        local(cp.shard(x)).square().sum().backward()
+        cp.reduce_gradients(local)
         like = dict(whole.named_parameters())
-        for name, weight in mine.named_parameters():
+        for name, weight in local.named_parameters():
             grad = _full(weight.grad)
             if name == "norm.weight":  # each rank's heads give a part
                 dist.all_reduce(grad, group=mesh["tp"].get_group())
             torch.testing.assert_close(grad, like[name].grad)
     with pytest.raises(ValueError, match="adds to the gradient"):
-        mine(cp.shard(x)).sum().backward()
+        local(cp.shard(x)).sum().backward()
 
 
 @pytest.mark.parametrize("names", [("cp", "tp"), ("tp", "cp")], ids=str)
@@ -418,11 +418,11 @@ def _beside_fsdp(_: int) -> None:
     """FSDP reduces over ranks that have other batches, the ring over those of one."""
     x, mesh = _input(), _mesh("dp", "cp")
     cp, size = ContextParallel(mesh["cp"]), mesh["dp"].size()
-    whole, mine = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))
-    fully_shard(mine, mesh=mesh["dp"])
-    mine(cp.shard(x.chunk(size)[mesh["dp"].get_local_rank()])).square().sum().mul(size).backward()
-    cp.reduce_gradients(mine)
-    for weight, like in zip(mine.parameters(), whole.parameters(), strict=True):
+    whole, local = _whole(x), Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    fully_shard(local, mesh=mesh["dp"])
+    local(cp.shard(x.chunk(size)[mesh["dp"].get_local_rank()])).square().sum().mul(size).backward()
+    cp.reduce_gradients(local)
+    for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(_full(weight.grad), like.grad)
 
 
@@ -433,15 +433,15 @@ def test_shards_over_other_ranks_are_summed_over_the_ring(pool: LocalRanks) -> N
 def _fsdp(_: int, version: int) -> str:
     x, mesh = _input(), _mesh("dp", "cp")
     cp = ContextParallel(mesh["cp"])
-    mine: nn.Module = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
+    local: nn.Module = Attention(lambda *qkv: cp.attention(*qkv, causal=True))
     if version == 1:
         cpu = torch.device("cpu")
-        mine = FullyShardedDataParallel(mine, dist.group.WORLD, device_id=cpu)
+        local = FullyShardedDataParallel(local, dist.group.WORLD, device_id=cpu)
     else:
-        fully_shard(mine, mesh=mesh["dp", "cp"]._flatten())
-    mine(cp.shard(x)).square().sum().backward()
+        fully_shard(local, mesh=mesh["dp", "cp"]._flatten())
+    local(cp.shard(x)).square().sum().backward()
     with pytest.raises(UnsupportedError) as error:
-        cp.reduce_gradients(mine)
+        cp.reduce_gradients(local)
     return str(error.value)
 
 

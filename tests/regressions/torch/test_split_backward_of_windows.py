@@ -45,11 +45,11 @@ def resolved(
         kv_heads=heads[1],
         **{"grad": True} | options,
     )
-    found = GATHER.resolve(Resolution(
+    strategy = GATHER.resolve(Resolution(
         ring_program(plan), rank, request, kernel, sizes, 2, False, False, True, returns_lse, None,
     ))  # fmt: skip
-    assert isinstance(found, Gather)
-    return found
+    assert isinstance(strategy, Gather)
+    return strategy
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -32,10 +32,10 @@ def served() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _store(place: str | int, size: int) -> Any:
-    if isinstance(place, int):
-        return TCPStore("127.0.0.1", place, is_master=False)
-    return FileStore(place, size)
+def _store(store_at: str | int, size: int) -> Any:
+    if isinstance(store_at, int):
+        return TCPStore("127.0.0.1", store_at, is_master=False)
+    return FileStore(store_at, size)
 
 
 def _init(store: Any, rank: int, size: int) -> None:
@@ -63,10 +63,10 @@ def _attended(group: Any, scale: float) -> tuple[bool, bool]:
     return torch.allclose(out, cp.shard(expected)), torch.allclose(x.grad, cp.shard(grad))
 
 
-def _in_threads(rank: int, size: int, place: str | int, count: int) -> list[Any]:
+def _in_threads(rank: int, size: int, store_at: str | int, count: int) -> list[Any]:
     """Return what went wrong in threads that use a group each, in another order on each rank."""
     dist.destroy_process_group()
-    _init(PrefixStore(f"threads {count} {size}", _store(place, size)), rank, size)
+    _init(PrefixStore(f"threads {count} {size}", _store(store_at, size)), rank, size)
     groups: list[Any] = [None, *(dist.new_group(timeout=TIMEOUT) for _ in range(count - 1))]
     faults: list[Any] = []
 
@@ -93,8 +93,8 @@ def test_threads_on_groups_of_their_own(
     kind: str, size: int, count: int, served: TCPStore, tmp_path: Any
 ) -> None:
     with LocalRanks(size, timeout=20) as pool:
-        place = _places(kind, served, tmp_path)
-        assert pool.run(_in_threads, size, place, count) == [[]] * size
+        store_at = _places(kind, served, tmp_path)
+        assert pool.run(_in_threads, size, store_at, count) == [[]] * size
 
 
 def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:
@@ -108,14 +108,14 @@ def _fail_in_a_group(rank: int, size: int, port: int, how: str) -> str:
         ring_attention(x, x, x)
         if rank == size - 1:
             patch.setattr(handshake.Header, "of", _broken)
-    words = "no error"
+    message = "no error"
     try:
         ring_attention(x, x, x, causal=how == "mismatch" and rank == 0)
     except RuntimeError as error:
-        words = str(error)
+        message = str(error)
     patch.undo()
     dist.destroy_process_group()
-    return words
+    return message
 
 
 def _broken(*_: object, **__: object) -> None:
@@ -134,8 +134,8 @@ def test_a_new_group_reads_nothing_of_the_last(size: int, how: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with LocalRanks(size, timeout=20) as pool:
         said = pool.run(_fail_in_a_group, size, store.port, how)
-        words = "different calls" if how == "mismatch" else "played|waited in vain"
-        assert all(re.search(words, x) for x in said), said
+        message = "different calls" if how == "mismatch" else "played|waited in vain"
+        assert all(re.search(message, x) for x in said), said
         left = [key for key in store.list_keys() if "ring/" in key]
         assert left, "notes of the first group"
         for key in store.list_keys():
@@ -177,8 +177,8 @@ def _told(rank: int) -> str:
 
 def test_a_stray_message_is_no_nonce() -> None:
     with LocalRanks(3, timeout=2) as pool:
-        for words in pool.run(_told)[1:]:
-            assert "is no header" in words
+        for message in pool.run(_told)[1:]:
+            assert "is no header" in message
 
 
 def test_a_header_holds_the_nonce() -> None:

@@ -170,13 +170,13 @@ def _shift_in_model(_: int, layout: LayoutSpec, compiled: bool) -> None:
         )  # fmt: skip
 
     run: Any = torch.compile(predict, backend="aot_eager") if compiled else predict
-    mine = [w.clone().requires_grad_() for w in weights]
-    loss = run(cp.shard(x), mine)
+    local = [w.clone().requires_grad_() for w in weights]
+    loss = run(cp.shard(x), local)
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
     torch.testing.assert_close(total, expected.detach())
-    for w, like in zip(mine, whole, strict=True):
+    for w, like in zip(local, whole, strict=True):
         assert w.grad is not None
         dist.all_reduce(w.grad)
         torch.testing.assert_close(w.grad, like.grad)
@@ -215,11 +215,11 @@ def _classify(_: int, behind: bool, grad: UnshardGrad, share: float) -> list[flo
     (x,) = _numbers((2, T, W))
     whole = Classifier(lambda y: y, behind)
     whole(x).backward()
-    mine = Classifier(lambda y: cp.unshard(y, grad=grad), behind)
-    (mine(cp.shard(x)) * share).backward()
-    cp.reduce_gradients(mine)
+    local = Classifier(lambda y: cp.unshard(y, grad=grad), behind)
+    (local(cp.shard(x)) * share).backward()
+    cp.reduce_gradients(local)
     ratios = []
-    for weight, like in zip(mine.parameters(), whole.parameters(), strict=True):
+    for weight, like in zip(local.parameters(), whole.parameters(), strict=True):
         assert weight.grad is not None
         assert like.grad is not None
         ratio = weight.grad.norm() / like.grad.norm()

@@ -31,12 +31,12 @@ def pool() -> Iterator[LocalRanks]:
         yield ranks
 
 
-def _assert_right(case: Case, found: dict[str, Any]) -> None:
+def _assert_right(case: Case, results: dict[str, Any]) -> None:
     """As :func:`assert_close`, and each ``lse`` beside its own size, not beside the largest."""
-    assert_close(case, found)
+    assert_close(case, results)
     tolerance = 1e-12 if case.dtype == "float64" else 1e-5
     np.testing.assert_allclose(
-        found["lse"], case.expected["lse"], rtol=tolerance, atol=tolerance, err_msg=case.name
+        results["lse"], case.expected["lse"], rtol=tolerance, atol=tolerance, err_msg=case.name
     )
 
 
@@ -65,8 +65,8 @@ WAYS = [(case, "ring") for case in NEGATIVE] + [
 )
 def test_they_agree_with_real_numbers(case: NegativeCase, strategy: str, backend: Any) -> None:
     """Results, ``lse`` and all gradients: each number, in part of a row, whole rows and padding."""
-    for one in case.everywhere():
-        _assert_right(one, backend.run(one, strategy=strategy))
+    for variant in case.everywhere():
+        _assert_right(variant, backend.run(variant, strategy=strategy))
 
 
 def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,10 +79,10 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, *, shown: Tensor) -> tuple[Tensor,
 def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
     """Q, K, V; a bias that hides 16 tokens on the left from others; what rows see by it."""
     torch.manual_seed(0)
-    at = torch.arange(T)
+    positions = torch.arange(T)
     bias = torch.zeros(1, 1, T, T)
     bias[..., :16] = low
-    seen = (at[:, None] >= at) & ((at[:, None] < 16) | (at >= 16))
+    seen = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
     return [torch.randn(B, T, H, D) for _ in range(3)], bias, seen
 
 
@@ -137,15 +137,15 @@ def test_ways_to_call(way: str, strategy: str, pool: LocalRanks) -> None:
 
 
 def _never(_rank: int, options: dict[str, Any]) -> None:
-    cp, given = ContextParallel(layout="contiguous"), dict(options)
+    cp, kwargs = ContextParallel(layout="contiguous"), dict(options)
     qkv, _, seen = _padded(-1e10)
     q, k, v = (cp.shard(x) for x in qkv)
-    if "mask" in given:
-        given["mask"] = cp.shard(seen, dim=0)
-    if "bias" in given:
-        given["bias"] = cp.shard(torch.zeros(1, 1, T, T), dim=2)
+    if "mask" in kwargs:
+        kwargs["mask"] = cp.shard(seen, dim=0)
+    if "bias" in kwargs:
+        kwargs["bias"] = cp.shard(torch.zeros(1, 1, T, T), dim=2)
     with patch.object(autograd, "bias_shift", side_effect=AssertionError("rows were looked at")):
-        cp.attention(q, k, v, **given)
+        cp.attention(q, k, v, **kwargs)
 
 
 NO_SHIFT: dict[str, dict[str, Any]] = {
@@ -175,5 +175,5 @@ def test_rows_are_looked_at_in_blocks() -> None:
     ):
         parts = call()
     assert visible.call_count == 7
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.equal(one, other)
+    for result, by_blocks in zip(whole, parts, strict=True):
+        assert torch.equal(result, by_blocks)

@@ -55,15 +55,15 @@ def _wrong(
     rank: int, size: int, kernel: str, options: dict[str, Any], some: list[Entry], compiled: bool
 ) -> list[str]:
     """What is wrong, of which tensors and views."""
-    found, known = list[str](), Known()
+    errors, known = list[str](), Known()
     with chosen(kernel) as named:
         for entry in some:
-            given = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
+            call = Given.of(entry, made(rank, size), {"causal": True, **named, **options})
             wrong = differences(
-                given, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
+                call, _compiled if compiled else None, known=known, rtol=1e-9, atol=1e-9
             )
-            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return found
+            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def _wrong(
 def test_a_view_is_what_it_shows(kernel: str, way: str, part: int, backend: Any) -> None:
     size, options = WAYS[way]
     some = entries(CAN[kernel], part, PARTS, turn=list(WAYS).index(way))
-    found = backend.pool(size).run(_wrong, size, kernel, options, some, False)
-    assert found == [[]] * size
+    errors = backend.pool(size).run(_wrong, size, kernel, options, some, False)
+    assert errors == [[]] * size
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
             for entry in entries(CAN[kernel], part, PARTS, turn)
         ]
         for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            found = [entry[which] for entry in some]
-            assert all(found.count(name) >= 2 for name in names)
+            shares = [entry[which] for entry in some]
+            assert all(shares.count(name) >= 2 for name in names)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -136,9 +136,9 @@ def test_what_kernels_can_read_is_not_copied(view: Any, monkeypatch: pytest.Monk
     for name, tensors in (("forward", 3), ("backward", 4)):
         method = getattr(PlainFlash, name)
 
-        def spy(self: Any, *given: Any, method: Any = method, tensors: int = tensors) -> Any:
-            read.append(tuple(x.data_ptr() for x in given[:tensors]))
-            return method(self, *given)
+        def spy(self: Any, *args: Any, method: Any = method, tensors: int = tensors) -> Any:
+            read.append(tuple(x.data_ptr() for x in args[:tensors]))
+            return method(self, *args)
 
         monkeypatch.setattr(PlainFlash, name, spy)
     x = made(0, 1)
@@ -176,9 +176,9 @@ def test_accumulators_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     grads_into = EagerKernel.grads_into
 
-    def spy(self: Any, *given: Any) -> None:
-        seen.extend(x for grads in given[-2:] for x in grads if x is not None)
-        grads_into(self, *given)
+    def spy(self: Any, *args: Any) -> None:
+        seen.extend(x for grads in args[-2:] for x in grads if x is not None)
+        grads_into(self, *args)
 
     monkeypatch.setattr(EagerKernel, "grads_into", spy)
     x = made(0, 1)

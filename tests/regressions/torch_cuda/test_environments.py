@@ -61,10 +61,10 @@ def _check(cp: ContextParallel, length: int, device: torch.device, **options: An
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         grads = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
         expected = [cp.shard(x.transpose(1, 2).detach()) for x in (out, *grads)]
-    mine = [cp.shard(x).requires_grad_() for x in qkv]
-    found = cp.attention(*mine, causal=True, **options)
-    got = (found, *torch.autograd.grad(found, mine, cp.shard(dout)))
-    for x, y in zip(got, expected, strict=True):
+    local = [cp.shard(x).requires_grad_() for x in qkv]
+    results = cp.attention(*local, causal=True, **options)
+    actual = (results, *torch.autograd.grad(results, local, cp.shard(dout)))
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x.float(), y.float(), **CLOSE)
 
 
@@ -87,11 +87,11 @@ def test_inference_before_training(pool: LocalRanks, length: str, move: Any) -> 
 
 
 def _elsewhere(rank: int, length: int, move: Any, kernel: str) -> None:
-    mine = torch.device("cuda", rank)
+    local = torch.device("cuda", rank)
     cp = ContextParallel(_new_group())
     torch.cuda.set_device(1 - rank)
     try:
-        _check(cp, length, mine, **move, kernel=kernel)
+        _check(cp, length, local, **move, kernel=kernel)
         assert torch.cuda.current_device() == 1 - rank
     finally:
         torch.cuda.set_device(rank)
@@ -166,10 +166,10 @@ def test_every_rank_sees_one_gpu(
     for process in processes:
         process.join(80)
         process.kill()
-    found = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
+    answers = [(tmp_path / f"answer {rank}").read_text() for rank in range(RANKS)]
     for rank in range(RANKS):
         if overlapping == "1":
-            assert "transport symm_mem" in found[rank], found[rank]
+            assert "transport symm_mem" in answers[rank], answers[rank]
         else:
-            assert "transport p2p" in found[rank], found[rank]
-            assert "ALLOW_OVERLAPPING_DEVICES" in found[rank]
+            assert "transport p2p" in answers[rank], answers[rank]
+            assert "ALLOW_OVERLAPPING_DEVICES" in answers[rank]

@@ -54,11 +54,11 @@ def _fails(rank: int, folder: str, where: str, length: int, transport: str) -> l
 def test_its_words_are_logged(tmp_path: Path, where: str, length: int, transport: str) -> None:
     with LocalRanks(2, timeout=TIMEOUT, cuda=True) as pool:
         answers = pool.answers(_fails, str(tmp_path), where, length, transport)
-    words = f"({where}) failed on rank {BROKEN} of the group: OutOfMemoryError: played"
+    message = f"({where}) failed on rank {BROKEN} of the group: OutOfMemoryError: played"
     ok, said = answers[BROKEN]
     assert ok, said
     assert said[0].startswith("OutOfMemoryError: played")
-    assert words in said[1]
-    assert words in (tmp_path / str(1 - BROKEN)).read_text()
+    assert message in said[1]
+    assert message in (tmp_path / str(1 - BROKEN)).read_text()
     ended, other = answers[1 - BROKEN]
     assert not ended or len(other) == 2, other  # killed by NCCL, or an error each time

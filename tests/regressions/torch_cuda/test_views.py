@@ -29,7 +29,7 @@ def _compiled(call: Any) -> Any:
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
-    found, known = list[str](), Known()
+    errors, known = list[str](), Known()
     options: dict[str, Any] = {"causal": True, "kernel": kernel}
     try:
         results(Given.of(Entry(operand, "sliced"), _made(), options).contiguous())
@@ -39,9 +39,9 @@ def test_a_view_is_what_it_shows(kernel: str, operand: str) -> None:
             raise
         pytest.skip(str(error))
     for view in VIEWS:
-        given = Given.of(Entry(operand, view), _made(), options)
-        found += [f"{view}: {message}" for message in differences(given, known=known, **TOLERANCE)]
-    assert found == []
+        call = Given.of(Entry(operand, view), _made(), options)
+        errors += [f"{view}: {message}" for message in differences(call, known=known, **TOLERANCE)]
+    assert errors == []
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -51,8 +51,8 @@ def test_compiled(kernel: str, view: str) -> None:
     options: dict[str, Any] = {"causal": True, "kernel": kernel}
     known = Known()
     for operand in EVERY:
-        given = Given.of(Entry(operand, view), _made(), options)
-        assert list(differences(given, _compiled, known=known, **TOLERANCE)) == []
+        call = Given.of(Entry(operand, view), _made(), options)
+        assert list(differences(call, _compiled, known=known, **TOLERANCE)) == []
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -60,7 +60,7 @@ def test_in_float32(view: str) -> None:
     """The Triton kernels to the digits of float32."""
     known = Known()
     for operand in OPERANDS:
-        given = Given.of(
+        call = Given.of(
             Entry(operand, view), _made(torch.float32), {"causal": True, "kernel": "triton"}
         )
-        assert list(differences(given, known=known, rtol=1e-4, atol=1e-4)) == []
+        assert list(differences(call, known=known, rtol=1e-4, atol=1e-4)) == []

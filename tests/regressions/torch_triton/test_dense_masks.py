@@ -30,8 +30,8 @@ def pool() -> Iterator[LocalRanks]:
 def _given(shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """Q, K and V, and a mask of squares on the diagonal that are no multiple of a block."""
     torch.manual_seed(0)
-    at = torch.arange(T) // 24
-    mask = (at[:, None] == at) & (torch.rand(shape) < 0.7)
+    chunk = torch.arange(T) // 24
+    mask = (chunk[:, None] == chunk) & (torch.rand(shape) < 0.7)
     mask[..., 3, :] = False
     return [torch.randn(2, T, HEADS, 16) for _ in range(3)], mask
 
@@ -46,10 +46,10 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def _compared(_: int, shape: tuple[int, ...], layout: Any, options: dict[str, Any]) -> None:
     cp = ContextParallel(layout=layout)
     qkv, mask = _given(shape)
-    at = torch.arange(T)
+    positions = torch.arange(T)
     q, k, v = (x.requires_grad_() for x in qkv)
     whole = [q, k, v]
-    shown = mask & (at[:, None] >= at) if options.get("causal") else mask
+    shown = mask & (positions[:, None] >= positions) if options.get("causal") else mask
     expected = _by_hand(q, k, v, shown)
     expected.square().sum().backward()
     leaves = [cp.shard(x.detach()).requires_grad_() for x in whole]
@@ -82,12 +82,12 @@ def test_a_dense_mask_is_exact(
 
 def _visited(_: int, layout: Any) -> tuple[int, int]:
     """The blocks that all launches of the forward visit, and those that hold something."""
-    cp, found = ContextParallel(layout=layout), list[int]()
+    cp, counts = ContextParallel(layout=layout), list[int]()
     qkv, mask = _given((2, 1, T, T))
 
     def counting(*args: Any) -> Any:
         listed = block_index(*args)
-        found.append(int(listed.counts.sum()))
+        counts.append(int(listed.counts.sum()))
         return listed
 
     with (
@@ -100,7 +100,7 @@ def _visited(_: int, layout: Any) -> tuple[int, int]:
     for rank in range(cp.cp_size):
         keys = torch.as_tensor(cp.layout_of(T).positions(rank))
         live += int(in_blocks(rows[..., keys], BLOCK, BLOCK).sum())
-    return sum(found), live
+    return sum(counts), live
 
 
 @pytest.mark.nightly(only=["striped"])
@@ -116,11 +116,11 @@ def test_blocks_that_it_hides(sizes: tuple[int, int]) -> None:
     """The last ones may be shorter."""
     torch.manual_seed(1)
     mask = torch.rand(2, 70, 50) < 0.01
-    found = in_blocks(mask, *sizes)
+    kinds = in_blocks(mask, *sizes)
     rows = [x.any(dim=1) for x in mask.split(sizes[0], dim=1)]
     expected = torch.stack(
         [torch.stack([x.any(dim=1) for x in row.split(sizes[1], dim=1)], dim=1) for row in rows],
         dim=1,
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(kinds, expected)
     assert not expected.all()

@@ -38,7 +38,7 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
 
 def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:
     """What is wrong, of which tensors and views; passes over memory are kernels, too."""
-    found, known = list[str](), Known()
+    errors, known = list[str](), Known()
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(TritonKernel(), ())),
@@ -48,10 +48,10 @@ def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> 
             batch = 2 if size == 1 else 1  # interpreted programs take their time
             x = made(rank, size, batch=batch, length=16, heads=(2, 2), dtype=torch.float32)
             config = KernelConfig("triton", block_q=16, block_k=16)
-            given = Given.of(entry, x, {"causal": True, "kernel": config, **options})
-            wrong = differences(given, known=known, rtol=1e-5, atol=1e-5)
-            found += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
-    return found
+            call = Given.of(entry, x, {"causal": True, "kernel": config, **options})
+            wrong = differences(call, known=known, rtol=1e-5, atol=1e-5)
+            errors += [f"{entry.operand} {entry.view}: {message}" for message in wrong]
+    return errors
 
 
 def _entries(way: str, part: int) -> list[Entry]:
@@ -71,8 +71,8 @@ def test_each_part_has_every_tensor_and_every_view() -> None:
     for part in range(PARTS):
         some = [entry for way in WAYS for entry in _entries(way, part)]
         for names, which in ((OPERANDS, 0), (VIEWS, 1)):
-            found = [entry[which] for entry in some]
-            assert all(found.count(name) >= 2 for name in names), (part, found)
+            shares = [entry[which] for entry in some]
+            assert all(shares.count(name) >= 2 for name in names), (part, shares)
 
 
 # Blocks of rows are whole: of others the interpreter takes the logarithm of zero, with a warning.
@@ -114,7 +114,7 @@ PASSES: dict[str, Callable[..., Any]] = {
     "sinks of rows": lambda view: memory_ops.sink_grads_on_gpu(
         torch.zeros(3), torch.zeros(ROWS), view(torch.zeros(ROWS))
     ),
-    "pack": lambda view: memory_ops.pack_on_gpu(
+    "pack": lambda view: memory_ops.pack_kv_on_gpu(
         view(torch.zeros(WIDE)), torch.zeros(WIDE), torch.zeros(2, 32, 48)
     ),
 }

@@ -166,9 +166,13 @@ class _Runs(NamedTuple):
         """Return the runs of one rank."""
         return self.take(self.rank == rank)
 
-    def take(self, which: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
+    def positions(self) -> Ints:
+        """Return the position of each row, run by run."""
+        return np.repeat(self.start, self.length) + self.stride * _counts_up(self.length)
+
+    def take(self, index: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
         """Return some of the runs."""
-        rank, local, length, start = (x[which] for x in self[:4])
+        rank, local, length, start = (x[index] for x in self[:4])
         return _Runs(rank, local, length, start, self.stride)
 
 
@@ -223,9 +227,31 @@ class Movement:
         unpack, received = _by_peer(landing, peers, peers != rank)
         local, _ = _by_peer(landing, peers, peers == rank)
         # In a buffer the slices' rows follow one another without gaps.
-        pack = pack._replace(target=_offsets(pack.length), target_step=1)
-        unpack = unpack._replace(source=_offsets(unpack.length), source_step=1)
+        pack = pack._replace(target=_starts(pack.length), target_step=1)
+        unpack = unpack._replace(source=_starts(unpack.length), source_step=1)
         return Exchange(local, pack, unpack, sent, received)
+
+    def traffic(self, rank: int) -> tuple[int, int]:
+        """Count the rows that leave a rank and those that arrive at it, position by position.
+
+        No intersection of runs takes part: :meth:`exchange` has to agree.
+
+        >>> from ring_core import Layout
+        >>> shift(Layout("zigzag", seq_len=16, cp_size=2), 1).traffic(0)
+        (1, 1)
+        """
+        source_is_own, target_is_own = self.source.rank == rank, self.target.rank == rank
+
+        def count(source: _Runs, target: _Runs) -> int:
+            wanted = target.positions()
+            if self.allowed is not None:
+                wanted = wanted[np.isin(wanted, self.allowed.positions())]
+            return int(np.isin(wanted, source.positions()).sum())
+
+        return (
+            count(self.source.take(source_is_own), self.target.take(~target_is_own)),
+            count(self.source.take(~source_is_own), self.target.take(target_is_own)),
+        )
 
     def _allowed(self, runs: _Runs) -> _Runs:
         """Return the parts of runs whose positions may move."""
@@ -257,8 +283,8 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
     return tuple(
         Hop(
             distance, _pieces({rank: x.rows for rank, x in received[distance].items()}),
-            _table({rank: x.reversed() for rank, x in sent[distance].items()}, cp_size),
-            _table(received[distance], cp_size),
+            _targets_by_rank({rank: x.reversed() for rank, x in sent[distance].items()}, cp_size),
+            _targets_by_rank(received[distance], cp_size),
         )
         for distance in sorted(received)
     )  # fmt: skip
@@ -285,7 +311,7 @@ def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...
     )
 
 
-def _table(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
+def _targets_by_rank(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
     """Return where messages are written, by rank; ranks without one have no rows."""
     slices = max(len(x.length) for x in copies.values())
     start, offset = np.zeros((2, cp_size, slices), dtype=np.int64)
@@ -293,7 +319,7 @@ def _table(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
     for rank, x in copies.items():
         missing = (0, slices - len(x.length))
         start[rank] = np.pad(x.target, missing, mode="edge")
-        offset[rank] = np.pad(_offsets(x.length), missing, mode="edge")
+        offset[rank] = np.pad(_starts(x.length), missing, mode="edge")
         rows[rank], step = x.rows, x.target_step
     return RowTable(start, offset, rows, step)
 
@@ -312,10 +338,9 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     check_steps(n)
     source = _runs_of(layout)
     allowed = None
-    offsets = check_documents(layout, cu_seqlens)
-    if (
-        offsets is None and layout.pad_to is not None
-    ):  # no token leaves the sequence for its padding
+    offsets = offsets_of_documents(layout, cu_seqlens)
+    # No token leaves the sequence for its padding.
+    if offsets is None and layout.pad_to is not None:
         offsets = np.array([0, layout.seq_len])
     if offsets is not None:
         # Positions whose shifted position is in the same document.
@@ -364,7 +389,7 @@ def halo_ids(
     steps = np.arange(-left, layout.run_length + right, dtype=np.int64)
     positions = layout.run_positions(rank).reshape(-1, 1) + steps
     inside = (positions >= 0) & (positions < layout.seq_len)
-    offsets = check_documents(layout, cu_seqlens)
+    offsets = offsets_of_documents(layout, cu_seqlens)
     documents = np.zeros_like(positions)
     if offsets is not None:
         documents = np.searchsorted(offsets, positions, side="right") - 1
@@ -428,7 +453,7 @@ def pack_documents(layout: Layout, offsets: tuple[int, ...]) -> Movement:
     return Movement(source, _runs_of(layout), layout.local_len, layout.local_len)
 
 
-def check_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
+def offsets_of_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
     """Return the offsets of documents that are not empty; ``None`` without ``cu_seqlens``.
 
     Raises:
@@ -553,10 +578,10 @@ def _meet(a: _Runs, b: _Runs) -> _Meeting:
 
 
 def _by_peer(
-    copies: RowCopy, peers: Ints, which: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    copies: RowCopy, peers: Ints, selected: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
     """Return some of the copies by peer and then by target, and the rows of each peer."""
-    order = np.flatnonzero(which)
+    order = np.flatnonzero(selected)
     order = order[np.lexsort((copies.target[order], peers[order]))]
     source, target, length = (x[order] for x in copies[:3])
     ranks, first = np.unique(peers[order], return_index=True)
@@ -587,11 +612,11 @@ def _ranges(start: Ints, stop: Ints) -> _Runs:
     return _Runs(np.zeros_like(start), np.zeros_like(start), length, start, 1)
 
 
-def _offsets(length: Ints) -> Ints:
+def _starts(length: Ints) -> Ints:
     """Return where each of some slices begins if they lie one behind the other."""
     return np.cumsum(length) - length
 
 
 def _counts_up(counts: Ints) -> Ints:
     """Return ``0, 1, ..., count - 1`` for each count, one behind the other."""
-    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(_offsets(counts), counts)
+    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(_starts(counts), counts)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack, cast, overload
+from dataclasses import replace
+from functools import partial
+from math import lcm
+from typing import Any, ClassVar, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ring_core import (
     Layout,
@@ -25,9 +25,7 @@ from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
-from ring_jax.autodiff import attend
 from ring_jax.collectives import (
-    AnyMesh,
     Axes,
     axes_along,
     free,
@@ -38,9 +36,11 @@ from ring_jax.collectives import (
     spread,
     transfer,
 )
+from ring_jax.global_arrays import global_attention, global_movement, specs_of
 from ring_jax.kernels import Selection, xla
+from ring_jax.meshes import check_axes, devices_of, numbered, with_devices
 from ring_jax.movement import Halo
-from ring_jax.prepare import ShardCounts, check_call, described_as, prepared, split_mask
+from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
 
 _IN_VMAP = (
@@ -87,7 +87,7 @@ class ContextParallel:
         head_axis: Axes = None,
         layout: LayoutSpec = "zigzag",
     ) -> None:
-        _check_axes(mesh, axis_name, batch_axis, head_axis)
+        check_axes(mesh, axis_name, batch_axis, head_axis)
         self.mesh, self.axis_name = mesh, axis_name
         self.batch_axis, self.head_axis = batch_axis, head_axis
         self.layout: LayoutSpec = layout
@@ -95,7 +95,7 @@ class ContextParallel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, devices by their numbers: pickles are read by other processes."""
-        return vars(self) | {"mesh": _numbered(self.mesh)}
+        return vars(self) | {"mesh": numbered(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the fields, with the devices of these numbers here.
@@ -103,7 +103,7 @@ class ContextParallel:
         Raises:
             ValueError: This process has no such device.
         """
-        vars(self).update(state | {"mesh": _with_devices(state["mesh"])})
+        vars(self).update(state | {"mesh": with_devices(state["mesh"])})
 
     @property
     def cp_size(self) -> int:
@@ -264,9 +264,8 @@ class ContextParallel:
 
         Raises:
             ValueError: An argument is malformed, or a layout cannot divide the size of ``x``.
-            UnsupportedError: ``to`` is over another axis or mesh, and ``seq_len`` is given; or over
-                other devices, or over the same in another order, inside ``jax.vmap`` or
-                ``jax.jit``, whose programs run on one list of devices.
+            UnsupportedError: ``to`` is over other devices, or over the same in another order,
+                inside ``jax.vmap`` or ``jax.jit``, whose programs run on one list of devices.
 
         Example::
 
@@ -274,47 +273,53 @@ class ContextParallel:
             x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
         dim = self._check_move(x, dim, seq_len)
-        if isinstance(to, ContextParallel) and (to.mesh, to.axis_name) != (
-            self.mesh, self.axis_name,
-        ):  # fmt: skip
-            if seq_len is not None:
-                raise UnsupportedError(
-                    "relayout to another axis or mesh takes no seq_len. Instead: "
-                    "to.shard(cp.unshard(x, seq_len=T), pad=True)"
-                )
-            return self._relayout_over(x, to, dim)
-        layout = to.layout if isinstance(to, ContextParallel) else check_layout(to)
-        if seq_len is None:
-            Layout(layout, x.shape[dim], self.cp_size)
-        spec, options = self._spec(x, dim), {"to": layout, "seq_len": seq_len}
-        return cast("Array", self._over_shards(movement.relayout, x, dim, options, spec, spec))
+        source = self.layout_of(x.shape[dim])
+        if seq_len is not None:
+            source = Layout.padded(self.layout, seq_len, self.cp_size)
+        if not isinstance(to, ContextParallel):
+            make = Layout if seq_len is None else Layout.padded
+            target = make(check_layout(to), source.seq_len, self.cp_size)
+            return self._relaid(x, source, target, dim)
+        target = to.layout_of(source.seq_len, pad=seq_len is not None)
+        if (to.mesh, to.axis_name) == (self.mesh, self.axis_name):
+            return self._relaid(x, source, target, dim)
+        return self._relayout_over(x, to, dim, source, target)
 
-    def _relayout_over(self, x: Array, to: ContextParallel, dim: int) -> Array:
+    def _relaid(self, x: Array, source: Layout, target: Layout, dim: int) -> Array:
+        """Return an array in another layout over this axis."""
+        spec, options = self._spec(x, dim), {"layout": source, "to": target}
+        return cast("Array", self._over_shards(movement.relaid, x, dim, options, spec, spec))
+
+    def _relayout_over(
+        self, x: Array, to: ContextParallel, dim: int, source: Layout, target: Layout
+    ) -> Array:
         """Return an array in the layout of another axis or mesh.
 
         Devices exchange rows until each piece is one of a device there, and the pieces move. Where
         the numbers of devices differ, pieces of consecutive tokens do, and devices there exchange
         rows.
         """
-        to.layout_of(x.shape[dim])
-        is_elsewhere = _devices_of(to.mesh) != _devices_of(self.mesh)
+        is_elsewhere = devices_of(to.mesh) != devices_of(self.mesh)
         if is_elsewhere and isinstance(x, jax.core.Tracer) and x.to_concrete_value() is None:
             raise UnsupportedError(
-                f"relayout from the devices {_devices_of(self.mesh)} to {_devices_of(to.mesh)} inside "
+                f"relayout from the devices {devices_of(self.mesh)} to {devices_of(to.mesh)} inside "
                 f"jax.jit or jax.vmap: one program runs on one list of devices. Instead: call it "
                 f"between two jitted functions; or make both meshes of the same devices in the same "
                 f"order"
             )
-        layout: LayoutSpec = to.layout if to.cp_size == self.cp_size else "contiguous"
-        pieces = self.relayout(x, to=layout, dim=dim)
+        is_same_size = to.cp_size == self.cp_size
+        # Padded so that both numbers of devices divide it.
+        unit = lcm(self.cp_size, to.cp_size)
+        pad_to = -(-source.seq_len // unit) * unit
+        between = Layout("contiguous", source.seq_len, self.cp_size, pad_to)
+        pieces = self._relaid(x, source, target if is_same_size else between, dim)
         if to.mesh == self.mesh:
             moved = split(pieces, to.mesh, dim, to.axis_name)
         else:
             moved = transfer(pieces, to.mesh, dim, to.axis_name)
-        if layout == to.layout:
+        if is_same_size:
             return moved
-        there = ContextParallel(to.mesh, to.axis_name, to.batch_axis, to.head_axis, layout)
-        return there.relayout(moved, to=to.layout, dim=dim)
+        return to._relaid(moved, replace(between, cp_size=to.cp_size), target, dim)
 
     def positions(self, seq_len: int) -> Array:
         """Return the global position of each token in layout order, int32 ``[T]``, sharded.
@@ -353,9 +358,9 @@ class ContextParallel:
         """
         call, inputs, _ = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         batch, heads = self._axes(q, k)
-        specs = _specs(inputs, batch, self.axis_name, heads)
+        specs = specs_of(inputs, batch, self.axis_name, heads)
         manual = self._manual(call, batch, heads)
-        run = _global_attention(call, self.mesh, batch, heads, specs, manual)
+        run = global_attention(call, self.mesh, batch, heads, specs, manual)
         try:
             out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
         except ValueError as error:  # there is no public way to ask for the axes of a vmap
@@ -518,9 +523,9 @@ class ContextParallel:
             x = spread(x, self.mesh, spec)
         else:
             manual = frozenset({self.axis_name})
-            others = (n for n, part in enumerate(spec) if part is None)
-            x = spread(x, self.mesh, free(spec, x, tuple(others)))
-        return _global_movement(function, tuple(named.items()), self.mesh, spec, out, manual)(x)
+            unsharded_dims = (n for n, part in enumerate(spec) if part is None)
+            x = spread(x, self.mesh, free(spec, x, tuple(unsharded_dims)))
+        return global_movement(function, tuple(named.items()), self.mesh, spec, out, manual)(x)
 
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
         """Shard a dimension in layout order, or with ``whole`` gather it in natural order."""
@@ -534,48 +539,6 @@ class ContextParallel:
         return split(x, self.mesh, dim, self.axis_name, whole=whole)
 
 
-def _devices_of(mesh: AnyMesh) -> list[int] | None:
-    """Return the numbers of a mesh's devices in their order; ``None`` of an abstract mesh."""
-    return None if isinstance(mesh, AbstractMesh) else mesh.device_ids.flatten().tolist()
-
-
-class _NumberedMesh(NamedTuple):
-    """A :class:`jax.sharding.Mesh` with devices as numbers, which can be pickled."""
-
-    platform: str
-    ids: npt.NDArray[np.int64]
-    axis_names: tuple[str, ...]
-    axis_types: tuple[AxisType, ...]
-
-
-def _numbered(mesh: AnyMesh) -> AbstractMesh | _NumberedMesh:
-    """Replace the devices of a mesh by their numbers; an abstract mesh has none."""
-    if isinstance(mesh, AbstractMesh):
-        return mesh
-    platform = mesh.devices.flat[0].platform
-    return _NumberedMesh(platform, mesh.device_ids, mesh.axis_names, mesh.axis_types)
-
-
-def _with_devices(mesh: AbstractMesh | _NumberedMesh) -> AnyMesh:
-    """Make a mesh of this process's devices with the given numbers.
-
-    Raises:
-        ValueError: This process has no such device.
-    """
-    if isinstance(mesh, AbstractMesh):
-        return mesh
-    devices = {device.id: device for device in jax.devices(mesh.platform)}
-    missing = sorted(set(mesh.ids.flatten().tolist()) - devices.keys())
-    if missing:
-        raise ValueError(
-            f"this ContextParallel was made for a mesh with the {mesh.platform} devices {missing}, and this "
-            f"process has {sorted(devices)}; make a new one for a mesh of these"
-        )
-    array = np.empty(mesh.ids.shape, dtype=object)
-    array.flat = [devices[number] for number in mesh.ids.flat]
-    return Mesh(array, mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def _advice(what: str, name: str) -> str:
     """Return advice for an axis that does not divide the batch or the heads of an array."""
     if what == "batch":
@@ -584,85 +547,3 @@ def _advice(what: str, name: str) -> str:
     if name == "q":
         return alone
     return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
-
-
-def _specs(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
-    """Return the partition spec of each input, given the axes of batch, tokens and heads."""
-    q, rows = PartitionSpec(batch, tokens, heads, None), PartitionSpec(batch, tokens)
-
-    def by_rows(x: Array | None) -> PartitionSpec | None:
-        if x is None:
-            return None
-        pairs = zip(x.shape[:2], (batch, heads), strict=True)
-        return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
-
-    by_batch = x.slopes is not None and x.slopes.ndim == 2
-    specs = (
-        q, q, q, rows, rows, PartitionSpec(heads), by_rows(x.bias),
-        PartitionSpec(*[batch] * by_batch, heads), PartitionSpec(), None, by_rows(x.mask), None,
-    )  # fmt: skip
-    return Inputs._make(
-        None if array is None else spec for array, spec in zip(x, specs, strict=True)
-    )
-
-
-@lru_cache(maxsize=128)
-def _global_attention(
-    call: CallSpec,
-    mesh: AnyMesh,
-    batch_axis: Axes,
-    head_axis: Axes,
-    specs: Inputs,
-    manual: frozenset[str],
-) -> Callable[[Inputs], tuple[Array, Array]]:
-    """Return a checked call as one jitted function of global arrays."""
-
-    def local(x: Inputs) -> tuple[Array, Array]:
-        batch, heads = (  # global indices of this device's first batch row and query head
-            0 if axis is None else lax.axis_index(axis) * x.q.shape[dim]
-            for axis, dim in ((batch_axis, 0), (head_axis, 2))
-        )
-        return attend(call, prepared(call, x, (batch, heads)))
-
-    rows = PartitionSpec(batch_axis, head_axis, call.axis_name)
-    return jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
-        ),
-        inline=True,
-    )
-
-
-@lru_cache(maxsize=128)
-def _global_movement(
-    function: Callable[..., Any], options: tuple[tuple[str, Any], ...], mesh: AnyMesh,
-    spec: PartitionSpec, out: Any, manual: frozenset[str],
-) -> Callable[[Array], Any]:  # fmt: skip
-    """Return a function of shards as one jitted function of a global array."""
-    run = partial(function, **dict(options))
-    shards = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=out, axis_names=manual)
-    return jax.jit(shards, inline=True)
-
-
-def _check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
-    """Check that the axes are distinct axes of the mesh, all explicit or all auto."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    checks.check_choice("axis_name", axis_name, mesh.axis_names)
-    arguments = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
-    axes_of_all: list[object] = [axis_name]
-    for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
-        if axes is not None:
-            names = axes if isinstance(axes, tuple) and axes else (axes,)
-            for axis in names:
-                checks.check_choice(name, axis, mesh.axis_names)
-            axes_of_all += names
-    if len(set(axes_of_all)) < len(axes_of_all):
-        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {arguments}")
-    types = {str(axis_type): axis_type for axis_type in mesh.axis_types}
-    if AxisType.Explicit in types.values() and len(types) > 1:
-        raise ValueError(
-            f"the axes of the mesh must be all explicit or all auto, got "
-            f"{dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}; make it with "
-            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
-        )

@@ -19,15 +19,16 @@ from ring_core.checks import padded_layout
 from ring_core.layouts.layout import check_layout
 from ring_core.masks.mask import mask_of
 from ring_core.movement import (
+    Hop,
     Movement,
     RowTable,
     check_consecutive,
-    check_documents,
     check_fill as check_fill_of,
     check_sides,
     check_steps,
     halo as halo_movement,
     hops,
+    offsets_of_documents,
     relayout as relayout_movement,
     shift as shift_movement,
 )
@@ -35,6 +36,7 @@ from ring_jax.collectives import Ranks, match_varying, varying_axes
 from ring_jax.prepare import axis_size, described_as
 from ring_jax.records import Array
 from ring_jax.search import searchsorted
+from ring_jax.tripwire import check_movement, checked_every
 
 
 class Halo(NamedTuple):
@@ -139,7 +141,7 @@ def _halo_ids(
     The device computes them, as :func:`ring_core.movement.halo_ids` does. As constants of the
     program they would be megabytes.
     """
-    offsets = check_documents(layout, offsets_of(cu_seqlens))
+    offsets = offsets_of_documents(layout, offsets_of(cu_seqlens))
     starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)), jnp.int32)[rank]
     steps = jnp.arange(layout.run_length + left + right, dtype=jnp.int32) - left
     positions = starts[:, None] + steps[None]
@@ -204,8 +206,21 @@ def relayout(
     """
     dim, place = _place(x, dim, axis_name, layout, seq_len)
     make = Layout if seq_len is None else Layout.padded
-    movement = relayout_movement(place, make(check_layout(to), place.seq_len, place.cp_size))
-    return _moved(x, dim, movement, axis_name, place, 0)
+    target = make(check_layout(to), place.seq_len, place.cp_size)
+    return relaid(x, layout=place, to=target, axis_name=axis_name, dim=dim)
+
+
+def relaid(x: Array, *, layout: Layout, to: Layout, axis_name: Hashable | None, dim: int) -> Array:
+    """Return this device's tokens in another layout of the same sequence.
+
+    Args:
+        x: ``[..., T_local, ...]``, of any dtype.
+        layout: The layout that it has, with any padding.
+        to: The layout that it gets, likewise.
+        axis_name: The mesh axis along which the sequence is sharded; ``None`` is one device.
+        dim: Dimension of the sequence, not negative.
+    """
+    return _moved(x, dim, relayout_movement(layout, to), axis_name, layout, 0)
 
 
 def check_shift(x: Array, n: object, fill: object) -> None:
@@ -312,12 +327,28 @@ def _moved(
 ) -> Array:
     """Move the rows of all devices along a dimension, and return this device's new rows."""
     ranks = Ranks(axis_name, layout.cp_size)
-    rank = ranks.rank()
     rows = jnp.moveaxis(x, dim, 0)
     shape = (movement.target_rows, *rows.shape[1:])
-    axes = varying_axes((x, rank))
-    rows, out = match_varying((rows, jnp.full(shape, fill, x.dtype)), axes)
-    for hop in hops(movement, layout.cp_size):
+    axes = varying_axes((x, ranks.rank()))
+    rows, filled = match_varying((rows, jnp.full(shape, fill, x.dtype)), axes)
+    every_hop = hops(movement, layout.cp_size)
+
+    def run(rows: Array) -> Array:
+        return _exchanged(rows, filled, movement, every_hop, ranks)
+
+    out = run(rows)
+    if ranks.size > 1 and checked_every():
+        sent = sum(movement.traffic(rank)[0] for rank in range(ranks.size))
+        check_movement(ranks.size, sent, run, rows, out)
+    return jnp.moveaxis(out, 0, dim)
+
+
+def _exchanged(
+    rows: Array, out: Array, movement: Movement, every_hop: tuple[Hop, ...], ranks: Ranks
+) -> Array:
+    """Return ``out`` with this device's new rows."""
+    rank = ranks.rank()
+    for hop in every_hop:
         # Each device picks what it sends over this distance, up to the longest message ...
         read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
         # In the backward rows that were sent twice are added up, so a halo's are not unique.
@@ -333,7 +364,7 @@ def _moved(
             message = jnp.concatenate(pieces)
         written = _row_numbers(hop.written, rank, hop.rows, movement.target_rows)
         out = out.at[written].set(message, mode="drop", unique_indices=True)
-    return jnp.moveaxis(out, 0, dim)
+    return out
 
 
 def _row_numbers(table: RowTable, rank: Array, rows: int, end: int) -> Array:

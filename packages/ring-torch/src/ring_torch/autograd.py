@@ -23,6 +23,7 @@ from ring_torch.derivatives import check_backward
 from ring_torch.optional import has_triton
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
+from ring_torch.watch import Watch
 
 _DELTA_ROWS = 4096
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -80,7 +81,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
         with_peer_errors(call.ranks, call.number, call.forward_signature),
     ):
         # The tripwire counts what is sent and received inside, if it checks this call.
-        with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
             if call.params.shifts_bias:
                 inputs = inputs._replace(bias_shift=bias_shift(call, inputs))
             (out, lse), saved = attend(call, inputs)
@@ -154,7 +155,7 @@ def backward_pass(
         # Computed once and shared by all work items: it depends on the final results alone.
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
-        with tripwire.Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+        with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:

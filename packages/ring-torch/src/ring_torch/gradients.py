@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from ring_core import UnsupportedError
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import agree, with_peer_errors
-from ring_torch.comm.ranks import Ranks, check_device, others, peer_errors
+from ring_torch.comm.ranks import Ranks, check_device, peer_errors
 from ring_torch.comm.store import CallSignature
 
 _BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time
@@ -68,19 +68,19 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
                 f"the group already, and a second time would count it {ranks.size} times. Call "
                 f"reduce_gradients once a step, after the last backward; then step, then zero_grad()"
             )
-    device = next((weight.device for weight in weights.values()), _default_device(ranks))
+    device = next((weight.device for weight in weights.values()), default_device(ranks))
     check_device(ranks, device)
-    signature = CallSignature.of(_fields(weights), "reduce_gradients")
+    signature = CallSignature.of(_parameter_fields(weights), "reduce_gradients")
     # All ranks compare their parameters before they send gradients.
     with on_device(device), with_peer_errors(ranks, number, signature), torch.no_grad():
         agree(ranks, number, 0, signature, device)
         gradients = _used_gradients(ranks, list(weights.values()), device)
         # One all-reduce for each bucket: join its gradients in float32 or wider, sum them over the
         # ranks, and copy the sums back.
-        for bucket in _each_bucket([_local(gradient) for gradient in gradients.values()]):
+        for bucket in _each_bucket([local_shard(gradient) for gradient in gradients.values()]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            with peer_errors(others(ranks)):
+            with peer_errors(ranks.peers):
                 dist.all_reduce(flat, group=ranks.group)
             sizes = [gradient.numel() for gradient in bucket]
             for gradient, total in zip(bucket, flat.split(sizes), strict=True):
@@ -102,7 +102,7 @@ def _used_gradients(
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(device)
     # A parameter is used if any rank has a gradient for it.
-    with peer_errors(others(ranks)):
+    with peer_errors(ranks.peers):
         dist.all_reduce(used, dist.ReduceOp.MAX, group=ranks.group)
     gradients = {}
     for weight, is_used in zip(weights, used.tolist(), strict=True):
@@ -149,10 +149,10 @@ def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parame
             )
 
 
-def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def _parameter_fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """Return descriptions of all parameters in a few fields of a header, for ranks to compare."""
     lines = [
-        f"{name} {list(_local(tensor).shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        f"{name} {list(local_shard(tensor).shape)} {str(tensor.dtype).removeprefix('torch.')}"
         + (f" {weight.placements} {weight.device_mesh.get_coordinate()}" if isinstance(weight, DTensor) else "")
         for name, weight in weights.items()
         for tensor in (weight if weight.grad is None else weight.grad,)
@@ -164,14 +164,14 @@ def _fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     }
 
 
-def _default_device(ranks: Ranks) -> torch.device:
-    """Return the device on which a rank without parameters communicates."""
+def default_device(ranks: Ranks) -> torch.device:
+    """Return the device on which the backend of a group communicates."""
     return torch.device(
         "cuda" if ranks.group and dist.get_backend(ranks.group) == "nccl" else "cpu"
     )
 
 
-def _local(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """Return this rank's shard of a ``DTensor``; any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -221,7 +221,7 @@ class _Sums:
         with torch.no_grad():
             for _, items in groupby(alive, key=lambda item: item[1].device):
                 on_device = list(items)
-                flags = torch.stack([_local(x).any() for _, x in on_device]).tolist()
+                flags = torch.stack([local_shard(x).any() for _, x in on_device]).tolist()
                 sums = (key for (key, _), is_sum in zip(on_device, flags, strict=True) if is_sum)
                 refs_of_sums |= {key: self._refs[key] for key in sums}
         self._refs = refs_of_sums

@@ -86,7 +86,7 @@ def bias_shift_on_gpu(
     assert_unit_strides(bias, *(ids or ()))
     q_ids, k_ids = (None, None) if ids is None else ids
     if shift.numel() > 0:
-        _largest[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
+        _largest_bias[(triton.cdiv(rows, _SHIFTED_ROWS), heads, batch)](
             bias, start, stop, q_ids, k_ids, shift, rows, columns,
             bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
             *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
@@ -95,7 +95,7 @@ def bias_shift_on_gpu(
     return shift
 
 
-def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
+def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> None:
     """Copy ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` side by side into one tensor, or add them.
 
     That is ``packed [B, n, K * (D + Dv)]``, in their dtype or a wider one. All are contiguous in
@@ -103,12 +103,12 @@ def pack_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -> N
     """
     if packed.numel() > 0:
         grid, integers, constants = _pack_arguments(k, v, packed, add=add)
-        _pack[grid](k, v, packed, *integers, **constants)
+        _pack_token[grid](k, v, packed, *integers, **constants)
 
 
 def repeated_pack(*, add: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return :func:`pack_on_gpu` for tensors alike, with at least one number."""
-    return RepeatedLaunch(_pack, partial(_pack_arguments, add=add))
+    """Return :func:`pack_kv_on_gpu` for tensors alike, with at least one number."""
+    return RepeatedLaunch(_pack_token, partial(_pack_arguments, add=add))
 
 
 def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Arguments:
@@ -148,7 +148,7 @@ def assert_unit_strides(*tensors: Tensor) -> None:
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack(
+def _pack_token(
     k, v, packed, k_batch, k_token, k_head, v_batch, v_token, v_head, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SIZE: tl.constexpr,
     ADD: tl.constexpr,
@@ -200,7 +200,7 @@ def _add(
 
 @DirectKernel
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(
+def _largest_bias(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -23,7 +23,6 @@ from ring_torch.comm.ranks import (
     check_device,
     is_foreign,
     members_of,
-    others,
     peer_errors,
     ranks_of,
     warn_if_alone,
@@ -193,7 +192,7 @@ class Unsharding:
                 slices,
                 [torch.empty_like(slices[0]) for _ in range(self.ranks.size)],
             )
-            with self._guard(signature, x.device), peer_errors(others(self.ranks)):
+            with self._guard(signature, x.device), peer_errors(self.ranks.peers):
                 dist.all_gather(
                     [_as_bytes(rank_slice) for rank_slice in slices],
                     _as_bytes(local_slice),
@@ -229,7 +228,7 @@ class Unsharding:
         slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
         slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
         total = torch.empty_like(slices[0])
-        with self._guard(signature, grad.device), peer_errors(others(self.ranks)):
+        with self._guard(signature, grad.device), peer_errors(self.ranks.peers):
             dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ranks.group)
         return total.to(grad.dtype)
 

@@ -94,8 +94,8 @@ def check_kind(name: str, value: object, kind: type) -> None:
         ValueError: It is not; the message begins with ``name``.
     """
     if not isinstance(value, kind):
-        got = value.__name__ if isinstance(value, type) else type(value).__name__
-        raise ValueError(f"{name} must be a {kind.__name__}, got {got}")
+        actual = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise ValueError(f"{name} must be a {kind.__name__}, got {actual}")
 
 
 def check_text(name: str, value: object) -> None:
@@ -153,8 +153,8 @@ def check_floats(name: str, value: Any) -> None:
         ValueError: It is not; the message begins with ``name``.
     """
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-        got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise ValueError(f"{name} must be a numpy array of floats, got {got}")
+        actual = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(f"{name} must be a numpy array of floats, got {actual}")
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ring_core.base.arguments import (
-    TILE,
     Ints,
     check_index,
     check_kind,
@@ -26,35 +25,10 @@ from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
 from ring_core.plan.plan import Plan, WorkItem
+from ring_core.programs.in_place import split_own_key_rows
+from ring_core.programs.intervals import Interval, ends_of, subtract, union
 
 _KEPT = 1024  # programs
-
-
-class Interval(NamedTuple):
-    """A half-open interval of integers: ``start`` up to, but not including, ``stop``."""
-
-    start: int
-    stop: int
-
-    def within(self, other: Interval) -> Interval:
-        """Return the intersection with another interval; of no length if there is none."""
-        start = max(self.start, other.start)
-        return Interval(start, max(start, min(self.stop, other.stop)))
-
-
-def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return intervals in order, those that touch or overlap joined into one.
-
-    >>> union([Interval(4, 6), Interval(0, 2), Interval(2, 3)])
-    [Interval(start=0, stop=3), Interval(start=4, stop=6)]
-    """
-    joined: list[Interval] = []
-    for span in sorted(spans):
-        if joined and span.start <= joined[-1].stop:
-            joined[-1] = Interval(joined[-1].start, max(span.stop, joined[-1].stop))
-        else:
-            joined.append(span)
-    return joined
 
 
 class Fetch(NamedTuple):
@@ -131,7 +105,7 @@ class GatherProgram:
         overwritten = []
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
-            overwritten.append(tuple(slice(*span) for span in _subtract(columns, written)))
+            overwritten.append(tuple(slice(*span) for span in subtract(columns, written)))
             written = union([*written, columns])
         return tuple(reversed(overwritten))
 
@@ -229,7 +203,7 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
         # Columns that an earlier item needs are fetched already.
         item_fetches = [
             fetch
-            for span in _subtract(columns, fetched)
+            for span in subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
         # Begin with the rank before this one: if all ranks began with the same one, they would
@@ -287,10 +261,10 @@ def _work_and_keys(
     Items over positions have global positions as columns, items in place have local indices. The
     keys to gather are spans of positions, in order.
     """
-    left_out = [] if own else [Interval(*_ends(run)) for run in plan.k_layout.runs(rank)]
+    left_out = [] if own else [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
     items = [
         item
-        for span in _subtract(Interval(0, plan.kv_seq_len), left_out)
+        for span in subtract(Interval(0, plan.kv_seq_len), left_out)
         for item in _items(plan, rank, span)
     ]
     items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
@@ -397,7 +371,7 @@ def _fetches(
         positions = Interval(inside.start + column_to_position, inside.stop + column_to_position)
         # Runs have equal lengths, so a division finds those that hold the keys.
         for run, rank in runs[positions.start // length : -(-positions.stop // length)]:
-            part = positions.within(Interval(*_ends(run)))
+            part = positions.within(Interval(*ends_of(run)))
             if part.start < part.stop:
                 to_local = run.local_start - run.global_start
                 yield Fetch(
@@ -406,115 +380,3 @@ def _fetches(
                     target=slice(part.start - column_to_position, part.stop - column_to_position),
                 )
         span_column += span.stop - span.start
-
-
-def _ends(run: Run) -> tuple[int, int]:
-    """Return the first position of a run of contiguous tokens, and the one after its last."""
-    return run.global_start, run.global_start + run.length
-
-
-def _subtract(span: Interval, others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of a span that lie in none of the others; those must not overlap."""
-    inside = [
-        part for part in (other.within(span) for other in sorted(others)) if part.start < part.stop
-    ]
-    edges = [span.start, *(x for part in inside for x in part), span.stop]
-    return [Interval(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def split_own_key_rows(
-    plan: Plan, rank: int, items: Sequence[WorkItem]
-) -> tuple[list[WorkItem], list[WorkItem]]:
-    """Split off the rows of items that see only keys of the rank's own shard.
-
-    These can read the shard where it lies, and need not wait for anything. It is worth while only
-    where most of the rank's own keys then need not be copied into the buffer: otherwise nothing is
-    split off.
-
-    Returns:
-        The remaining items, over positions; and those split off, whose columns are local indices.
-    """
-    runs = _own_key_runs(plan, rank)
-    tile = TILE if plan.k_layout.run_length % TILE == 0 else 1
-    remaining: list[WorkItem] = []
-    in_place: list[WorkItem] = []
-    for item in items:
-        own_parts = [(run, part) for run in runs if (part := _inside(item, run, tile))]
-        if not own_parts:
-            remaining.append(item)
-            continue
-        ((run, part),) = own_parts  # a part is most of its item, so there are not two
-        to_local = run.local_start - run.global_start
-        in_place.append(
-            replace(part, k_start=part.k_start + to_local, k_stop=part.k_stop + to_local)
-        )
-        # The rows above and below it still see keys of others.
-        sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
-        remaining += [side for side in sides if side is not None]
-    parts = (
-        span.within(Interval(*_ends(run)))
-        for span in union(Interval(item.k_start, item.k_stop) for item in remaining)
-        for run in runs
-    )
-    num_still_needed = sum(part.stop - part.start for part in parts)
-    if 2 * num_still_needed > plan.k_layout.local_len:
-        return list(items), []
-    return remaining, in_place
-
-
-def _own_key_runs(plan: Plan, rank: int) -> list[Run]:
-    """Return the runs of a rank's keys, neighbours in the sequence and in memory joined."""
-    joined: list[Run] = []
-    for run in plan.k_layout.runs(rank):
-        last = joined[-1] if joined else None
-        if (
-            last
-            and last.global_start + last.length == run.global_start
-            and last.local_start + last.length == run.local_start
-        ):
-            joined[-1] = last._replace(length=last.length + run.length)
-        else:
-            joined.append(run)
-    return joined
-
-
-def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
-    """Return the rows of an item that see keys of one run only, if they are most of its rows.
-
-    Args:
-        item: An item over positions.
-        own: A run of the rank's own keys, contiguous in the sequence.
-        tile: Rows are cut at multiples of this.
-    """
-    start, stop = _ends(own)
-    from_first = item.cu_q is None and item.hi is None  # every row sees the first key
-    to_last = item.cu_q is None and item.lo is None
-    if (from_first and item.k_start < start) or (to_last and stop < item.k_stop):
-        return None
-    # Both ascend from row to row: rows from ``first`` on see nothing before the run, rows before
-    # ``last`` nothing behind it.
-    first_seen, stop_seen = item.seen
-    first = int(np.searchsorted(first_seen, start - item.k_start))
-    last = int(np.searchsorted(stop_seen, stop - item.k_start, side="right"))
-    cuts = _cuts(item, tile)
-    first = int(cuts[np.searchsorted(cuts, first)])
-    last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])
-    if 2 * (last - first) <= item.q_stop - item.q_start:
-        return None
-    part = item.rows(item.q_start + first, item.q_start + last)
-    inside = part is not None and start <= part.k_start and part.k_stop <= stop
-    return part if inside else None
-
-
-def _cuts(item: WorkItem, tile: int) -> Ints:
-    """Return the rows at which an item may be cut, counted from its corner, ascending.
-
-    These are borders of documents, as a document that is cut would need another launch; without
-    documents they are borders of tiles, in which kernels add up gradients, at least two tiles from
-    either end.
-    """
-    if item.cu_q is not None:
-        return item.cu_q
-    rows = item.q_stop - item.q_start
-    margin = 1 if tile == 1 else 2 * tile
-    return np.concatenate([[0], np.arange(margin, rows - margin + 1, tile), [rows]])

@@ -303,7 +303,7 @@ def report(
         as_json: True for JSON with times in seconds, False for a table in milliseconds.
     """
     if not as_json:
-        return _table(setting, where, timings_of_passes)
+        return _timings_text(setting, where, timings_of_passes)
     rows = [
         asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
         for timing in timings_of_passes
@@ -312,7 +312,7 @@ def report(
     return json.dumps(facts, indent=2)
 
 
-def _table(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
+def _timings_text(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:
     """Return timings as text for people, in milliseconds: medians of all rounds."""
     lines = [
         f"{setting.describe()} {where}",

@@ -123,7 +123,7 @@ def _plan(args: argparse.Namespace) -> str:
         causal=args.causal,
         window=args.window,
         chunk_size=args.chunk_size,
-        cu_seqlens=_offsets(args.cu_seqlens),
+        cu_seqlens=_cu_seqlens(args.cu_seqlens),
     )
     parts = []
     if named or not (args.advise or args.layout):
@@ -292,7 +292,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _offsets(text: str | None) -> tuple[int, ...] | None:
+def _cu_seqlens(text: str | None) -> tuple[int, ...] | None:
     """Read the offsets of ``--cu-seqlens``."""
     return None if text is None else tuple(_integer("--cu-seqlens", n) for n in text.split(","))
 

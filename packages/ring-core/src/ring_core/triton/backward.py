@@ -21,7 +21,7 @@ from ring_core.triton.scores import (
     Strides,
     add_product,
     bias_columns,
-    dropout_keep,
+    dropout_factor,
     has_nan,
     has_nonfinite,
     indexed_blocks,
@@ -470,9 +470,9 @@ def score_gradients(
         weights = tl.where(visible, weights, 0.0)
     kept = weights
     if consts.DROPPED is not None:
-        keep = dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS)
-        dweights *= keep
-        kept = weights * keep
+        factor = dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROWS)
+        dweights *= factor
+        kept = weights * factor
     dlogits = weights * (dweights - row_delta)
     if MASKED:
         dlogits = tl.where(visible, dlogits, 0.0)

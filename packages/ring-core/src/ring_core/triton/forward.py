@@ -19,7 +19,7 @@ from ring_core.triton.scores import (
     Options,
     Strides,
     add_product,
-    dropout_keep,
+    dropout_factor,
     has_nan,
     indexed_blocks,
     inner_blocks,
@@ -219,7 +219,7 @@ def online_softmax_step(
     # Earlier sums are relative to the old largest score: rescale them to the new one.
     total = total * rescale + tl.sum(weights, 1)
     if consts.DROPPED is not None:
-        weights *= dropout_keep(x, consts, batch, head, row_start, start, row, col, ROWS=True)
+        weights *= dropout_factor(x, consts, batch, head, row_start, start, row, col, ROWS=True)
     values = load_values(v, kv_head, start, x.k_len, consts)
     acc = add_product(acc * rescale[:, None], weights, visible, values, NAN_SAFE)
     return new_top, total, acc

@@ -434,7 +434,7 @@ def modified_scores(x, consts, products, bias_block, batch, head, rows, cols):
 
 
 @triton.jit
-def dropout_keep(x, consts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
+def dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROWS: tl.constexpr):
     """Return dropout's factor for each score, 0 or ``1 / (1 - p)``, by Philox and global indices.
 
     It is the same as :func:`ring_core.philox.dropout_keep`: words below ``DROPPED``, 2**32 times

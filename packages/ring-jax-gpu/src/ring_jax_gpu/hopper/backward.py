@@ -282,13 +282,13 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
-                    dk, dv = add_block(
+                    dk, dv = add_grads_of_block(
                         tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * q_len,
                         head, first, stop, True, consts,
                     )  # fmt: skip
                     count += 1
                 for i in range(whole_low, whole_high):
-                    dk, dv = add_block(
+                    dk, dv = add_grads_of_block(
                         tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite,
                         i * consts.BLOCK, b * q_len, head, first, stop, False, consts,
                     )  # fmt: skip
@@ -380,7 +380,7 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 
 @gluon.jit
-def add_block(
+def add_grads_of_block(
     tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
     MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip

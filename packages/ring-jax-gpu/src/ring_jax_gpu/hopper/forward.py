@@ -371,19 +371,19 @@ def consume_item(
         right = gl.maximum(high - whole_high, 1)
         middle = gl.maximum(high - whole_low, 1)
         for i in range(1, right):
-            row_max, total, acc, weights = add_block(
+            row_max, total, acc, weights = attend_block(
                 queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
             count += 1
         for i in range(right, middle):
-            row_max, total, acc, weights = add_block(
+            row_max, total, acc, weights = attend_block(
                 queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, False, consts,
             )  # fmt: skip
             count += 1
         for i in range(middle, high - low):
-            row_max, total, acc, weights = add_block(
+            row_max, total, acc, weights = attend_block(
                 queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first,
                 stop, (high - 1 - i) * consts.BLOCK, WHICH, True, consts,
             )  # fmt: skip
@@ -509,7 +509,7 @@ def pass_turn(pingpong, WHICH: gl.constexpr, consts: gl.constexpr):
 
 
 @gluon.jit
-def add_block(
+def attend_block(
     queries, k_tiles, v_tiles, bars, count, row_max, total, acc, weights, first, stop, start,
     WHICH: gl.constexpr, MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip

@@ -16,6 +16,7 @@ from ring_jax.tripwire.settings import (
     checked_every as checked_every,
 )
 from ring_jax.tripwire.traffic import (
+    check_movement as check_movement,
     check_rate as check_rate,
     check_traffic as check_traffic,
     start_clock as start_clock,

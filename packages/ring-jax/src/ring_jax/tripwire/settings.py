@@ -28,7 +28,8 @@ def check(every: int = 1) -> Iterator[None]:
     lse)`` over its own keys in float64, by the mask's rule over positions; merged, they must be the
     call's result, within twice the error of a plain implementation in the same dtype. In the
     backward dQ of four rows and dK, dV of four keys of each rank are checked likewise. The bytes of
-    the collectives of a traced call must be those of its program.
+    the collectives of a traced call must be those of its program. So it is of ``shift``, ``halo``
+    and ``relayout``, and of their backwards: they carry rows that change rank, and no others.
 
     A compiled program cannot count calls: the numbers in ``q`` decide which calls are checked, and
     which rows; of many different calls it is one in ``every``. A wrong result is raised by a

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import jax
@@ -48,7 +49,7 @@ def check_traffic(
     size = call.plan.cp_size
     if call.axis_name is None or size == 1:
         return
-    moved = sum(_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+    moved = _carried(size, run, *arrays)
     if direction == "forward" and inputs.bias_shift is not None:
         # The shift of a bias needs the segment ids of all keys, see bias_shift.
         expected += size * (size - 1) * nbytes(inputs.k_ids)
@@ -60,7 +61,40 @@ def check_traffic(
         )
 
 
-def _moved(jaxpr: Any, size: int) -> Iterator[int]:
+def check_movement(
+    size: int, rows_sent: int, run: Callable[[Array], Array], rows: Array, out: Array
+) -> None:
+    """Trace a movement and its backward once more, and count the bytes of their collectives.
+
+    Args:
+        size: Number of ranks.
+        rows_sent: Rows that leave all ranks together, by the positions of their tokens.
+        run: The movement, a function of a rank's rows.
+        rows: Rows of this rank.
+        out: Rows that they become.
+
+    Raises:
+        WrongResultError: The bytes are not those of the rows that change rank.
+    """
+    expected = rows_sent * prod(rows.shape[1:]) * rows.dtype.itemsize
+    carried = {"movement": _carried(size, run, rows)}
+    if jnp.issubdtype(rows.dtype, jnp.inexact):
+        both = _carried(size, lambda x, grad: jax.vjp(run, x)[1](grad), rows, out)
+        carried["backward of a movement"] = both - carried["movement"]
+    for name, moved in carried.items():
+        if moved != expected:
+            raise WrongResultError(
+                f"the collectives of a {name} carry {moved:,} bytes between {size} ranks, and the "
+                f"rows that change rank have {expected:,}"
+            )
+
+
+def _carried(size: int, run: Callable[..., Any], *arrays: Any) -> int:
+    """Return the bytes that leave all ranks together by the collectives of a function."""
+    return sum(_bytes_moved(jax.make_jaxpr(run)(*arrays).jaxpr, size))
+
+
+def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -78,7 +112,7 @@ def _moved(jaxpr: Any, size: int) -> Iterator[int]:
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _moved(getattr(inner, "jaxpr", inner), size)
+                yield from _bytes_moved(getattr(inner, "jaxpr", inner), size)
 
 
 def start_clock(

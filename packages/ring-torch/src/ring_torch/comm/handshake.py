@@ -27,7 +27,6 @@ from ring_torch.comm.ranks import (
     QueuedPass,
     Ranks,
     header_device,
-    others,
     peer_errors,
     watch,
 )
@@ -136,7 +135,7 @@ class Header(NamedTuple):
 
 
 def agree(
-    ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
+    ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Check that the previous rank is making the same call, before any of its data is used.
 
@@ -146,7 +145,7 @@ def agree(
     first such call also waits until all ranks have found their calls to be the same.
 
     Args:
-        ring: The ranks that hold one sequence.
+        ranks: The ranks that hold one sequence.
         number: The call's number on the group.
         seed: The call's dropout seed, or 0.
         signature: All else that must be equal on all ranks.
@@ -157,40 +156,40 @@ def agree(
             its previous one is.
         PeerError: A rank did not come within the group's timeout.
     """
-    if ring.size == 1:
+    if ranks.size == 1:
         return
-    state = ring.state
-    if device.type != "cpu" and dist.get_backend(ring.group) == "gloo":
+    state = ranks.state
+    if device.type != "cpu" and dist.get_backend(ranks.group) == "gloo":
         device = torch.device("cpu")  # gloo sends from the host
     has_agreed = signature.digest in state.agreed
     if device.type != "cpu" and has_agreed:
-        _check_on_stream(ring, number, seed, signature, device)
+        _check_on_stream(ranks, number, seed, signature, device)
         return
     # Headers go one rank ahead, all at the same time. No tensor of the pass is in flight yet.
-    sent, received = _exchange_headers(ring, Header.of(signature, number, seed), device)
+    sent, received = _exchange_headers(ranks, Header.of(signature, number, seed), device)
     if received != sent:  # ranks that make the same call send the same bytes
-        _compare(ring, sent, received, signature, has_agreed=has_agreed)
+        _compare(ranks, sent, received, signature, has_agreed=has_agreed)
     if not has_agreed:
-        group = ring.group
+        group = ranks.group
         assert group is not None and state.nonce is not None
         agreement = StoreAgreement.of(group, state.nonce, number, signature.fields["pass"])
         digest = signature.for_call(number, seed)
         patience = timeout_of(group, device)
         # Equal to the previous rank's call is not yet equal to all: wait at the store until every
         # rank has counted itself, or one has reported a difference. Peers do the same meanwhile.
-        with peer_errors(others(ring)):
-            note = agreement.wait_for_all(digest, ring.size, patience)
+        with peer_errors(ranks.peers):
+            note = agreement.wait_for_all(digest, ranks.size, patience)
         if note is not None:
             raise RankMismatchError(note)
-        _note_agreed(ring, signature, agreement, digest)
+        _note_agreed(ranks, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
-        assert ring.group is not None
-        watch(ring, timeout_of(ring.group, device))
+        assert ranks.group is not None
+        watch(ranks, timeout_of(ranks.group, device))
 
 
 def _compare(
-    ring: Ranks, sent: bytes, received: bytes, signature: CallSignature, *, has_agreed: bool
+    ranks: Ranks, sent: bytes, received: bytes, signature: CallSignature, *, has_agreed: bool
 ) -> None:
     """Check that this rank's header and the previous rank's are of the same call.
 
@@ -204,25 +203,25 @@ def _compare(
     if peer_header is not None and _are_same(own_header, peer_header, signature):
         return
     message = (
-        f"ranks {ring.behind(1)} and {ring.rank} of the group make different calls: "
+        f"ranks {ranks.behind(1)} and {ranks.rank} of the group make different calls: "
         f"{own_header.mismatch(peer_header)}. All ranks must make the same calls in the same order "
         f"with equal local shapes, dtypes and options"
     )
-    state = ring.state
-    assert ring.group is not None and state.nonce is not None
+    state = ranks.state
+    assert ranks.group is not None and state.nonce is not None
     agreement = StoreAgreement.of(
-        ring.group, state.nonce, own_header.number, signature.fields["pass"]
+        ranks.group, state.nonce, own_header.number, signature.fields["pass"]
     )
     agreement.report_mismatch(message)
     was_agreed = peer_header is not None and peer_header.digest in state.agreed
     # Ranks that find no difference wait for all in the first such call, and read the report there.
     # In a later one they go on without waiting: then the group is closed, so that they hear of it.
-    if peer_header is None or (ring.size > 2 and (was_agreed or has_agreed)):
-        fail(ring, message)
+    if peer_header is None or (ranks.size > 2 and (was_agreed or has_agreed)):
+        fail(ranks, message)
     raise RankMismatchError(message)
 
 
-def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
+def _exchange_headers(ranks: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
     """Send a header to the next rank and receive the previous rank's; return both as bytes.
 
     The first headers of a group also pass its nonce round: rank 0 draws it and sends, each other
@@ -231,32 +230,32 @@ def _exchange_headers(ring: Ranks, header: Header, device: torch.device) -> tupl
     there: NCCL connects all peers of a transfer before anything moves, and rank 0, waiting for the
     last rank to connect, would keep the next rank from receiving.
     """
-    state = ring.state
+    state = ranks.state
     arriving = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    receives = [(arriving, ring.behind(1))]
-    is_first, is_origin = state.nonce is None, ring.rank == 0
+    receives = [(arriving, ranks.behind(1))]
+    is_first, is_origin = state.nonce is None, ranks.rank == 0
     if is_first and is_origin:
-        assert ring.group is not None
-        clear_failure(ring.group)
+        assert ranks.group is not None
+        clear_failure(ranks.group)
         state.nonce = secrets.randbits(64)
     elif is_first:
         # The previous rank sends as soon as it has the nonce; until then this rank waits.
-        ring.start([], receives).wait()
+        ranks.start([], receives).wait()
         received = Header.read(bytes(arriving.cpu().numpy()))
         state.nonce = 0 if received is None else received.nonce
     assert state.nonce is not None
     sent = header._replace(nonce=state.nonce).bytes()
     message = torch.frombuffer(sent, dtype=torch.uint8).to(device)
     # Later headers are sent and received together: every rank does both at the same time.
-    ring.start([(message, ring.ahead(1))], [] if is_first else receives).wait()
+    ranks.start([(message, ranks.ahead(1))], [] if is_first else receives).wait()
     # The nonce has gone round: the last rank sends now.
     if is_first and is_origin:
-        ring.start([], receives).wait()
+        ranks.start([], receives).wait()
     return bytes(sent), bytes(arriving.cpu().numpy())
 
 
 def _check_on_stream(
-    ring: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
+    ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device
 ) -> None:
     """Exchange headers of a call whose signature was compared before, without waiting for them.
 
@@ -265,7 +264,7 @@ def _check_on_stream(
     digest = signature.as_int64(number, seed)
     own_digest = torch.full((_WORDS,), digest, dtype=torch.int64, device=device)
     peer_digest = torch.empty_like(own_digest)
-    ring.rotate(own_digest, peer_digest, 1, beside=False).wait()
+    ranks.rotate(own_digest, peer_digest, 1, beside=False).wait()
     # Kernels and messages queued behind this run only if the previous rank makes the same call.
     torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001
 
@@ -279,15 +278,15 @@ def _are_same(own_header: Header, peer_header: Header, signature: CallSignature)
 
 
 def _note_agreed(
-    ring: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
+    ranks: Ranks, signature: CallSignature, agreement: StoreAgreement, digest: bytes
 ) -> None:
     """Remember that all ranks have compared calls of this signature, and forget the oldest.
 
     Rank 0 also deletes the store's keys of the agreement before this one.
     """
-    state = ring.state
+    state = ranks.state
     # All ranks have come to this agreement, so all have read the one before.
-    if state.last is not None and ring.rank == 0:
+    if state.last is not None and ranks.rank == 0:
         last_agreement, last_digest = state.last
         last_agreement.clear(last_digest)
     state.last = agreement, digest
@@ -296,12 +295,12 @@ def _note_agreed(
         state.agreed.pop(next(iter(state.agreed)))
 
 
-def has_agreed(ring: Ranks, signature: CallSignature) -> bool:
+def has_agreed(ranks: Ranks, signature: CallSignature) -> bool:
     """Return True if the ranks of this group have compared calls of this signature before."""
-    return signature.digest in ring.state.agreed
+    return signature.digest in ranks.state.agreed
 
 
-def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> None:
+def check_graph(ranks: Ranks, signature: CallSignature, device: torch.device) -> None:
     """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
 
     The first comparison is made by the host, which a graph cannot hold.
@@ -309,9 +308,9 @@ def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> 
     Raises:
         ValueError: The pass is being captured and was not compared.
     """
-    if ring.size == 1 or not is_capturing():
+    if ranks.size == 1 or not is_capturing():
         return
-    if header_device(ring, device).type == "cpu" or not has_agreed(ring, signature):
+    if header_device(ranks, device).type == "cpu" or not has_agreed(ranks, signature):
         raise ValueError(
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"
@@ -319,7 +318,7 @@ def check_graph(ring: Ranks, signature: CallSignature, device: torch.device) -> 
 
 
 @contextmanager
-def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
+def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
     """Run a pass so that a failure on one rank ends it on all, with that rank's error message.
 
     The rank that fails leaves its message in the store. The others wait for its tensors until the
@@ -329,48 +328,48 @@ def with_peer_errors(ring: Ranks, number: int, signature: CallSignature) -> Iter
         RankMismatchError: Ranks make different calls.
         RuntimeError: A peer failed or did not answer, or a pass of an earlier call failed.
     """
-    if ring.size == 1:
+    if ranks.size == 1:
         yield
         return
-    ring.state.check()
+    ranks.state.check()
     name = signature.fields["pass"]
     try:
         yield
-        if ring.state.is_watched:
-            _note_queued(ring, f"call {number} ({name})")
+        if ranks.state.is_watched:
+            _note_queued(ranks, f"call {number} ({name})")
     except RankMismatchError:
         raise
     except PeerError as error:
-        note, failure = _read_mismatch(ring, number, name), read_failure(not_none(ring.group))
-        own_message = f"call {number} ({name}): rank {ring.rank} {error}"
-        fail(ring, note or failure or own_message, report=False)
+        note, failure = _read_mismatch(ranks, number, name), read_failure(not_none(ranks.group))
+        own_message = f"call {number} ({name}): rank {ranks.rank} {error}"
+        fail(ranks, note or failure or own_message, report=False)
         if note is not None:
             raise RankMismatchError(note) from error
         raise RuntimeError(
             own_message if failure is None else f"{failure}; {own_message}"
         ) from error
     except BaseException as error:
-        context = f"call {number} ({name}) failed on rank {ring.rank} of the group"
-        fail(ring, f"{context}: {type(error).__name__}: {error}")
+        context = f"call {number} ({name}) failed on rank {ranks.rank} of the group"
+        fail(ranks, f"{context}: {type(error).__name__}: {error}")
         raise
 
 
-def _read_mismatch(ring: Ranks, number: int, name: str) -> str | None:
+def _read_mismatch(ranks: Ranks, number: int, name: str) -> str | None:
     """Return the report of a rank that found a difference in a pass, if there is one."""
-    nonce = ring.state.nonce
+    nonce = ranks.state.nonce
     if nonce is None:  # no header has arrived yet, so no rank before this one has come so far
         return None
-    assert ring.group is not None
-    return StoreAgreement.of(ring.group, nonce, number, name).read_report()
+    assert ranks.group is not None
+    return StoreAgreement.of(ranks.group, nonce, number, name).read_report()
 
 
-def _note_queued(ring: Ranks, name: str) -> None:
+def _note_queued(ranks: Ranks, name: str) -> None:
     """Record the pass that the host has just queued, for the thread that checks whether it ends.
 
     While a CUDA graph is captured nothing is recorded: querying an event from any thread could
     break the capture.
     """
-    state = ring.state
+    state = ranks.state
     state.queued = None  # before its event is recorded again
     if not is_capturing():
         device = torch.cuda.current_device()
@@ -384,12 +383,12 @@ def _note_queued(ring: Ranks, name: str) -> None:
         state.queued = QueuedPass(name, time.monotonic(), ended)
 
 
-def fail(ring: Ranks, text: str, *, report: bool = True) -> None:
+def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:
     """Close a group for later calls and, with ``report``, leave the reason for the other ranks."""
-    assert ring.group is not None
-    ring.state.failure = text
+    assert ranks.group is not None
+    ranks.state.failure = text
     if report:
-        report_failure(ring.group, text)
+        report_failure(ranks.group, text)
 
 
 def _differ_in_length(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> bool:

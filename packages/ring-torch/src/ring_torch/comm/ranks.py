@@ -105,6 +105,11 @@ class Ranks:
             raise RuntimeError("the ring's process group was destroyed; give another group")
         return group
 
+    @property
+    def peers(self) -> list[int]:
+        """All ranks but this one, ascending."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     def behind(self, distance: int) -> int:
         """Return the rank ``distance`` before this one, round the ring."""
         return (self.rank - distance) % self.size
@@ -270,22 +275,22 @@ def peer_errors(peers: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def collective(ring: Ranks, name: str) -> Iterator[None]:
+def collective(ranks: Ranks, name: str) -> Iterator[None]:
     """Run a collective so that its error names it; refuse it on a closed group.
 
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
     """
-    ring.state.check()
+    ranks.state.check()
     try:
-        with peer_errors(others(ring)):
+        with peer_errors(ranks.peers):
             yield
     except PeerError as error:
-        raise RuntimeError(f"{name}: rank {ring.rank} {error}") from error
+        raise RuntimeError(f"{name}: rank {ranks.rank} {error}") from error
 
 
 def exchange(
-    ring: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
+    ranks: Ranks, parts: Sequence[Sequence[torch.Tensor]], device: torch.device
 ) -> list[list[torch.Tensor]]:
     """Send part ``n`` of each tensor to rank ``n``, and wait for what all ranks send.
 
@@ -299,24 +304,19 @@ def exchange(
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
     spec = BufferSpec.of(*((blocks[0].shape, blocks[0].dtype) for blocks in parts))
-    peers = others(ring)
+    peers = ranks.peers
     sends = [(spec.pack([blocks[peer] for blocks in parts], device), peer) for peer in peers]
     receives = [(spec.buffer(device), peer) for peer in peers]
     # All pairs of ranks exchange at the same time; buffers are this exchange's own.
-    ring.start(sends, receives).wait()
+    ranks.start(sends, receives).wait()
     received = {peer: spec.views(buffer) for buffer, peer in receives}
-    received[ring.rank] = [blocks[ring.rank] for blocks in parts]
-    return [[received[rank][n] for rank in range(ring.size)] for n in range(len(parts))]
+    received[ranks.rank] = [blocks[ranks.rank] for blocks in parts]
+    return [[received[rank][n] for rank in range(ranks.size)] for n in range(len(parts))]
 
 
-def header_device(ring: Ranks, device: torch.device) -> torch.device:
+def header_device(ranks: Ranks, device: torch.device) -> torch.device:
     """Return the device of headers: the CPU with gloo, otherwise that of the call's tensors."""
-    return torch.device("cpu") if dist.get_backend(ring.group) == "gloo" else device
-
-
-def others(ring: Ranks) -> list[int]:
-    """Return all ranks but this one, ascending."""
-    return [rank for rank in range(ring.size) if rank != ring.rank]
+    return torch.device("cpu") if dist.get_backend(ranks.group) == "gloo" else device
 
 
 class Members(NamedTuple):
@@ -396,18 +396,18 @@ def ranks_of(group: Any) -> Ranks:
     return _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
 
 
-def check_device(ring: Ranks, device: torch.device) -> None:
+def check_device(ranks: Ranks, device: torch.device) -> None:
     """Refuse a device whose tensors the backend of the group cannot send.
 
     Raises:
         ValueError: The group has no backend for the device.
     """
-    assert ring.group is not None
+    assert ranks.group is not None
     try:
-        ring.group._get_backend(device)  # noqa: SLF001 - no public way
+        ranks.group._get_backend(device)  # noqa: SLF001 - no public way
     except RuntimeError as error:
         raise ValueError(
-            f"the process group ({dist.get_backend(ring.group)}) sends no tensors of device "
+            f"the process group ({dist.get_backend(ranks.group)}) sends no tensors of device "
             f"{str(device)!r}: move them, or give a group that does"
         ) from error
 
@@ -429,7 +429,7 @@ def warn_if_alone() -> None:
         )
 
 
-def watch(ring: Ranks, timeout: timedelta) -> Thread:
+def watch(ranks: Ranks, timeout: timedelta) -> Thread:
     """Start a thread that looks for failed ranks, several times within the group's timeout.
 
     It logs failures of other ranks, and passes that do not end; a failure closes the group for
@@ -437,7 +437,7 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
     """
     stop = Event()
     thread = Thread(
-        target=_watch_group, args=(ring, timeout, stop), daemon=True, name="ring_torch watch"
+        target=_watch_group, args=(ranks, timeout, stop), daemon=True, name="ring_torch watch"
     )
 
     def end() -> None:
@@ -450,16 +450,16 @@ def watch(ring: Ranks, timeout: timedelta) -> Thread:
     return thread
 
 
-def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
+def _watch_group(ranks: Ranks, timeout: timedelta, stop: Event) -> None:
     """Look at the store and at the last queued pass until the group fails or is destroyed."""
     patience = max(_LEAST_WAIT, min(timeout / 8, _LONGEST))
     while not stop.wait(patience.total_seconds()):
         try:
-            ranks_of(ring.group)
+            ranks_of(ranks.group)
         except (RuntimeError, ValueError):  # it was destroyed
             return
-        assert ring.group is not None
-        text, state = read_failure(ring.group), ring.state
+        assert ranks.group is not None
+        text, state = read_failure(ranks.group), ranks.state
         if state.failure is not None:
             return
         if text is not None:
@@ -476,7 +476,7 @@ def _watch_group(ring: Ranks, timeout: timedelta, stop: Event) -> None:
             _LOG.error(
                 "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
                 "group, or for what was queued before",
-                queued.name, ring.rank, ", ".join(map(str, others(ring))),
+                queued.name, ranks.rank, ", ".join(map(str, ranks.peers)),
             )  # fmt: skip
         if state.queued is queued:
             state.queued = None  # each is looked at once

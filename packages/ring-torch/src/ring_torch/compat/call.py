@@ -124,8 +124,10 @@ def split_packed(name: str, packed: Tensor, count: int, *, dim: int) -> tuple[Te
         ValueError: Their number is another, or the tensor has another number of dimensions.
     """
     if not isinstance(packed, Tensor) or packed.ndim != dim + 3 or packed.shape[dim] != count:
-        got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
-        raise ValueError(f"{name} must be a tensor [{_TOKENS[dim]}, {count}, heads, D], got {got}")
+        actual = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise ValueError(
+            f"{name} must be a tensor [{_TOKENS[dim]}, {count}, heads, D], got {actual}"
+        )
     return packed.unbind(dim)
 
 

@@ -194,7 +194,7 @@ def attend_documents(
     results: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     # Run the calls one after the other, and cut each result into the pieces of its documents ...
     for shared_call in shared_calls:
-        out, lse = _attend(ranks, layout, shared_call, options)
+        out, lse = _attend_documents(ranks, layout, shared_call, options)
         sizes = [stop - start for start, stop in shared_call.spans]
         outputs = zip(out.split(sizes), lse.split(sizes, dim=1), strict=True)
         results |= dict(zip(shared_call.spans, outputs, strict=True))
@@ -231,7 +231,7 @@ def _shared_call(
     return _SharedCall(spans, offsets, call, inputs)
 
 
-def _attend(
+def _attend_documents(
     ranks: Ranks, layout: LayoutName, shared_call: _SharedCall, options: FlashAttnOptions
 ) -> tuple[Tensor, Tensor]:
     """Run the call of some documents, and return their ``out [T, H, Dv]`` and ``lse [H, T]``."""
@@ -279,18 +279,18 @@ def offsets_of(
         cu_seqlens = cu_seqlens.tolist()
     offsets = tuple(cu_seqlens)
     if not all(isinstance(offset, int | np.integer) for offset in offsets):
-        raise ValueError(f"{name} must be integers, got {_shortened(offsets)}")
+        raise ValueError(f"{name} must be integers, got {_offsets_text(offsets)}")
     if len(offsets) < 2 or offsets[0] != 0:
         raise ValueError(
-            f"{name} must be (0, ..., T), with the end of each document, got {_shortened(offsets)}"
+            f"{name} must be (0, ..., T), with the end of each document, got {_offsets_text(offsets)}"
         )
     if tokens is not None and offsets[-1] != tokens:
         raise ValueError(
-            f"{name} must end at the {tokens} tokens of this rank, got {_shortened(offsets)}; "
+            f"{name} must end at the {tokens} tokens of this rank, got {_offsets_text(offsets)}; "
             f"tokens that belong to no document can be one of their own"
         )
     if any(stop < start for start, stop in pairwise(offsets)):
-        raise ValueError(f"{name} must be ascending, got {_shortened(offsets)}")
+        raise ValueError(f"{name} must be ascending, got {_offsets_text(offsets)}")
     return offsets
 
 
@@ -302,8 +302,8 @@ def check_shards(q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a tensor [T_local, heads, D], got {got}")
+            actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a tensor [T_local, heads, D], got {actual}")
 
 
 def check_longest(name: str, stated: int | Tensor, longest: int) -> None:
@@ -347,11 +347,11 @@ class PackMove:
         """Return the plan for a pack of ``tokens``."""
         return pack_documents(Layout(self.layout, tokens, size), self.offsets)
 
-    def run(self, ring: Ranks, x: Tensor, *, back: bool = False) -> Tensor:
+    def run(self, ranks: Ranks, x: Tensor, *, back: bool = False) -> Tensor:
         """Return this rank's rows after the movement of ``x [T_local, ...]``, or its return."""
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        call = MoveCall(ring, self, 0, needs_grad, ring.next_call(), int(back))
-        moved: Tensor = move(x, call, ring.size * self.offsets[-1])
+        call = MoveCall(ranks, self, 0, needs_grad, ranks.next_call(), int(back))
+        moved: Tensor = move(x, call, ranks.size * self.offsets[-1])
         return moved
 
 
@@ -360,6 +360,6 @@ def _chunks_a_rank(layout: LayoutName) -> int:
     return divisor_of(layout, 2) // 2
 
 
-def _shortened(offsets: tuple[int, ...]) -> str:
+def _offsets_text(offsets: tuple[int, ...]) -> str:
     """Return offsets as text for messages, shortened if there are many."""
     return str(offsets) if len(offsets) < 9 else f"({offsets[0]}, ..., {offsets[-1]})"

@@ -190,7 +190,7 @@ def llama3_flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 1, local_k_slice, causal=True
         )
     """
-    return _attend(
+    return _attend_stream(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride,
         local_k_slice,
         FlashAttnOptions(
@@ -231,7 +231,7 @@ def _longest(offsets: tuple[int, ...]) -> int:
 
 
 @untraced
-def _attend(
+def _attend_stream(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, heads_k_stride: int,
     local_k_slice: slice, options: FlashAttnOptions, group: Group,
@@ -259,7 +259,7 @@ def _attend(
         # Compare values only if the tensor is not the one returned, or was written to since: a
         # comparison would wait for the GPU.
         if tensor is not returned or version is None or version != _version(tensor):
-            _check_same(f"cu_seqlens_{name}", tensor, offsets)
+            _check_offsets_of_slice(f"cu_seqlens_{name}", tensor, offsets)
         check_longest(f"max_seqlen_{name}", longest, _longest(offsets))
     check_stride(heads_k_stride, k.shape[1])
     documents = slice_start.prepared.documents
@@ -309,7 +309,7 @@ def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> Docum
     return slice_start
 
 
-def _check_same(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+def _check_offsets_of_slice(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Check that offsets are those of ``local_k_slice``.
 
     Raises:

@@ -28,6 +28,7 @@ from ring_torch.derivatives import refuse_batch
 from ring_torch.movement.methods import (
     Halo,
     check_halo,
+    check_of,
     check_shift,
     halo_ids_of,
     meeting_of,
@@ -63,7 +64,7 @@ def shift_in_graph(
         to_json(seq_len, tensors, numbers), to_json(documents, tensors, numbers),
     ]  # fmt: skip
     text = _text((group,), "shift", fields, index(dim % x.ndim), _needs_grad(x))
-    moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0)
+    moved: Tensor = move(x, tensors, numbers, text, x.shape[dim] * size_of(group), 0, None)[0]
     return moved
 
 
@@ -89,7 +90,7 @@ def halo_in_graph(
     ]  # fmt: skip
     dim %= x.ndim
     text = _text((group,), "halo", fields, index(dim), _needs_grad(x))
-    moved = move(x, tensors, numbers, text, x.shape[dim] * size, 0)
+    moved, _ = move(x, tensors, numbers, text, x.shape[dim] * size, 0, None)
     rows = rows_of_runs(moved, dim, runs_a_rank(layout, size))
     return Halo(rows, *halo_ids(x, tensors, numbers, text))
 
@@ -122,7 +123,7 @@ def relayout_in_graph(
         to_json(tokens if states_tokens else None, [], numbers), seq_len is not None,
     ]  # fmt: skip
     text = _text(groups, "relayout", fields, index(dim % x.ndim), _needs_grad(x))
-    moved: Tensor = move(x, [], numbers, text, tokens, 0)
+    moved: Tensor = move(x, [], numbers, text, tokens, 0, None)[0]
     return moved
 
 
@@ -185,9 +186,12 @@ def _ranks(text: str) -> Ranks:
 
 @torch.library.custom_op("ring_torch::move", mutates_args=())
 def move(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int, order: int
-) -> Tensor:
+    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
+    order: int, check: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the rows of this rank after a movement, or after its return.
+
+    The second result is ``check`` of its backward, which may run in another thread, or later.
 
     Args:
         x: The rows.
@@ -196,20 +200,24 @@ def move(
         text: The constant part of the movement.
         tokens: Length of the whole sequence.
         order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
+        check: Of a backward the interval of checked calls, and whether its movement was checked.
     """
     facts, ranks = json.loads(text), _ranks(text)
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
     needs_grad = facts["needs_grad"] and order == 0
-    call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order)
-    return call.run(x, tokens)
+    every, checked = check_of(ranks, number) if check is None else check.tolist()
+    call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order, every, checked)
+    return call.run(x, tokens), torch.tensor((every, checked), dtype=torch.int64, device="cpu")
 
 
 @move.register_fake
 def _move_like(
-    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int, order: int
-) -> Tensor:
-    """Return a tensor of the result's shape, while a graph is traced."""
+    x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
+    order: int, check: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return tensors of the results' shapes, while a graph is traced."""
+    del check
     facts, shape = json.loads(text), list(x.shape)
     rank, size = facts["ranks"]
     fields = [from_json(field, tensors, numbers) for field in facts["fields"]]
@@ -223,7 +231,7 @@ def _move_like(
         layout, left, right, *_ = fields
         rows += runs_a_rank(layout, size) * (left + right)
     shape[facts["dim"]] = rows
-    return x.new_empty(shape)
+    return x.new_empty(shape), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ring_torch::halo_ids", mutates_args=())
@@ -246,19 +254,18 @@ def _halo_ids_like(
     return x.new_empty(shape, dtype=torch.int64)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save what the backward needs: no rows."""
-    del output
-    _, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order = inputs
-    ctx.save_for_backward(*tensors)
+    _, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     """Run the backward operation."""
-    tensors = ctx.saved_tensors
-    moved = move(grad, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order + 1)
+    *tensors, check = ctx.saved_tensors
+    moved, _ = move(grad, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order + 1, check)
     # To torch a list of no numbers is a list of no tensors, and wants as many gradients.
-    return moved, [None] * len(tensors), None if ctx.numbers else [], None, None, None
+    return moved, [None] * len(tensors), None if ctx.numbers else [], None, None, None, None
 
 
 move.register_autograd(_backward, setup_context=_keep)

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from ring_core import UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.hf.masks import LayerMask
+from ring_torch.hf.mixers import ConvolutionLayer, MaskKeeper, WholeLayer
 from ring_torch.hf.models.check import text_modules
 from ring_torch.hf.models.classes import (
     CACHES,
     counts_positions,
     counts_queries,
     eager_attention_spec,
+    is_convolution,
     is_recurrent,
     makes_bias,
     makes_chunks,
@@ -65,89 +67,14 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
             yield replace_attribute(module, "compute_bias", bias.compute)
             yield replace_attribute(module, "has_relative_attention_bias", True)
         if is_recurrent(module):
-            layer_hooks = _WholeLayer()
+            layer_hooks = ConvolutionLayer() if is_convolution(module) else WholeLayer()
             yield module.register_forward_pre_hook(layer_hooks.gather, with_kwargs=True).remove
             yield module.register_forward_hook(layer_hooks.scatter).remove
             yield module.register_forward_hook(layer_hooks.end, always_call=True).remove
     yield from _replace_slopes(model)
 
 
-class _MaskKeeper:
-    """Hooks that keep the mask of a module's forward while it runs, for others to look up.
-
-    The mask is taken from the forward's own arguments. With activation checkpointing the forward
-    runs again in the backward, when the model may have seen another batch in the meantime.
-    """
-
-    def __init__(self) -> None:
-        self._mask: ShardedMask | None = None
-
-    @property
-    def mask(self) -> ShardedMask:
-        """Mask of the forward under way.
-
-        Raises:
-            UnsupportedError: The module was not given the mask of a split batch.
-        """
-        if self._mask is None:
-            raise UnsupportedError(
-                "a part of this model that has to know where its tokens stand was called, or run "
-                "again by checkpointing, without the mask of a split batch: call the whole model, and "
-                "checkpoint whole layers, or modules that are given the attention_mask"
-            )
-        return self._mask
-
-    @untraced
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the mask that the forward is given."""
-        mask = by_name(module, args, kwargs).get("attention_mask")
-        mask = mask.batch if isinstance(mask, LayerMask) else mask
-        self._mask = mask if isinstance(mask, ShardedMask) else None
-
-    @untraced
-    def end(self, *_: object) -> None:
-        """Forget the mask after the forward, also when it raised."""
-        self._mask = None
-
-
-class _WholeLayer(_MaskKeeper):
-    """Hooks that run a recurrent or convolutional layer on whole sequences, on every rank.
-
-    Such a layer mixes tokens one after another, which no rank can do with its part alone.
-    """
-
-    @untraced
-    def gather(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
-        """Replace the layer's input by the whole sequence, gathered from all ranks."""
-        self.begin(module, args, kwargs)
-        arguments = by_name(module, args, kwargs)
-        name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
-        arguments[name] = self.mask.unshard(arguments[name])
-        arguments["attention_mask"] = self.mask.whole
-        if isinstance(arguments.get("position_ids"), Tensor):
-            arguments["position_ids"] = self.mask.unshard(arguments["position_ids"])
-        return (), arguments
-
-    @untraced
-    def scatter(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        """Return this rank's part of the layer's output, after its forward.
-
-        Raises:
-            UnsupportedError: The output is not ``[B, T, ...]``.
-        """
-        hidden_states = output[0] if isinstance(output, tuple) else output
-        if hidden_states.shape[:2] != (self.mask.shape[0], self.mask.length):
-            raise UnsupportedError(
-                f"{type(module).__name__} must return [B, T, ...] = {(self.mask.shape[0], self.mask.length)} "
-                f"to be split after it, and returns {tuple(hidden_states.shape)}"
-            )
-        local = self.mask.shard(hidden_states)
-        return (local, *output[1:]) if isinstance(output, tuple) else local
-
-
-class _Positions(_MaskKeeper):
+class _Positions(MaskKeeper):
     """Hooks that give a module the positions of this rank's tokens, where it would count from 0."""
 
     def count(self, *_: object, **__: object) -> Tensor:

@@ -170,7 +170,7 @@ class ScoreBlocks:
             documents = np.searchsorted(item.cu_q, [first_row, last_row], side="right")
             start = max(start, int(item.cu_k[documents[0] - 1]))
             stop = min(stop, int(item.cu_k[documents[1]]))
-        for j in _blocks(start, stop, size):
+        for j in _slices(start, stop, size):
             if (item.tiles is None or self._tiles(i, j).any()) and self._is_shown(i, j):
                 yield j
 
@@ -304,10 +304,10 @@ def _row_blocks(rows: QueryBlock, params: KernelParams) -> Iterator[slice]:
     """Yield blocks of rows, so many that a block of scores has about ``BLOCK_SCORES`` numbers."""
     batch, length, heads, _ = rows.q.shape
     size = params.block_q or max(16, BLOCK_SCORES // (batch * heads * (params.block_k or BLOCK_K)))
-    return _blocks(0, length, size)
+    return _slices(0, length, size)
 
 
-def _blocks(start: int, stop: int, size: int) -> Iterator[slice]:
+def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
 

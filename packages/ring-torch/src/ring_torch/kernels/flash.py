@@ -124,7 +124,9 @@ class FlashKernel(Kernel):
             return AttentionState(result, _mark_nonfinite(lse))
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
-        options = _options(item, params, item.documents_window, _documents(item, batch, device))
+        options = _options(
+            item, params, item.documents_window, _documents_of_batch(item, batch, device)
+        )
         unseen, packed_dst = _unseen(item, device), None
         if out is not None and batch == 1 and unseen is None:
             packed_dst = AttentionState(out.out[0], out.lse[0])
@@ -211,7 +213,7 @@ class FlashKernel(Kernel):
             return Grads(*grads, None)
         batch = rows.q.shape[0]
         options = _options(
-            item, params, item.documents_window, _documents(item, batch, rows.q.device)
+            item, params, item.documents_window, _documents_of_batch(item, batch, rows.q.device)
         )
         dout, q, k, v, result = (x.flatten(0, 1) for x in (dout, q, k, v, result))
         lse = upstream.lse.transpose(0, 1).flatten(1, 2).contiguous()
@@ -426,7 +428,7 @@ def _with_mods(
 
 
 @capture_safe_cache(maxsize=256)
-def _documents(item: WorkItem, batch: int, device: torch.device) -> Documents:
+def _documents_of_batch(item: WorkItem, batch: int, device: torch.device) -> Documents:
     """Return an item's documents, repeated for each sequence of a batch, one after the other."""
     sides = not_none(item.cu_q), not_none(item.cu_k)
     offsets = (

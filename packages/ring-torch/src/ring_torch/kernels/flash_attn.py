@@ -70,7 +70,7 @@ class FlashAttention(FlashLibrary):
         arguments that are not known here are ``None``.
         """
         packed = "" if options.documents is None else self.packed
-        function, parameters = _function(self.module, f"_flash_attn_{packed}{direction}")
+        function, parameters = _library_function(self.module, f"_flash_attn_{packed}{direction}")
         left, right = (unbounded(side) for side in options.window)
         arguments = tensors | {
             "softmax_scale": options.scale, "causal": False, "is_causal": False, "softcap": 0.0,
@@ -89,7 +89,7 @@ FLASH_3 = FlashAttention("flash_attn_interface", packed="")
 
 
 @cache
-def _function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
+def _library_function(module: str, name: str) -> tuple[Callable[..., Any], dict[str, bool]]:
     """Return a function of the library, and for each of its parameters whether it is required.
 
     It is the plain function, not the torch operator made of it, which checks for aliases and costs

@@ -17,6 +17,7 @@ from ring_core.base.arguments import check_size
 from ring_core.masks.mask import mask_of
 from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
 from ring_torch.capture import capture_safe_cache
+from ring_torch.check_settings import checked_every, number_checked
 from ring_torch.comm.ranks import Members, Ranks, ranks_of
 from ring_torch.movement.rows import (
     HaloMove,
@@ -229,5 +230,13 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
     """Run a checked movement as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    moved: Tensor = move(x, MoveCall(ranks, kind, dim % x.ndim, needs_grad, number), tokens)
+    every, checked = check_of(ranks, number)
+    call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, every, checked)
+    moved: Tensor = move(x, call, tokens)
     return moved
+
+
+def check_of(ranks: Ranks, number: int) -> tuple[int, int]:
+    """Return the interval of checked calls, and a number that is not 0 if this one is checked."""
+    every = checked_every() if ranks.size > 1 else 0
+    return every, every and number_checked(every, number)

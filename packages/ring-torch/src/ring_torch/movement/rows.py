@@ -12,19 +12,21 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_core import Layout, LayoutSpec
+from ring_core import Layout, LayoutSpec, WrongResultError
 from ring_core.checks import padded_layout
-from ring_core.movement import Movement, RowCopy, check_documents, halo, relayout, shift
+from ring_core.movement import Movement, RowCopy, halo, offsets_of_documents, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import check_no_batch
+from ring_torch.watch import Watch, shared_findings
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
 _MOST_SLICES = 32
@@ -83,7 +85,7 @@ class HaloMove:
     def movement(self, tokens: int, size: int) -> Movement:
         """Return the plan for a sequence of ``tokens``, with padding, in this layout."""
         layout = layout_of(self, tokens, size)
-        check_documents(layout, self.cu_seqlens)
+        offsets_of_documents(layout, self.cu_seqlens)
         return halo(layout, self.left, self.right)
 
 
@@ -243,6 +245,8 @@ class MoveCall:
         needs_grad: True if there will be a backward.
         number: Number of the call on its group, from :meth:`Ranks.next_call`.
         order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
+        check_every: The tripwire's setting when the movement was called; 0 for no checks.
+        checked: Not 0 if it checks this call.
     """
 
     ranks: Ranks
@@ -251,6 +255,8 @@ class MoveCall:
     needs_grad: bool
     number: int
     order: int = 0
+    check_every: int = 0
+    checked: int = 0
 
     def backward(self, *, needs_grad: bool) -> MoveCall:
         """Return the call that is this one's backward."""
@@ -267,11 +273,15 @@ class MoveCall:
             ValueError: The size of ``x`` is no rank's part in this layout, or documents end
                 elsewhere.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
+            WrongResultError: The tripwire checked this call, and other bytes were sent than those
+                of the rows that change rank.
         """
         ranks, kind = self.ranks, self.kind
         name = kind.name + " backward" * self.order
         dtype = str(x.dtype).removeprefix("torch.")
-        signature = _signature(name, kind, self._shape(x), dtype, self.dim, self.needs_grad)
+        signature = _signature(
+            name, kind, self._shape(x), dtype, self.dim, self.needs_grad, self.check_every
+        )
         if ranks.size > 1:
             check_device(ranks, x.device)
             check_graph(ranks, signature, x.device)
@@ -285,8 +295,36 @@ class MoveCall:
                 f"x has {x.shape[self.dim]} tokens, and the part that this rank holds of a sequence "
                 f"of {tokens} is {back.rows}"
             )
+        fill = 0 if self.order else kind.fill
+        error_message = None
         with self._guard(signature, x.device):
-            return forth.run(ranks, x, self.dim, 0 if self.order else kind.fill)
+            if self.checked:
+                with Watch(x.device) as watch:
+                    moved = forth.run(ranks, x, self.dim, fill)
+                error_message = self._faults(x, tokens, watch.sent)
+            else:
+                moved = forth.run(ranks, x, self.dim, fill)
+        if error_message is not None:
+            raise WrongResultError(error_message)
+        return moved
+
+    def _faults(self, x: Tensor, tokens: int, sent: int) -> str | None:
+        """Compare the bytes that all ranks sent with those of the rows that change rank.
+
+        Returns:
+            The error message, the same on all ranks; ``None`` if they are equal on all of them.
+        """
+        ranks, kind = self.ranks, self.kind
+        rows = kind.movement(tokens, ranks.size).traffic(ranks.rank)[self.order % 2]
+        expected = rows * x.element_size() * prod(n for d, n in enumerate(x.shape) if d != self.dim)
+        fault = f"{sent:,} bytes were sent, and the rows that change rank have {expected:,}"
+        findings = shared_findings(ranks, [fault] if sent != expected else [], x.device)
+        if findings is None:
+            return None
+        return (
+            f"call {self.checked} ({kind.name}{' backward' * self.order}) is wrong. {findings}. "
+            f"{kind}, {tokens} tokens, {ranks.size} ranks. Every rank of the group raises this"
+        )
 
     def _shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of ``x`` on all ranks: where they hold unlike parts, the whole one."""
@@ -308,17 +346,20 @@ class MoveCall:
 
 @lru_cache(maxsize=256)
 def _signature(
-    name: str, kind: MoveKind, shape: tuple[int, ...], dtype: str, dim: int, needs_grad: bool
-) -> CallSignature:
+    name: str, kind: MoveKind, shape: tuple[int, ...], dtype: str, dim: int, needs_grad: bool,
+    check_every: int,
+) -> CallSignature:  # fmt: skip
     """Return the facts of a pass that must be equal on all ranks."""
     arguments = {
         key: x if isinstance(x, int | float | tuple | None) else str(x)
         for key, x in vars(kind).items()
     }
     return CallSignature.of(
-        {"shape": list(shape), "dtype": dtype, "dim": dim, "needs_grad": needs_grad, **arguments},
-        name,
-    )
+        {
+            "shape": list(shape), "dtype": dtype, "dim": dim, "needs_grad": needs_grad,
+            "check": check_every, **arguments,
+        }, name,
+    )  # fmt: skip
 
 
 def _messages(buffer: Tensor, counts: tuple[tuple[int, int], ...]) -> list[tuple[Tensor, int]]:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ring_core.tools.bench import BenchCase, TimedRound, Timing, default_case, timings
 from ring_core.tools.doctor import Check
-from ring_torch import tripwire
 from ring_torch.attention import ring_attention
+from ring_torch.check_settings import check as checking
 from ring_torch.local import LocalRanks
 from ring_torch.tools.timing import seconds_of
 
@@ -104,7 +104,7 @@ def time_round(
         inputs: list[Tensor] = [x.requires_grad_() for x in (q, k, v)]
         torch.autograd.grad(attend(*inputs), inputs, dout)
 
-    with tripwire.check(check):
+    with checking(check):
         return _together(forward, device), _together(forward_backward, device)
 
 

@@ -232,7 +232,7 @@ def ring_checks(
     ]
     yield from _compared(
         f"{setting.strategy}/{transport}", f"{len(ranks)} {'cuda' if cuda else 'cpu'} ranks", inputs,
-        lambda: ranks.run(_ring_rank, [_array(x) for x in inputs], setting, transport, cuda)[0],
+        lambda: ranks.run(_ring_rank, [_float64_array(x) for x in inputs], setting, transport, cuda)[0],
         setting.mask,
     )  # fmt: skip
 
@@ -249,7 +249,7 @@ def _ring_rank(rank: int, arrays: Arrays, setting: BenchCase, transport: str, cu
         ring_attention, layout=setting.layout, mask=setting.mask, kernel=setting.kernel, strategy=setting.strategy,
         transport=transport,
     )  # fmt: skip
-    return [_array(sharding.unshard(x)) for x in _out_and_grads(attend, *inputs)]
+    return [_float64_array(sharding.unshard(x)) for x in _out_and_grads(attend, *inputs)]
 
 
 def _compared(
@@ -264,19 +264,19 @@ def _compared(
     If it raises, yield a failed check with the traceback.
     """
     try:
-        results = [_array(x) for x in run()]
+        results = [_float64_array(x) for x in run()]
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
         trace = str(error) if isinstance(error, LocalRankError) else traceback.format_exc()
         yield doctor.failed(name, device_name, trace)
         return
-    example = doctor.example_of([_array(x) for x in inputs], mask)
-    plain = [_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
+    example = doctor.example_of([_float64_array(x) for x in inputs], mask)
+    plain = [_float64_array(x) for x in _out_and_grads(partial(_dense, mask), *inputs)]
     yield from doctor.compared(
         name, device_name, example, results, plain, torch.finfo(inputs[0].dtype).eps
     )
 
 
-def _array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _float64_array(x: Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Convert a tensor to a float64 numpy array on the host."""
     return x.double().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
 

@@ -140,15 +140,17 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     """Return the times of a case by kernel; say on stderr why a kernel has none."""
     runs: dict[str, TimedRuns] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
-    exact = _runs(sizes, "eager", short, acc_dtype, device).forward_backward()
-    limits = [_LIMIT * error for error in _errors(_plain(sizes, short, device), exact)]
-    for name in _names(device):
+    exact = _timed_functions(sizes, "eager", short, acc_dtype, device).forward_backward()
+    limits = [_LIMIT * error for error in _rms_errors(_plain(sizes, short, device), exact)]
+    for name in _kernels_to_time(device):
         try:
-            errors = _errors(_runs(sizes, name, short, dtype, device).forward_backward(), exact)
+            errors = _rms_errors(
+                _timed_functions(sizes, name, short, dtype, device).forward_backward(), exact
+            )
             for result, error, limit in zip(RESULTS, errors, limits, strict=True):
                 if not error <= limit:
                     raise ArithmeticError(f"{result} errs by {error:.1e}, more than {limit:.1e}")  # noqa: TRY301 - refuses this case alone
-            kernel_runs = _runs(sizes, name, length, dtype, device)
+            kernel_runs = _timed_functions(sizes, name, length, dtype, device)
             for run in kernel_runs:  # compile before anything is timed
                 run()
         except UnsupportedError:
@@ -159,7 +161,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
             continue
         runs[name] = kernel_runs
     forward, forward_backward = (
-        _in_turn([kernel_runs[n] for kernel_runs in runs.values()], device) for n in range(2)
+        _times_in_turn([kernel_runs[n] for kernel_runs in runs.values()], device) for n in range(2)
     )
     return {
         name: Times(*milliseconds)
@@ -167,7 +169,7 @@ def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
     }
 
 
-def _names(device: str) -> Iterator[str]:
+def _kernels_to_time(device: str) -> Iterator[str]:
     """Yield the kernels to time on this machine; on a GPU without ``eager`` (plain torch)."""
     return (
         kernel.capabilities.name
@@ -178,7 +180,7 @@ def _names(device: str) -> Iterator[str]:
     )
 
 
-def _errors(actual: Tensors, exact: Tensors) -> list[float]:
+def _rms_errors(actual: Tensors, exact: Tensors) -> list[float]:
     """Return root mean square errors relative to the standard deviation of the exact values."""
     return [
         float((a.to(b.dtype) - b).square().mean().sqrt() / b.std())
@@ -226,7 +228,9 @@ def _plain(sizes: Sizes, length: int, device: str) -> Tensors:
     return [rounded(x.detach()) for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
 
 
-def _runs(sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str) -> TimedRuns:
+def _timed_functions(
+    sizes: Sizes, kernel: str, length: int, dtype: torch.dtype, device: str
+) -> TimedRuns:
     """Return the functions that run a kernel on the inputs of a case."""
     q, k, v, dout, options = _inputs(sizes, length, dtype, device)
     attend: Callable[..., Tensor] = partial(ring_attention, kernel=kernel, **options)
@@ -298,7 +302,7 @@ def _document(length: int) -> int:
     return max(1, min(_DOCUMENT, length // 3))
 
 
-def _in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
+def _times_in_turn(runs: Sequence[Callable[[], object]], device: str) -> list[float]:
     """Return the median time of each run in milliseconds, with the runs taking turns."""
     calls = [max(1, min(_MOST_CALLS, int(_TURN / seconds_of(run, 1, device)))) for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]

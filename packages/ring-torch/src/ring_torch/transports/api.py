@@ -56,6 +56,10 @@ class SessionSpec(NamedTuple):
     seed: int
 
 
+def nothing() -> None:
+    """Queue no kernels beside fetches."""
+
+
 class GatherSession(Protocol):
     """The exchange of gathered K/V, and of their gradients, in one pass of a call.
 
@@ -67,12 +71,16 @@ class GatherSession(Protocol):
     def spec(self) -> SessionSpec:
         """The description of the pass for which it was opened."""
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Start fetching K/V into new tensors, and yield each group's tensors and their arrival.
 
         The tensors are shaped as :attr:`KVPayload.message`, for ``gather.length`` tokens. The
         caller takes the groups one by one and runs a group's kernels before it takes the next; it
-        takes all of them.
+        takes all of them. ``meanwhile`` queues kernels that need nothing of what is fetched. It is
+        called once, as early as the fetches can run beside these kernels, so that the GPU need not
+        wait until the host has queued the fetches.
         """
 
     def accumulators(
@@ -278,9 +286,9 @@ def write_keys(
     """
     own_k, own_v = inputs.k[:, span], inputs.v[:, span]
     if message[0].is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_on_gpu
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(own_k, own_v, message[0])
+        pack_kv_on_gpu(own_k, own_v, message[0])
     else:
         k, v = keys.split(message[0])
         k.copy_(own_k)
@@ -297,9 +305,9 @@ def put_key_grads(
     assert not sums.head_major
     (packed,) = sums.parts(flat, length, span)
     if flat.is_cuda and has_triton():
-        from ring_torch.memory_ops import pack_on_gpu
+        from ring_torch.memory_ops import pack_kv_on_gpu
 
-        pack_on_gpu(dk, dv, packed, add=add)
+        pack_kv_on_gpu(dk, dv, packed, add=add)
     else:
         _put(sums.keys, dk, dv, packed, add=add)
 

@@ -95,7 +95,7 @@ def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | Non
     return None if buffer is None else buffer.refusals
 
 
-def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
+def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
     """Return why processes of this machine cannot use this transport, or an empty string.
 
     ``reaches[n]`` are the indices of the GPUs whose memory GPU ``n`` can access directly.
@@ -117,5 +117,5 @@ def _missing(device: str, reaches: Sequence[Sequence[int]]) -> str:
 SYMM_MEM = Transport(
     "symm_mem", _open, _refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
-    missing=_missing, is_short=_is_short,
+    missing=_missing_on_machine, is_short=_is_short,
 )  # fmt: skip

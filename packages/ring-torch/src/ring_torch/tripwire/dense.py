@@ -185,14 +185,17 @@ def query_means(
     """
     by_block = []
     # One block of keys at a time, as scores of all keys would not fit into memory.
-    for j in _blocks(len(keys.position), keys.k, keys.v):
+    for j in _slices_of_rows(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
         block_queries, block_keys = queries._replace(bias=bias), _sliced(keys, j)
         visible = _visible(rule, block_queries, block_keys)
         by_block.append(
-            [_means_of_block(rule, block_queries, block_keys, visible, each) for each in precisions]
+            [
+                _means_of_block(rule, block_queries, block_keys, visible, precision)
+                for precision in precisions
+            ]
         )
-    return [merged(each) for each in zip(*by_block, strict=True)]
+    return [merged(precision) for precision in zip(*by_block, strict=True)]
 
 
 def key_sums(
@@ -224,7 +227,7 @@ def key_sums(
     ]
     assert queries.dout is not None
     # One block of queries at a time, each added to the sums of all keys.
-    for i in _blocks(len(queries.indices), queries.q, queries.dout):
+    for i in _slices_of_rows(len(queries.indices), queries.q, queries.dout):
         block_queries, block_results = _sliced(queries, i), _sliced(results, i)
         visible = _visible(rule, block_queries, keys)
         for total, precision in zip(sums, precisions, strict=True):
@@ -381,7 +384,7 @@ def _weight(lse: Tensor, total_lse: Tensor) -> Tensor:
     return (lse - total_lse.masked_fill(total_lse == -torch.inf, 0.0)).exp()
 
 
-def _blocks(length: int, *sides: Tensor) -> Iterator[slice]:
+def _slices_of_rows(length: int, *sides: Tensor) -> Iterator[slice]:
     """Return slices of ``length`` rows whose numbers in ``sides`` take at most ``_BLOCK_BYTES``."""
     row = sum(x[:1].numel() for x in sides)
     size = max(_BLOCK_BYTES // max(8 * row, 1), 1)

@@ -34,9 +34,8 @@ from ring_torch.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_torch.tripwire.traffic import CheckedPass, Watch
-
-_NOTE = 2048  # bytes of the message in which a rank tells the others what it has found
+from ring_torch.tripwire.traffic import CheckedPass
+from ring_torch.watch import Watch, shared_findings
 
 #: Result of the call, exact result, plain result and root of the summed squares of terms that were
 #: rounded, ``[4, H, D]`` each, and a bound of each row's terms ``[4]``: input of ``SampledRows``.
@@ -214,13 +213,9 @@ class Sample(NamedTuple):
     def agree(self, messages: list[str], pass_name: str) -> str | None:
         """Exchange findings with all ranks; return the error message, or ``None`` for no fault."""
         call, ranks = self.call, self.call.ranks
-        note = "; ".join(messages).encode()[:_NOTE].ljust(_NOTE, b"\0")
-        local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(call.device)
-        by_rank = exchange(ranks, [[local] * ranks.size], call.device)[0]
-        notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
-        if not any(notes):
+        lines = shared_findings(ranks, messages, call.device)
+        if lines is None:
             return None
-        lines = "; ".join(f"rank {n}: {text}" for n, text in enumerate(notes) if text)
         return (
             f"call {call.checked} ({pass_name}) is wrong. {lines}. Kernel "
             f"{call.kernel.capabilities.name!r}, strategy {call.strategy.name!r} over "
@@ -251,7 +246,7 @@ def forward_faults(
         return None
     sample = Sample.of(call, inputs)
     rows, (exact, plain) = sample.local_rows("queries"), sample.means()
-    size = _largest(inputs.v).expand(len(rows))
+    size = _largest_norm(inputs.v).expand(len(rows))
     results: dict[str, Compared] = {
         "out": (
             out[sample.batch, rows], exact.means, plain.means.to(call.dtype), plain.squares.sqrt(),
@@ -296,17 +291,17 @@ def backward_faults(
     # A backward computes exp(scores - lse) again. Its relative error is the absolute error of the
     # exponent, which grows with the size of lse.
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    scale, v_long = abs(call.params.scale), _largest(v, 2)
-    size = scale * lengths * _largest(k) * v_long * digits[:, rows].amax(dim=0)
+    scale, v_long = abs(call.params.scale), _largest_norm(v, 2)
+    size = scale * lengths * _largest_norm(k) * v_long * digits[:, rows].amax(dim=0)
     messages = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    long, dims = _largest(upstream.dout, 2), [k.shape[3], v.shape[3]]
+    long, dims = _largest_norm(upstream.dout, 2), [k.shape[3], v.shape[3]]
     (exact_dk, exact_dv), (plain_dk, plain_dv, *squares) = (
         x[..., :-1].split(dims * 2, dim=-1)[:count] for x, count in ((exact, 2), (plain, 4))
     )
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
-    dk_size = scale * weights * long * v_long * _largest(q)
+    dk_size = scale * weights * long * v_long * _largest_norm(q)
     messages += sample.faults("keys", {
         "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_rounded, dk_size),
         "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), dv_rounded, weights * long),
@@ -315,7 +310,7 @@ def backward_faults(
     return sample.agree(messages, "backward")
 
 
-def _largest(x: Tensor, order: float = torch.inf) -> Tensor:
+def _largest_norm(x: Tensor, order: float = torch.inf) -> Tensor:
     """Return the largest norm of the last dimension's vectors, with NaN and infinity counted as 0.
 
     ``order`` infinity gives the largest absolute number, 2 the largest length.

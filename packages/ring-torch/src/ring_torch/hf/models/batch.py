@@ -93,7 +93,7 @@ def split_batch(
     _check_shapes(entries, tokens)
     size, length = tokens.shape[:2]
     stated = stated_documents(entries, (size, length))
-    real = _real(entries)
+    real = _mask_of_tokens(entries)
     positions = entries.pop("position_ids", None)
     segments = _segments(real, None if "attention_mask" in entries else positions, (size, length))
     if stated is not None:
@@ -108,7 +108,7 @@ def split_batch(
     entries.pop("attention_mask", None)
     # Shift labels and count them before the split, as both need the whole sequence.
     _set_labels(entries, segments, report)
-    _check_same(
+    _check_same_batch(
         sharding.ranks, {**(also_compared or {}), **entries}, segments, dropout_seed, weight
     )
 
@@ -135,7 +135,7 @@ def split_batch(
             for rank in range(sharding.ranks.size)
         )
     ]
-    single, cu_seqlens, needs_ids = _documents(segments)
+    single, cu_seqlens, needs_ids = _documents_of_mask(segments)
     ids = None
     if needs_ids or with_ids or "chunks" in report.hooks:
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
@@ -274,7 +274,7 @@ def _array(x: Tensor) -> Ints:
     return x.detach().cpu().numpy()
 
 
-def _real(entries: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
+def _mask_of_tokens(entries: Mapping[str, Any]) -> npt.NDArray[np.bool_] | None:
     """Return a mask of tokens that are no padding, bool ``[B, T]``; ``None`` if the batch has none.
 
     Raises:
@@ -322,7 +322,7 @@ def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> 
         )
 
 
-def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
+def _documents_of_mask(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     """Return a mask's ``single`` and ``cu_seqlens``, and True if it needs segment ids.
 
     It needs them if rows differ, and if padding interrupts a document (``1 1 0 0 1 1``), which
@@ -340,7 +340,7 @@ def _documents(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     return single, (0, *bounds, length) if bounds else None, False
 
 
-def _check_same(
+def _check_same_batch(
     ranks: Ranks,
     entries: Mapping[str, Any],
     segments: Ints,

@@ -69,11 +69,13 @@ EAGER_ATTENTION: Mapping[str, EagerAttentionSpec] = MappingProxyType({
 })  # fmt: skip
 
 
-#: Recurrent and convolutional layers that run on whole sequences, gathered on every rank.
-RECURRENT = frozenset({
+#: Causal convolutions, which need the tokens before a rank's own that their kernel reaches.
+CONVOLUTIONS = frozenset({"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"})
+
+#: Those, and recurrent layers, which run on whole sequences, gathered on every rank.
+RECURRENT = CONVOLUTIONS | frozenset({
     "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
-    "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv",
-    "Lfm3ShortConv", "MiniMaxLightningAttention", "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet",
+    "JambaMambaMixer", "KimiLinearDeltaAttention", "MiniMaxLightningAttention", "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet",
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
     "RecurrentGemmaRecurrentBlock", "Zamba2MambaMixer",
 })  # fmt: skip
@@ -100,8 +102,13 @@ _POOLED_HEADS = (
 _TOKEN_HEADS = ("TokenClassification", "QuestionAnswering", "MaskedLM", "CausalLM", "LMHead")
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Return True for a known causal convolution."""
+    return type(module).__name__ in CONVOLUTIONS
+
+
 def is_recurrent(module: nn.Module) -> bool:
-    """Return True for a known recurrent or convolutional layer, which runs on whole sequences."""
+    """Return True for a known recurrent or convolutional layer."""
     return type(module).__name__ in RECURRENT
 
 
@@ -349,6 +356,8 @@ def _missing_in(module: nn.Module) -> Iterator[str]:
     yield from _missing_for_bias(module, names)
     yield from _missing_for_positions(module, names, parameters)
     if is_recurrent(module):
+        if is_convolution(module) and not isinstance(getattr(module, "conv", None), nn.Conv1d):
+            yield "nn.Conv1d conv"
         if not _RECURRENT_INPUTS & parameters:
             yield f"argument {' or '.join(sorted(_RECURRENT_INPUTS))}"
         if unknown := sorted(parameters - _RECURRENT_INPUTS - _RECURRENT_OTHERS):

@@ -78,7 +78,7 @@ def names_in(cls: type) -> frozenset[str]:
         name
         for function in _functions_of(cls)
         for code in _with_inner(function.__code__)
-        for name in _names(code)
+        for name in _names_used(code)
     )
 
 
@@ -102,7 +102,7 @@ def names_in_forward(cls: type) -> frozenset[str]:
     return frozenset(
         name
         for code in _with_inner(function.__code__)
-        for name in (*_names(code), *code.co_varnames)
+        for name in (*_names_used(code), *code.co_varnames)
     )
 
 
@@ -151,7 +151,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(value)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _names_used(code: CodeType) -> Iterator[str]:
     """Return the names that a code object uses: globals, attributes and keywords of calls."""
     keywords = (x for value in code.co_consts if isinstance(value, tuple) for x in value)
     return chain(code.co_names, (x for x in keywords if isinstance(x, str)))

@@ -107,7 +107,7 @@ def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
         return None
     # Padding may interrupt a document: fill it with the number before it, to find the documents.
     last_real = np.maximum.accumulate(np.where(values > 0, np.arange(shape[1]), 0), axis=1)
-    segments = _runs(np.take_along_axis(values, last_real, axis=1))
+    segments = _run_numbers(np.take_along_axis(values, last_real, axis=1))
     segments[values == 0] = -1
     del batch["attention_mask"]
     return segments
@@ -132,7 +132,7 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: a token sees its document")
     if q.ndim != 1 or len(q) < 2 or q[0] != 0 or q[-1] != shape[1] or (np.diff(q) < 0).any():
         raise ValueError(f"cu_seq_lens_q must be (0, ..., {shape[1]}), got {q.tolist()}")
-    return _runs(np.searchsorted(q, np.arange(shape[1]), side="right")[None])
+    return _run_numbers(np.searchsorted(q, np.arange(shape[1]), side="right")[None])
 
 
 def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
@@ -144,10 +144,10 @@ def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
     if not isinstance(ids, Tensor) or tuple(ids.shape) != shape:
         shown = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"seq_idx must be a tensor [B, T] = {shape}, got {shown}")
-    return _runs(ids.detach().cpu().numpy())
+    return _run_numbers(ids.detach().cpu().numpy())
 
 
-def _runs(values: npt.NDArray[Any]) -> Ints:
+def _run_numbers(values: npt.NDArray[Any]) -> Ints:
     """Return the number of each entry's run of equal values in its row, counted from 0."""
     segments = np.zeros(values.shape, np.int64)
     segments[:, 1:] = np.cumsum(np.diff(values, axis=1) != 0, axis=1)

@@ -77,7 +77,7 @@ def split_pair(
     if not {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys():
         if "labels" not in batch:
             raise ValueError("give decoder_input_ids [B, T] or labels to an encoder-decoder")
-        batch["decoder_input_ids"] = _shifted(model, batch["labels"])
+        batch["decoder_input_ids"] = _decoder_input_ids(model, batch["labels"])
     report = replace(report, shifts_labels=False)
     supported = {*_SOURCE, *_TARGET, *_MODEL_FLAGS}
     if unsupported := sorted(batch.keys() - supported):
@@ -120,7 +120,7 @@ def tell_keys(
     return (), {**arguments, "encoder_attention_mask": CrossMask(queries, keys)}
 
 
-def _shifted(model: Any, labels: Tensor) -> Tensor:
+def _decoder_input_ids(model: Any, labels: Tensor) -> Tensor:
     """Return the decoder's input ids that the model would make from labels, shifted by one.
 
     Raises:

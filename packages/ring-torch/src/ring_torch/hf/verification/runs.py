@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, divisor_of
-from ring_torch.comm.ranks import Ranks, collective
+from ring_torch.comm.ranks import collective
+from ring_torch.gradients import default_device, local_shard
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.check import is_of_transformers, unwrapped
 from ring_torch.hf.models.classes import has_eager_attention
@@ -130,7 +131,7 @@ class Runner:
             if not _is_out_of_memory(error):
                 raise
         self.model.zero_grad(set_to_none=True)
-        is_full = torch.tensor(float(run is None), device=_device_of(self.ranks))
+        is_full = torch.tensor(float(run is None), device=default_device(self.ranks))
         # Tell the other ranks if this one ran out of memory. With FSDP they are waiting in one of
         # its own collectives instead, and would never meet this one.
         if not self.fsdp_names:
@@ -195,7 +196,7 @@ class Runner:
                     summed[name] = gradient
                 continue
             # A rank without a gradient takes part with zeros: all ranks must call the collective.
-            local = _local(torch.zeros_like(weight) if gradient is None else gradient)
+            local = local_shard(torch.zeros_like(weight) if gradient is None else gradient)
             total = local.to(torch.promote_types(local.dtype, torch.float32))
             self._all_reduce(total)
             summed[name] = total.div_(self.hooks.factor).to(local.dtype)
@@ -208,10 +209,10 @@ class Runner:
             run: A run; ``None`` for zeros, which gives the norms of the whole run's gradients.
             whole: A whole run.
         """
-        squares = [torch.zeros((), dtype=torch.float64, device=_device_of(self.ranks))]
+        squares = [torch.zeros((), dtype=torch.float64, device=default_device(self.ranks))]
         for name, weight in self.parameters.items():
             gradients = [x.gradients.get(name) for x in (run, whole) if x is not None]
-            a, b = (0 if x is None else _local(x).double() for x in ([None, *gradients])[-2:])
+            a, b = (0 if x is None else local_shard(x).double() for x in ([None, *gradients])[-2:])
             square = torch.as_tensor(a - b, device=weight.device).square().sum()
             squares.append(square.to(squares[0]))
         total = torch.stack(squares[1:] or squares)
@@ -220,7 +221,7 @@ class Runner:
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Return the numbers of every rank of the ring, by rank."""
-        local = torch.tensor(numbers, dtype=torch.float64, device=_device_of(self.ranks))
+        local = torch.tensor(numbers, dtype=torch.float64, device=default_device(self.ranks))
         if self.ranks.size == 1:
             return [local.tolist()]
         by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
@@ -260,14 +261,3 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
         error
     )
-
-
-def _device_of(ranks: Ranks) -> torch.device:
-    """Return the device on which the ring's backend communicates."""
-    is_nccl = ranks.group is not None and dist.get_backend(ranks.group) == "nccl"
-    return torch.device("cuda" if is_nccl else "cpu")
-
-
-def _local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that FSDP has split; of others the tensor itself."""
-    return x.to_local() if isinstance(x, DTensor) else x

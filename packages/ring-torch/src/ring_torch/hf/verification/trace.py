@@ -185,7 +185,7 @@ class Recorder:
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Keep a module's arguments as its caller gave them, before every other hook of it."""
-        caller_arguments = dict(_tensors(_arguments(module, args, kwargs)))
+        caller_arguments = dict(_tensors_in(_arguments_by_name(module, args, kwargs)))
         self._open.append((name, self._started[name], caller_arguments))
         self._started[name] += 1
 
@@ -195,7 +195,7 @@ class Recorder:
     ) -> None:
         """Record a module's arguments after its other pre-hooks, which may have replaced some."""
         caller_arguments = self._open[-1][2]
-        arguments = dict(_tensors(_arguments(module, args, kwargs)))
+        arguments = dict(_tensors_in(_arguments_by_name(module, args, kwargs)))
         caller = self._open[-2][0] if len(self._open) > 1 else name
         replaced = {path for path, x in arguments.items() if caller_arguments.get(path) is not x}
         self._add("given", name, {path: x for path, x in arguments.items() if path in replaced})
@@ -213,7 +213,7 @@ class Recorder:
             and not any(True for _ in module.children())
         ):
             output = _perturbed(output)
-        self._add("returned", name, dict(_tensors(output)))
+        self._add("returned", name, dict(_tensors_in(output)))
         self._trace.calls[name] += 1
         self._open.pop()
         return output
@@ -288,7 +288,7 @@ def compare_traces(
             continue
         floor = max(floor, whole_record.floor)  # later values are computed from this one
         keys.append(key)
-        values.append(_errors(projections[0], projections[1], projections[2], tokens))
+        values.append(_largest_errors(projections[0], projections[1], projections[2], tokens))
         floors.append(floor)
     numbers = torch.stack(values).tolist() if values else []
     return {
@@ -342,7 +342,7 @@ def _held_whole(sequence: Tokens) -> Tokens:
     )
 
 
-def _errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
+def _largest_errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
     """Return the largest error and the largest noise of a token, relative to its norm, ``[2]``.
 
     A token with less than the median norm counts as one of median norm.
@@ -356,37 +356,39 @@ def _errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) 
     size = whole.norm(dim=-1).nan_to_num()  # [B, T]
     real = torch.ones_like(size, dtype=torch.bool)
     if tokens is not None:
-        real = _real(tokens, len(whole))
+        real = _real_tokens(tokens, len(whole))
     typical = size[real].median() if bool(real.any()) else size.new_zeros(())
     size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
-    noise = _largest(other - whole, size, real)
+    noise = _largest_relative(other - whole, size, real)
     if tokens is not None:
-        real = _real(tokens, max(len(split), len(whole)))[:, tokens.positions]
+        real = _real_tokens(tokens, max(len(split), len(whole)))[:, tokens.positions]
         whole, size = whole[:, tokens.positions], size[:, tokens.positions]
         split = split[:, tokens.local_positions]
     difference = (split - whole).where(whole.isfinite(), 0.0)
-    return torch.stack([_largest(difference, size, real), noise])
+    return torch.stack([_largest_relative(difference, size, real), noise])
 
 
-def _real(tokens: Tokens, rows: int) -> Tensor:
+def _real_tokens(tokens: Tokens, rows: int) -> Tensor:
     """Return True for tokens that are no padding: ``[B, T]``, or ``[1, T]`` for all rows alike."""
     return tokens.real if rows == len(tokens.real) else tokens.real.all(dim=0, keepdim=True)
 
 
-def _largest(difference: Tensor, size: Tensor, real: Tensor) -> Tensor:
+def _largest_relative(difference: Tensor, size: Tensor, real: Tensor) -> Tensor:
     """Return the largest norm of a token's difference over its size; NaN counts as infinite."""
     relative = (difference.norm(dim=-1) / size).where(real, 0.0).nan_to_num(nan=torch.inf)
     return relative.max() if relative.numel() else size.new_zeros(())
 
 
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a forward by name, or by index where they have no name."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
     names += [str(n) for n in range(len(names), len(args))]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a nested value, each with its path as ``0.hidden_states``."""
     if isinstance(value, Tensor):
         yield path, value
@@ -397,7 +399,7 @@ def _tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, tuple | list):
         items = enumerate(value)
     for name, inner in items:
-        yield from _tensors(inner, f"{path}.{name}" if path else str(name))
+        yield from _tensors_in(inner, f"{path}.{name}" if path else str(name))
 
 
 def _floor(dtype: torch.dtype) -> float:

@@ -47,7 +47,7 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
         return modded
     rule = _rule(masked, mods.geometry)
     by_columns = _by_columns(direction, q.shape[-1], v.shape[-1])
-    tensors = _tensors(mods, q.device, tiles=rule is None, by_columns=by_columns)
+    tensors = _tensors_read(mods, q.device, tiles=rule is None, by_columns=by_columns)
     numbers = functions.Numbers(
         **{name: x.data_ptr() for name, x in tensors.items()}, **_other_numbers(mods, tensors, rule)
     )
@@ -105,7 +105,7 @@ def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
     return Rule(expression, int(rows[0]), int(columns[0]))
 
 
-def _tensors(
+def _tensors_read(
     mods: Mods, device: torch.device, *, tiles: bool, by_columns: bool
 ) -> dict[str, Tensor]:
     """Return the tensors that the functions read, by the names that ``Numbers`` has for them."""
@@ -122,8 +122,8 @@ def _tensors(
     if mods.segments is not None:
         tensors["q_ids"], tensors["k_ids"] = map(_from_16_bytes, mods.segments)
     if tiles and mods.geometry is not None and mods.masked is not None:
-        bits = _bits(mods.geometry, by_columns, device)
-        tensors |= {"bits": bits, "tiles": _tiles(mods.masked, mods.geometry, device)}
+        bits = _bits_and_constants(mods.geometry, by_columns, device)
+        tensors |= {"bits": bits, "tiles": _padded_tile_numbers(mods.masked, mods.geometry, device)}
     return tensors
 
 
@@ -185,7 +185,7 @@ def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
 
 
 @capture_safe_cache(maxsize=32)
-def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
+def _bits_and_constants(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
     """Return a predicate's distinct partial tiles as bits, then an empty tile and a full one."""
     tiles = not_none(geometry.tiles)[0]
     if by_columns:
@@ -196,8 +196,8 @@ def _bits(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Te
 
 
 @capture_safe_cache(maxsize=256)
-def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
-    """Return the number of each tile of an item among those of :func:`_bits`, int32.
+def _padded_tile_numbers(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """Return the number of each tile of an item among those of :func:`_bits_and_constants`, int32.
 
     Two more rows and columns of empty tiles follow, as blocks may reach beyond the rectangle.
     """

@@ -29,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions) -> tuple[Te
     """Return ``(out, lse)`` of an item, in new tensors."""
     sinks = None if options.mods is None else options.mods.sinks
     with torch.no_grad():
-        out, lse = _function(options)(q, k, v, learnable_sink=sinks)[:2]
+        out, lse = _function_of_launch(options)(q, k, v, learnable_sink=sinks)[:2]
     return out, lse
 
 
@@ -39,7 +39,7 @@ def backward(
     """Return an item's ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        item_out, item_lse = _function(options)(*leaves)[:2]
+        item_out, item_lse = _function_of_launch(options)(*leaves)[:2]
     # The final out is the sum of weight * item_out over the items. A row that sees nothing, in this
     # item or at all, has weight 0.
     weight = (item_lse.detach() - lse).exp().masked_fill(lse == -torch.inf, 0.0)
@@ -53,7 +53,7 @@ def backward(
     return dq, dk, dv
 
 
-def _function(options: LaunchOptions) -> Callable[..., Any]:
+def _function_of_launch(options: LaunchOptions) -> Callable[..., Any]:
     """Return the library's function with the options of a launch."""
     module, documents = _module(), options.documents
     function = module.flash_attn_func if documents is None else module.flash_attn_varlen_func

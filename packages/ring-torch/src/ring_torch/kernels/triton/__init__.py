@@ -92,7 +92,7 @@ class TritonKernel(Kernel):
     ) -> None:  # fmt: skip
         """Compute the item's gradients and add them to the accumulators."""
         launch = ItemLaunch(rows, columns, item, params)
-        _differentiate(launch, upstream, row_grads, column_grads, overwrite=False)
+        _launch_backward(launch, upstream, row_grads, column_grads, overwrite=False)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -106,11 +106,11 @@ class TritonKernel(Kernel):
         dq = dq if out is None else out
         dbias = zero_bias_grad(rows, params, torch.float32)
         launch, query_grads = ItemLaunch(rows, columns, item, params), QueryGrads(dq, dbias)
-        _differentiate(launch, upstream, query_grads, KeyGrads(dk, dv), overwrite=True)
+        _launch_backward(launch, upstream, query_grads, KeyGrads(dk, dv), overwrite=True)
         return Grads(dq, dk, dv, dbias)
 
 
-def _differentiate(
+def _launch_backward(
     launch: ItemLaunch, upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads, *,
     overwrite: bool,
 ) -> None:  # fmt: skip

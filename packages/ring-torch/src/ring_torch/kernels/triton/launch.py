@@ -96,7 +96,7 @@ class ItemLaunch:
             programs = (count, 1, 1)
         _launch(
             name, programs, values, self._consts(name, blocks, tensors, overwrite=overwrite), blocks,
-            _capability(q.device), q.device,
+            _capability_number(q.device), q.device,
         )  # fmt: skip
 
     def blocks(self, name: KernelPass) -> Blocks:
@@ -176,7 +176,10 @@ class ItemLaunch:
         if item.tiles is not None:
             geometry = self.params.blocks
             assert geometry is not None
-            arguments |= {"bits": _bits(geometry, device), "tiles": _tiles(item, geometry, device)}
+            arguments |= {
+                "bits": _partial_tile_bits(geometry, device),
+                "tiles": _tile_numbers(item, geometry, device),
+            }
         elif item.cu_q is not None:
             arguments["cells"] = _cells(item, k_major, device)
         return arguments
@@ -257,7 +260,7 @@ def _start(
 
 
 @lru_cache(maxsize=16)
-def _capability(device: torch.device) -> int:
+def _capability_number(device: torch.device) -> int:
     """Return the compute capability as in ``sm_90``; on the CPU, for the interpreter, the least."""
     if device.type != "cuda":
         return _LEAST_CAPABILITY
@@ -298,14 +301,14 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
 
 
 @capture_safe_cache(maxsize=32)
-def _bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
+def _partial_tile_bits(geometry: BlockGeometry, device: torch.device) -> Tensor:
     """Return a predicate's distinct partial tiles as bits, int32 ``[n, 128, 4]``."""
     return torch.tensor(not_none(geometry.tiles)[0].view(np.int32), device=device)
 
 
 @capture_safe_cache(maxsize=256)
-def _tiles(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
-    """Return the numbers of an item's tiles among those of :func:`_bits`, on the device."""
+def _tile_numbers(item: WorkItem, geometry: BlockGeometry, device: torch.device) -> Tensor:
+    """Return the numbers of an item's tiles among :func:`_partial_tile_bits`, on the device."""
     return torch.as_tensor(tile_numbers(item, geometry), device=device)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the check of results: which calls are checked."""
+"""Which calls are checked: settings of the tripwire, for attention and for movements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def check(every: int = 1) -> Iterator[None]:
     over positions. Merged, these must equal the call's result, within twice the error of a plain
     implementation in the same dtype. In the backward, dQ of four queries and dK and dV of four keys
     of each rank are checked in the same way, even if the backward runs outside the block. The bytes
-    that were sent must be those that the call's program states.
+    that were sent must be those that the call's program states. Of ``shift``, ``halo`` and
+    ``relayout``, and their backwards, the bytes are checked: those of rows that change rank.
 
     The environment variable ``RING_CHECK``, ``1`` or ``every:100``, does the same for all calls
     of a process; within this block its value is not used. All ranks need the same setting. Calls

@@ -1,0 +1,79 @@
+"""Meshes of a ``ContextParallel``: checks of their axes, and their form in a pickle."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ring_core import checks
+from ring_jax.collectives import AnyMesh
+
+
+def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
+    """Check that the axes are distinct axes of the mesh, all explicit or all auto."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    checks.check_choice("axis_name", axis_name, mesh.axis_names)
+    arguments = {"axis_name": axis_name, "batch_axis": batch_axis, "head_axis": head_axis}
+    axes_of_all: list[object] = [axis_name]
+    for name, axes in (("batch_axis", batch_axis), ("head_axis", head_axis)):
+        if axes is not None:
+            names = axes if isinstance(axes, tuple) and axes else (axes,)
+            for axis in names:
+                checks.check_choice(name, axis, mesh.axis_names)
+            axes_of_all += names
+    if len(set(axes_of_all)) < len(axes_of_all):
+        raise ValueError(f"axis_name, batch_axis and head_axis must be three axes, got {arguments}")
+    types = {str(axis_type): axis_type for axis_type in mesh.axis_types}
+    if AxisType.Explicit in types.values() and len(types) > 1:
+        raise ValueError(
+            f"the axes of the mesh must be all explicit or all auto, got "
+            f"{dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}; make it with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
+        )
+
+
+def devices_of(mesh: AnyMesh) -> list[int] | None:
+    """Return the numbers of a mesh's devices in their order; ``None`` of an abstract mesh."""
+    return None if isinstance(mesh, AbstractMesh) else mesh.device_ids.flatten().tolist()
+
+
+class NumberedMesh(NamedTuple):
+    """A :class:`jax.sharding.Mesh` with devices as numbers, which can be pickled."""
+
+    platform: str
+    ids: npt.NDArray[np.int64]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[AxisType, ...]
+
+
+def numbered(mesh: AnyMesh) -> AbstractMesh | NumberedMesh:
+    """Replace the devices of a mesh by their numbers; an abstract mesh has none."""
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    platform = mesh.devices.flat[0].platform
+    return NumberedMesh(platform, mesh.device_ids, mesh.axis_names, mesh.axis_types)
+
+
+def with_devices(mesh: AbstractMesh | NumberedMesh) -> AnyMesh:
+    """Make a mesh of this process's devices with the given numbers.
+
+    Raises:
+        ValueError: This process has no such device.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return mesh
+    devices = {device.id: device for device in jax.devices(mesh.platform)}
+    missing = sorted(set(mesh.ids.flatten().tolist()) - devices.keys())
+    if missing:
+        raise ValueError(
+            f"this ContextParallel was made for a mesh with the {mesh.platform} devices {missing}, and this "
+            f"process has {sorted(devices)}; make a new one for a mesh of these"
+        )
+    array = np.empty(mesh.ids.shape, dtype=object)
+    array.flat = [devices[number] for number in mesh.ids.flat]
+    return Mesh(array, mesh.axis_names, axis_types=mesh.axis_types)
