@@ -148,6 +148,32 @@ def test_compiled(grad: bool, backend: Any) -> None:
         assert max(differences) == 0
 
 
+def of_any_length(rank: int) -> list[float]:
+    """Differences of a graph for tensors of any length, with a bias for heads that are padded."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        ids = torch.arange(q.shape[1])[None].int() // 5
+        return ring_torch.ring_attention(q, k, v, strategy="ulysses", bias=b, segment_ids=ids)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for length in (6, 8):
+        torch.manual_seed(rank)
+        leaves = [torch.randn(1, length, heads, 16).requires_grad_() for heads in (5, 1, 1)]
+        leaves.append(torch.randn(1, 5, length, 2 * length).requires_grad_())
+        outs = [function(*leaves) for function in (attend, compiled)]
+        grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
+        pairs = zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True)
+        found += [float((a - b).detach().abs().max()) for a, b in pairs]
+    return found
+
+
+def test_compiled_for_any_length(backend: Any) -> None:
+    for differences in backend.pool(2).run(of_any_length):
+        assert len(differences) == 10
+        assert max(differences) == 0
+
+
 def one_after_another(rank: int) -> list[float]:
     """Differences from a ring, call by call: without a backward, other masks, changed arguments."""
     torch.manual_seed(rank)

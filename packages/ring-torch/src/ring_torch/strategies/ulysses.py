@@ -302,7 +302,8 @@ def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts
     q, k, v = inputs[:3]
     bias = None
     if inputs.bias is not None:
-        bias = inputs.bias.shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
+        shape = tuple(map(int, inputs.bias.shape))  # while traced they may be symbols
+        bias = shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
     return _exchanges(
         heads, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype, call.kernel.needs_delta,
         inputs.q_ids is not None, bias,
