@@ -136,7 +136,7 @@ PARTS = {
 }  # fmt: skip
 PART: Values = {**ARRAY, "shape": zeros(2, 9), "number": 1.0}
 PREDICATE_MASKS: Values = {
-    f"a predicate that {word}": Mask(predicate=rule)  # type: ignore[arg-type]
+    f"a predicate that {word}": Mask(predicate=rule)  # type: ignore[arg-type]  # wrong on purpose
     for word, rule in {
         "returns nothing": lambda _i, _j: None,
         "returns words": lambda _i, _j: "yes",

@@ -124,7 +124,7 @@ class HeadBuffer:
         parts: Shapes of the tensors.
         blocks: Shape of each tensor's parts in all messages, ``[P, B, T_local, H / P, D]``.
         message: Layout of the message to one rank.
-        launches: Launches of the kernel that packs and unpacks, kept by their tensors' kind.
+        launches: Launches of the kernel that packs and unpacks, kept by shapes, dtypes and strides.
     """
 
     ranks: int

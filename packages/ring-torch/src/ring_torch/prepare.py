@@ -36,7 +36,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.check_settings import checked_every, number_checked
+from ring_torch.checking.settings import checked_every, number_checked
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names

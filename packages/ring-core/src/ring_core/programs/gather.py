@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +116,22 @@ class GatherProgram:
         return sum(item.q_stop - item.q_start for item in (*self.items, *self.in_place))
 
 
+def column_segments(item: WorkItem, overwrite: Iterable[slice]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the columns of an item in spans ``(start, stop, add)``: added to, or overwritten.
+
+    ``overwrite`` are spans as in :attr:`GatherProgram.overwritten`.
+    """
+    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
+    edges = [
+        item.k_start,
+        *(edge for span in overwrite for edge in (span.start, span.stop)),
+        item.k_stop,
+    ]
+    for n, (start, stop) in enumerate(pairwise(edges)):
+        if start < stop:
+            yield start, stop, n % 2 == 0
+
+
 def gather_refusals(plan: Plan) -> tuple[str, ...]:
     """Return every reason why a plan cannot run over gathered keys; empty if it can.
 
@@ -215,6 +232,30 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
         own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits,
         tile,
     )  # fmt: skip
+
+
+def moved_keys(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[int, int]:
+    """Count the keys that a rank sends to others, and those that it fetches from them.
+
+    >>> from ring_core import Mask, gather_program, make_plan
+    >>> from ring_core.programs.gather import moved_keys
+    >>> plan = make_plan(Mask(causal=True), seq_len=512, cp_size=2, layout="contiguous")
+    >>> [moved_keys(plan, rank, like=gather_program(plan, rank)) for rank in range(2)]
+    [(256, 0), (0, 256)]
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        like: A program of any rank; those of all ranks have its options.
+    """
+    sent, received = 0, 0
+    for peer in range(plan.cp_size):
+        program = gather_program(plan, peer, own=like.own, splits=like.splits, tile=like.tile)
+        for fetch in program.fetches:
+            keys = fetch.source.stop - fetch.source.start
+            sent += keys if fetch.rank == rank != peer else 0
+            received += keys if peer == rank != fetch.rank else 0
+    return sent, received
 
 
 class Longest(NamedTuple):

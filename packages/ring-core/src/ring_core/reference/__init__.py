@@ -1,6 +1,7 @@
 """Reference results: dense attention in float64, and a ring run rank by rank in one process.
 
-May import all of the package but ``viz`` and ``tools``. Another oracle is another file here.
+Its modules may import all of the package but ``viz`` and ``tools``. Another oracle would be another
+module here.
 """
 
 from ring_core.reference.dense import (
