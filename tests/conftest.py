@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield JaxBackend(ring_jax_gpu.ring_attention)
     else:
         pytest.fail(f"backend {name} runs no cases")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Any]:
+    """Processes of torch by their number, started when a test asks for so many."""
+    from backends.torch_ranks import Pools
+
+    with closing(Pools()) as started:
+        yield started
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def _lose_while_sending(how: str) -> None:
             _lose(how)
         return transfer
 
-    Ranks.start = start_  # type: ignore[assignment, method-assign]
+    Ranks.start = start_  # type: ignore[assignment, method-assign]  # this process alone sends otherwise
 
 
 def _at(point: tuple[str, str], loss: Loss | None) -> None:

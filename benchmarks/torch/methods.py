@@ -247,7 +247,7 @@ def _ulysses(mask: Mask) -> Method:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = local(*(_AllToAll.apply(x, True) for x in (q, k, v)))
-        return _AllToAll.apply(out, False)  # type: ignore[no-any-return]
+        return _AllToAll.apply(out, False)  # type: ignore[no-any-return]  # apply has no types
 
     return through_autograd(attend)._replace(shard=_contiguous)
 

@@ -18,6 +18,23 @@ from ring_torch.local import LocalRankError, LocalRanks
 Arrays = dict[str, npt.NDArray[Any]]
 
 
+class Pools(dict[int, LocalRanks]):
+    """Processes by their number, started when they are asked for."""
+
+    def __init__(self, *, cuda: bool = False) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __missing__(self, world_size: int) -> LocalRanks:
+        self[world_size] = LocalRanks(world_size, cuda=self._cuda)
+        return self[world_size]
+
+    def close(self) -> None:
+        """Stop all processes."""
+        for pool in self.values():
+            pool.close()
+
+
 class TorchBackend:
     """Runs cases on a pool for each ring size."""
 
@@ -26,12 +43,10 @@ class TorchBackend:
 
     def __init__(self, *, cuda: bool = False) -> None:
         self._cuda = cuda
-        self._pools: dict[int, LocalRanks] = {}
+        self._pools = Pools(cuda=cuda)
 
     def pool(self, world_size: int) -> LocalRanks:
         """The ranks of a world size."""
-        if world_size not in self._pools:
-            self._pools[world_size] = LocalRanks(world_size, cuda=self._cuda)
         return self._pools[world_size]
 
     def run(
@@ -69,8 +84,7 @@ class TorchBackend:
 
     def close(self) -> None:
         """End all processes."""
-        for pool in self._pools.values():
-            pool.close()
+        self._pools.close()
 
 
 def _bare(case: Case) -> Case:

@@ -105,7 +105,7 @@ def test_the_same_everywhere() -> None:
     mask = Mask(causal=True, cu_seqlens=documents(1, 16384, 700))
     first = balanced_layout(mask, seq_len=16384, cp_size=4)
     _balance.cache_clear()
-    again = balanced_layout(mask, seq_len=np.int64(16384), cp_size=4)  # type: ignore[arg-type]
+    again = balanced_layout(mask, seq_len=np.int64(16384), cp_size=4)  # type: ignore[arg-type]  # numpy's integers are taken, too
     assert first == again
     assert hash(first) == hash(again)
     assert repr(first) == str(first) == f"chunks(4x{first.chunks_per_rank})"

@@ -45,7 +45,7 @@ def test_masks_are_values() -> None:
     mask, equal_mask = Mask(causal=True, cu_seqlens=(0, 3, 9)), Mask(True, None, None, (0, 3, 9))
     assert mask == equal_mask
     assert hash(mask) == hash(equal_mask) != hash(Mask())
-    assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]
+    assert Mask(cu_seqlens=np.array([0, 3])) == Mask(cu_seqlens=(0, 3))  # type: ignore[arg-type]  # an array is taken, too
     assert len({mask, equal_mask, Mask()}) == 2
 
 
@@ -115,7 +115,7 @@ def test_offsets_that_are_not_on_the_host() -> None:
 
 
 def test_parts_are_kept_as_plain_values() -> None:
-    mask = Mask(causal=np.True_, window=[np.int64(2), None], chunk_size=np.int64(3))  # type: ignore[arg-type]
+    mask = Mask(causal=np.True_, window=[np.int64(2), None], chunk_size=np.int64(3))  # type: ignore[arg-type]  # numpy's values are taken, too
     assert (mask.causal, mask.window, mask.chunk_size) == (True, (2, None), 3)
     assert [type(x) for x in (mask.causal, mask.window, mask.chunk_size)] == [bool, tuple, int]
 

@@ -258,7 +258,7 @@ def test_a_plan_is_as_large_as_its_runs(name: LayoutSpec) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "half a step": (lambda: shift(Layout("contiguous", 8, 2), 0.5), "n must be an integer"),  # type: ignore[arg-type]
+    "half a step": (lambda: shift(Layout("contiguous", 8, 2), 0.5), "n must be an integer"),  # type: ignore[arg-type]  # wrong on purpose
     "a flag": (lambda: shift(Layout("contiguous", 8, 2), True), "n must be an integer"),
     "too far": (lambda: shift(Layout("contiguous", 8, 2), 1 << 40), "n must be an integer"),
     "other documents": (

@@ -129,13 +129,14 @@ who computes what: queries down, keys across, a cell is 1 x 1; . nobody
 who holds what: contiguous, 2 pieces of 4 tokens
 0000000011111111
 
-who works when: 100 is the mean, - idle; in step s K/V are from s ranks before
+who works when: 100 is the mean work of a rank in a step, - is idle;
+in step s a rank has the K/V of the rank s before it
 step      0   1  total
 rank  0 111  89    100
 rank  1 111  89    100
 
 imbalance          1.000  busiest rank's (query, key) pairs over the mean
-imbalance by step  1.000  the same if ranks wait for each other after each step
+imbalance by step  1.000  of each step's busiest rank: a ring waits for it
 steps with work    2 of 2; others are skipped
 K/V messages       1 per rank in the forward
 offloaded steps    1: queries travel to idle ranks, results travel back"""

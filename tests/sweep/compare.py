@@ -244,7 +244,7 @@ def run(
         if x.ndim > 1 and x.shape[:2] == (ROWS, _length(cp)) and x.requires_grad
     ]
     if parts:
-        sum(parts).backward()  # type: ignore[union-attr]
+        sum(parts).backward()  # type: ignore[union-attr]  # parts are not empty, so no 0
     if cp is None and not all(_of_tokens(x, real).isfinite().all() for x in outs.values()):
         raise ValueError("outputs of the whole model are not finite")
     if cp is not None:

@@ -102,8 +102,7 @@ def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> Non
     y = numbers(rank + SIZE, *(x.shape for x in there))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
         grad[:, :, torch.tensor(places[rank] == PADDING)] = 0  # as gradients of padding are
-    back = head_exchange.to_tokens(carry, layouts.grads, y, every)
-    back = tables.without_padding(*back)
+    back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, every))
     for x, grad, place, home in zip((q, k, v), y, there, back, strict=True):
         same([(place, grad)], [(x, home)])
     again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, there, every))

@@ -68,7 +68,7 @@ def _round_trip(rank: int, layout: Any, strategy: str) -> None:
     )
     for leaf, grad in zip(leaves, grads, strict=False):
         local = cp.positions(leaf.shape[1])
-        same(leaf.grad[:, local], torch.tensor(grad)[:, local])  # type: ignore[index]
+        same(leaf.grad[:, local], torch.tensor(grad)[:, local])  # type: ignore[index]  # there after a backward
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tupl
         yield from ((n, n) for n in range(len(q)))
         return
     for n in range(len(cu_q) - 1):
-        yield tuple(slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))  # type: ignore[misc]
+        yield tuple(slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))  # type: ignore[misc]  # of two
 
 
 def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
@@ -103,7 +103,7 @@ class Library:
             causal, window = resolved(window_size_left, window_size_right)
             key = (q.dtype, causal, *(side is None for side in window), lse is None)
             if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]  # of a function
-                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]
+                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]  # of a function
             flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
                 q, as_it_reads(k), v, out.detach(), lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None,
                 None, None, *window, learnable_sink, None, (None, None), self.extra, None,
@@ -179,7 +179,7 @@ class Library:
             in_rows = sums.unflatten(-1, (-1, grad.shape[-1]))[..., : grad.shape[-3], :]
             grad.copy_(in_rows.transpose(-2, -3) * scale)
 
-        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}  # type: ignore[attr-defined]
+        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}  # type: ignore[attr-defined]  # of a function
         return bwd_postprocess_convert
 
     def _backward(self) -> Any:
@@ -209,7 +209,7 @@ class Library:
             self.module._bwd_preprocess(out, dout, delta, lse, lse_log2, dq_sums, cu_seqlens_q)
             key = (q.dtype, causal, *(side is None for side in window), grouped, deterministic)
             if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]  # of a function
-                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]
+                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]  # of a function
             flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
                 q.detach(), as_it_reads(k).detach(), v.detach(), dout, lse_log2, delta, dq_sums, *sums,
                 softmax_scale, cu_seqlens_q, cu_seqlens_k, None, None, *window, *semaphores, (None, None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,6 @@ from ring_torch.local import LocalRanks
 
 STEPS = 20
 TINY = 1e-6  # of values of about 5
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, LocalRanks]]:
-    """Ranks by how many, started when they are asked for: accelerate keeps the number."""
-
-    class Pools(dict[int, LocalRanks]):
-        def __missing__(self, ranks: int) -> LocalRanks:
-            self[ranks] = LocalRanks(ranks)
-            return self[ranks]
-
-    started = Pools()
-    yield started
-    for ranks in started.values():
-        ranks.close()
 
 
 def check_twice(ring: Any, plain: Any, exact: Any) -> None:

@@ -79,7 +79,7 @@ def _fsdp(rank: int, expected: list[Tensor]) -> None:
     for part in (model.qkv, model.out, model):
         fully_shard(part, mesh=mesh["dp", "cp"]._flatten("all"))
     model(x).square().sum().backward()
-    same([weight.grad.full_tensor() for weight in model.parameters()], expected)  # type: ignore[union-attr]
+    same([weight.grad.full_tensor() for weight in model.parameters()], expected)  # type: ignore[union-attr]  # DTensors
 
 
 def test_fully_sharded(four: LocalRanks) -> None:

@@ -50,7 +50,7 @@ def _there_and_back(rank: int, layout: Any) -> None:
         # Padding's gradient is dropped, whichever way the gradients of a whole tensor return.
         weights = _random(2, length, 5)
         for grad, factor in (("slice", 1), ("sum", cp.cp_size)):
-            whole = cp.unshard(cp.shard(x, pad=True), grad=grad, seq_len=length)  # type: ignore[arg-type]
+            whole = cp.unshard(cp.shard(x, pad=True), grad=grad, seq_len=length)  # type: ignore[arg-type]  # a parameter of the test
             (grad_of_x,) = torch.autograd.grad((whole * weights).sum(), x)
             dist.all_reduce(grad_of_x)
             torch.testing.assert_close(grad_of_x, factor * weights)

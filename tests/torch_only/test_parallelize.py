@@ -104,7 +104,7 @@ def _outside_loss(_: int, reduction: str) -> None:
     expected = gradients(model)
     model.zero_grad()
     cp = ContextParallel()
-    hf.parallelize(model, cp, logits="gather", reduction=reduction)  # type: ignore[arg-type]
+    hf.parallelize(model, cp, logits="gather", reduction=reduction)  # type: ignore[arg-type]  # a parameter of the test
     with Wide():
         loss_of(model(**batch).logits).backward()
     grads = reduced(model, cp, reduction)
@@ -156,7 +156,7 @@ def _wrapped(_: int, kind: str) -> None:
             hf.parallelize(wrapped, cp, reduction="mean")
         run(wrapped, batch)
         for name, grad in gradients(model).items():
-            whole_grad = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]
+            whole_grad = grad.full_tensor() if kind == "fsdp" else grad  # type: ignore[attr-defined]  # a DTensor
             same(whole_grad, expected[name], f"gradient of {name} in {kind}")
         hooked = hf.parallelize(wrapped, cp, reduction="mean")
         hooked.remove()

@@ -198,7 +198,7 @@ def _refused(rank: int) -> dict[str, str]:
         "apart": lambda: some.relayout(x, to=others, seq_len=T),
         "part": lambda: everyone.relayout(everyone.shard(whole), to=some, seq_len=2 * T),
         "division": lambda: everyone.relayout(torch.ones(1, 1, 3), to=some, seq_len=SIZE),
-        "half": lambda: everyone.relayout(everyone.shard(whole), to=some, seq_len=0.5),  # type: ignore[arg-type]
+        "half": lambda: everyone.relayout(everyone.shard(whole), to=some, seq_len=0.5),  # type: ignore[arg-type]  # wrong on purpose
     }
     if rank not in (0, 2):
         calls["member"] = lambda: some.shard(whole)

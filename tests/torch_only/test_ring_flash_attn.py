@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,15 +26,6 @@ FAMILIES = {
     "llama3_flash_attn_varlen": LLAMA3,
 }  # fmt: skip
 FEW = ("causal", "window")  # on two ranks, where four have all
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, LocalRanks]]:
-    """Two ranks and four."""
-    ranks = {size: LocalRanks(size) for size in (2, 4)}
-    yield ranks
-    for pool in ranks.values():
-        pool.close()
 
 
 class Option(NamedTuple):

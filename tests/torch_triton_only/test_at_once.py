@@ -6,7 +6,6 @@ The kernels are interpreted, a program a rank, over memory that all processes ma
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
+from backends.one_kernel import interpret_one_kernel
 from backends.peer_memory import OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from tolerances import assert_close
-from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 import ring_torch
@@ -53,17 +52,10 @@ def _is_short(case: Case) -> bool:
 SHORT = [case for case in CASES.values() if _is_short(case)]
 
 
-def _now() -> int:
-    """Nanoseconds; who waits leaves its core to those it waits for."""
-    time.sleep(1e-3)
-    return time.monotonic_ns()
-
-
 def on_a_rank(
     rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
 ) -> tuple[Arrays, int]:
     """A rank's part of a case, and how many kernels ran."""
-    OnFiles.folder = folder
     ran = []
 
     def opened(spec: SessionSpec) -> GatherSession:
@@ -86,32 +78,17 @@ def on_a_rank(
         return run
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
-        patched.setattr(one_kernel, "_programs", lambda _: 1)
-        patched.setattr(one_kernel, "_head_programs", lambda _: 1)
-        patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
+        interpret_one_kernel(patched, folder)
         # Checked as on GPUs that reach each other's memory.
         transport = replace(SYMM_MEM if checked else P2P, open=opened)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
         _prepare.cache_clear()
-        patched.setattr(kernels, "_now", _now)
-        checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-        patched.setattr(interpreter.interpreter_builder, "options", checking)
         patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
         patched.setattr(kernels, "NUMBERS", 32)
         for name in ("exchange_keys", "clear", "reduce_from_peers"):
             patched.setattr(kernels, name, noted(name))
         with ring_torch.check(int(checked)):
             return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, LocalRanks]]:
-    """Ranks by number."""
-    made: dict[int, LocalRanks] = {}
-    yield made
-    for pool in made.values():
-        pool.close()
 
 
 @pytest.mark.nightly(
@@ -122,8 +99,6 @@ def pools() -> Iterator[dict[int, LocalRanks]]:
 )  # fmt: skip
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    if case.cp_size not in pools:
-        pools[case.cp_size] = LocalRanks(case.cp_size)
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
     assert all(ran >= 3 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
@@ -159,8 +134,8 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
 
     ``wrong``: nobody waits for the readers of the exchange before.
     """
-    OnFiles.folder = folder
     size, width = dist.get_world_size(), 8
+    OnFiles.folder = folder
     memory = OnFiles(_comm.ranks_of(None), 1024)
     packing = BufferSpec.of(((1, 1, 2 * width), torch.float32))
     memory.reserve(packing.size)
@@ -180,9 +155,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
 
     right = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kernels, "_now", _now)
-        checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-        patched.setattr(interpreter.interpreter_builder, "options", checking)
+        interpret_one_kernel(patched, folder)
         patched.setattr(kernels, "await_all", late)
         if wrong:
             patched.setattr(kernels, "await_readers", lambda *_: None)
@@ -207,15 +180,13 @@ def test_nobody_overtakes(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
 
     Without the wait for it, it is; or a number that it waits for is, and it waits in vain.
     """
-    if 3 not in pools:
-        pools[3] = LocalRanks(3)
     assert all(all(right) for right in pools[3].run(in_a_row, tmp_path, False))
     assert not all(all(right) for right in pools[3].run(in_a_row, tmp_path, True))
 
 
-def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of what is asked for, once all have read what was there, and of nothing else."""
-    monkeypatch.setattr(kernels, "_now", time.monotonic_ns)
+    interpret_one_kernel(monkeypatch, tmp_path)
     monkeypatch.setattr(kernels, "NUMBERS", 8)
     header = torch.zeros(200, dtype=torch.int64)
     header[2] = 1
@@ -228,8 +199,6 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.clear(setup, room[:30], zero=True)
     assert room[:30].eq(0).all()
     assert room[30:].eq(1).all()
-    checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.interpreter_builder, "options", checking)
     header[2] = 2  # who was to read the first has not
     with pytest.raises(InterpreterError, match="did not come in time"):
         kernels.clear(setup._replace(patience=10**6), room, zero=True)

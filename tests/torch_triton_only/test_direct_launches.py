@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 from ring_torch.launches.direct import VERSIONS, DirectKernel
 
 
-class Kernel(JITFunction):  # type: ignore[misc]
+class Kernel(JITFunction):  # type: ignore[misc]  # Triton has no types
     """A kernel that notes how it was launched; each compiled form has a number."""
 
     def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -58,21 +57,10 @@ RING = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, LocalRanks]]:
-    """Ranks by number."""
-    made: dict[int, LocalRanks] = {}
-    yield made
-    for pool in made.values():
-        pool.close()
-
-
 def run(
     pools: dict[int, LocalRanks], case: Case, config: KernelConfig, strategy: str = "ring"
 ) -> Arrays:
     """A case's results."""
-    if case.cp_size not in pools:
-        pools[case.cp_size] = LocalRanks(case.cp_size)
     parts = pools[case.cp_size].run(_on_a_rank, replace(case), config, strategy)
     return gather(case, case.plan, parts)
 

@@ -28,7 +28,7 @@ MASKS = {
 def test_it_is_that_of_the_gathers(name: str, layout: str, cp_size: int) -> None:
     mask = MASKS[name]
     how = balanced_layout(mask, seq_len=512, cp_size=cp_size) if layout == "chunks" else layout
-    plan = make_plan(mask, seq_len=512, cp_size=cp_size, layout=how)  # type: ignore[arg-type]
+    plan = make_plan(mask, seq_len=512, cp_size=cp_size, layout=how)  # type: ignore[arg-type]  # a parameter of the test
     gathers = [gather_program(plan, rank) for rank in range(cp_size)]
     assert longest_gather(plan).length == max(gather.length for gather in gathers)
     assert longest_gather(plan).in_place == any(gather.in_place for gather in gathers)

@@ -139,6 +139,6 @@ def test_buckets_look_at_each_gradient_once() -> None:
             return 4
 
     count = 2000
-    buckets: Any = list(gradients._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]
+    buckets: Any = list(gradients._each_bucket([Counted() for _ in range(count)]))  # type: ignore[misc]  # stands in for a tensor
     assert [len(bucket) for bucket in buckets] == [count]
     assert Counted.looked <= 3 * count

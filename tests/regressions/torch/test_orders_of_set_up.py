@@ -81,9 +81,9 @@ def _destroyed(rank: int, folder: str) -> list[bool]:
     cp, named = ContextParallel(), ContextParallel(_pair())
     before = _is_exact(cp) and _is_exact(named)
     _destroy()
-    gone = [_refused(lambda: x.attention(*_qkv())) for x in (cp, named)]  # noqa: B023
+    gone = [_refused(lambda: x.attention(*_qkv())) for x in (cp, named)]  # noqa: B023 - called at once
     _init(folder, "again", rank, 2)
-    again = [_refused(lambda: x.shard(_qkv()[0])) for x in (cp, named)]  # noqa: B023
+    again = [_refused(lambda: x.shard(_qkv()[0])) for x in (cp, named)]  # noqa: B023 - called at once
     return [before, *gone, *again, _is_exact(ContextParallel())]
 
 
@@ -151,7 +151,7 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     alone = _is_exact(cp, attend)
     _init(folder, "compiled", rank, 2)
     same = [x.requires_grad_() for x in _qkv()]
-    stale = [_refused(lambda: attend(*x, causal=True)) for x in (same, _qkv())]  # noqa: B023
+    stale = [_refused(lambda: attend(*x, causal=True)) for x in (same, _qkv())]  # noqa: B023 - called at once
     torch.compiler.reset()
     cp = ContextParallel()
     return [alone, *stale, _is_exact(cp, attend)]

@@ -98,7 +98,7 @@ def _step(step: Step) -> None:
 
 def _reduce_elsewhere(step: Step) -> None:
     """Data parallel replicas, whose ranks are those of the other pairs."""
-    dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]
+    dist.all_reduce(step.grads[0], group=step.cp.group)  # type: ignore[arg-type]  # there after a backward
 
 
 #: What may have become of a sum, and still nothing may be added to it.

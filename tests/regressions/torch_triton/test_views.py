@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -25,15 +25,6 @@ WAYS = {
 CAN = ("sinks", "lse", "segments", "bias", "alibi")
 PARTS = 13
 READABLE = [name for name in VIEWS if name not in {"strided", "permuted", "expanded"}]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, LocalRanks]]:
-    """Ranks by number."""
-    pools = {size: LocalRanks(size) for size in (1, 2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def _wrong(rank: int, size: int, options: dict[str, Any], some: list[Entry]) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,14 @@ from ring_core.base.arguments import (
 )
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.layouts.run_table import (
+    RunTable,
+    counts_up,
+    overlap_of,
+    ranges_of,
+    runs_of,
+    starts_of,
+)
 from ring_core.masks import mask as masks
 
 
@@ -71,7 +78,7 @@ class RowCopy(NamedTuple):
 
     def indices(self) -> tuple[Ints, Ints]:
         """Return the rows that are read and the rows that are written, int64 ``[rows]`` each."""
-        inside = _counts_up(self.length)
+        inside = counts_up(self.length)
         source, target = (np.repeat(x, self.length) for x in self[:2])
         return source + self.source_step * inside, target + self.target_step * inside
 
@@ -145,37 +152,6 @@ class Hop(NamedTuple):
         return self.pieces[-1][1]
 
 
-class _Runs(NamedTuple):
-    """Runs of all ranks, as arrays ``[runs]``: :class:`ring_core.Run` by columns.
-
-    Local row ``local + i`` of a rank holds, or wants, position ``start + stride * i``.
-    """
-
-    rank: Ints
-    local: Ints
-    length: Ints
-    start: Ints
-    stride: int
-
-    @property
-    def last(self) -> Ints:
-        """Last position of each run."""
-        return self.start + self.stride * (self.length - 1)
-
-    def of(self, rank: int) -> _Runs:
-        """Return the runs of one rank."""
-        return self.take(self.rank == rank)
-
-    def positions(self) -> Ints:
-        """Return the position of each row, run by run."""
-        return np.repeat(self.start, self.length) + self.stride * _counts_up(self.length)
-
-    def take(self, index: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> _Runs:
-        """Return some of the runs."""
-        rank, local, length, start = (x[index] for x in self[:4])
-        return _Runs(rank, local, length, start, self.stride)
-
-
 @dataclass(frozen=True, eq=False)
 class Movement:
     """Rows of a source and of a target on all ranks, and which of the target's come from where.
@@ -191,11 +167,11 @@ class Movement:
         repeats: True if a source row may be copied to several places.
     """
 
-    source: _Runs
-    target: _Runs
+    source: RunTable
+    target: RunTable
     source_rows: int
     target_rows: int
-    allowed: _Runs | None = None
+    allowed: RunTable | None = None
     repeats: bool = False
 
     def rows_of(self, rank: int) -> tuple[int, int]:
@@ -215,11 +191,11 @@ class Movement:
         [(slice(0, 3, 1), slice(1, 4, 1))]
         """
         # Sender and receiver find the same slices, and order them alike: by peer, then by target.
-        held = _meet(self._allowed(self.source.of(rank)), self.target)
+        held = overlap_of(self._allowed(self.source.of(rank)), self.target)
         leaving = RowCopy(held.local_a, held.local_b, held.length, held.step_a, held.step_b)
         peers = self.target.rank[held.b]
         pack, sent = _by_peer(leaving, peers, peers != rank)
-        wanted = _meet(self._allowed(self.target.of(rank)), self.source)
+        wanted = overlap_of(self._allowed(self.target.of(rank)), self.source)
         landing = RowCopy(
             wanted.local_b, wanted.local_a, wanted.length, wanted.step_b, wanted.step_a
         )
@@ -227,8 +203,8 @@ class Movement:
         unpack, received = _by_peer(landing, peers, peers != rank)
         local, _ = _by_peer(landing, peers, peers == rank)
         # In a buffer the slices' rows follow one another without gaps.
-        pack = pack._replace(target=_starts(pack.length), target_step=1)
-        unpack = unpack._replace(source=_starts(unpack.length), source_step=1)
+        pack = pack._replace(target=starts_of(pack.length), target_step=1)
+        unpack = unpack._replace(source=starts_of(unpack.length), source_step=1)
         return Exchange(local, pack, unpack, sent, received)
 
     def traffic(self, rank: int) -> tuple[int, int]:
@@ -242,7 +218,7 @@ class Movement:
         """
         source_is_own, target_is_own = self.source.rank == rank, self.target.rank == rank
 
-        def count(source: _Runs, target: _Runs) -> int:
+        def count(source: RunTable, target: RunTable) -> int:
             wanted = target.positions()
             if self.allowed is not None:
                 wanted = wanted[np.isin(wanted, self.allowed.positions())]
@@ -253,13 +229,13 @@ class Movement:
             count(self.source.take(~source_is_own), self.target.take(target_is_own)),
         )
 
-    def _allowed(self, runs: _Runs) -> _Runs:
+    def _allowed(self, runs: RunTable) -> RunTable:
         """Return the parts of runs whose positions may move."""
         if self.allowed is None:
             return runs
-        parts = _meet(runs, self.allowed)
+        parts = overlap_of(runs, self.allowed)
         rank = runs.rank[parts.a]
-        return _Runs(rank, parts.local_a, parts.length, parts.start, runs.stride)
+        return RunTable(rank, parts.local_a, parts.length, parts.start, runs.stride)
 
 
 def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
@@ -319,7 +295,7 @@ def _targets_by_rank(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
     for rank, x in copies.items():
         missing = (0, slices - len(x.length))
         start[rank] = np.pad(x.target, missing, mode="edge")
-        offset[rank] = np.pad(_starts(x.length), missing, mode="edge")
+        offset[rank] = np.pad(starts_of(x.length), missing, mode="edge")
         rows[rank], step = x.rows, x.target_step
     return RowTable(start, offset, rows, step)
 
@@ -336,7 +312,7 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
         ValueError: ``n`` is no integer, or ``cu_seqlens`` are malformed or end elsewhere.
     """
     check_steps(n)
-    source = _runs_of(layout)
+    source = runs_of(layout)
     allowed = None
     offsets = offsets_of_documents(layout, cu_seqlens)
     # No token leaves the sequence for its padding.
@@ -345,7 +321,7 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     if offsets is not None:
         # Positions whose shifted position is in the same document.
         start = np.maximum(offsets[:-1], offsets[:-1] - n)
-        allowed = _ranges(start, np.minimum(offsets[1:], offsets[1:] - n))
+        allowed = ranges_of(start, np.minimum(offsets[1:], offsets[1:] - n))
     target = source._replace(start=source.start - n)
     return Movement(source, target, layout.local_len, layout.local_len, allowed)
 
@@ -364,7 +340,7 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
     """
     check_sides(left, right)
     check_consecutive(layout.name, layout.cp_size)
-    source = _runs_of(layout)
+    source = runs_of(layout)
     width = layout.run_length + left + right
     rows = layout.num_runs * width
     local = np.tile(np.arange(0, rows, width, dtype=np.int64), layout.cp_size)
@@ -422,7 +398,7 @@ def relayout(
         raise ValueError(
             f"both layouts must be of one sequence, got {source.seq_len} and {target.seq_len} tokens"
         )
-    held, wanted = _runs_of(source), _runs_of(target)
+    held, wanted = runs_of(source), runs_of(target)
     if source_ranks is not None:
         held = held._replace(rank=np.asarray(source_ranks, dtype=np.int64)[held.rank])
     if target_ranks is not None:
@@ -449,8 +425,8 @@ def pack_documents(layout: Layout, offsets: tuple[int, ...]) -> Movement:
     rank, local, length, start = (
         np.broadcast_to(x, shape).reshape(-1) for x in (rank, local, lengths[:, None], start)
     )
-    source = _Runs(rank, local, length, start, 1)
-    return Movement(source, _runs_of(layout), layout.local_len, layout.local_len)
+    source = RunTable(rank, local, length, start, 1)
+    return Movement(source, runs_of(layout), layout.local_len, layout.local_len)
 
 
 def offsets_of_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> Ints | None:
@@ -529,54 +505,6 @@ def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
         )
 
 
-class _Meeting(NamedTuple):
-    """Positions that runs ``a`` and runs ``b`` share, a slice for each pair that shares any.
-
-    Attributes:
-        a, b: The runs of each slice, int64 ``[slices]``.
-        local_a, local_b: Local rows of its first position.
-        length: Number of its positions.
-        start: Its first position.
-        step_a, step_b: Distances of its rows.
-    """
-
-    a: Ints
-    b: Ints
-    local_a: Ints
-    local_b: Ints
-    length: Ints
-    start: Ints
-    step_a: int
-    step_b: int
-
-
-def _meet(a: _Runs, b: _Runs) -> _Meeting:
-    """Intersect evenly spaced runs; if ``b`` are sorted by their starts, their ends ascend, too."""
-    # Which pairs overlap: of the runs b, in the order of their starts, one range for each run a.
-    order = np.argsort(b.start, kind="stable")
-    first = np.searchsorted(b.last[order], a.start, side="left")
-    stop = np.searchsorted(b.start[order], a.last, side="right")
-    counts = np.maximum(stop - first, 0)
-    i = np.repeat(np.arange(len(counts)), counts)
-    j = order[np.repeat(first, counts) + _counts_up(counts)]
-    # Of which positions: those that both spacings hit, from the later start to the earlier end.
-    (a_start, b_start), divisor = (a.start[i], b.start[j]), gcd(a.stride, b.stride)
-    step = a.stride * b.stride // divisor
-    period = b.stride // divisor
-    distance = b_start - a_start
-    skipped = distance // divisor * pow(a.stride // divisor, -1, period) % period
-    start = a_start + a.stride * skipped
-    start += -((start - np.maximum(a_start, b_start)) // step) * step
-    length = (np.minimum(a.last[i], b.last[j]) - start) // step + 1
-    hit = (distance % divisor == 0) & (length > 0)
-    i, j, start, length = i[hit], j[hit], start[hit], length[hit]
-    return _Meeting(
-        i, j, a.local[i] + (start - a.start[i]) // a.stride,
-        b.local[j] + (start - b.start[j]) // b.stride,
-        length, start, step // a.stride, step // b.stride,
-    )  # fmt: skip
-
-
 def _by_peer(
     copies: RowCopy, peers: Ints, selected: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
@@ -590,33 +518,8 @@ def _by_peer(
     return RowCopy(source, target, length, *copies[3:]), counts
 
 
-def _runs_of(layout: Layout) -> _Runs:
-    """Return the runs of all ranks of a layout."""
-    ranks, size = np.arange(layout.cp_size, dtype=np.int64), layout.num_runs
-    local = np.tile(np.asarray(layout.run_starts, dtype=np.int64), layout.cp_size)
-    start = layout.run_positions(ranks).reshape(-1)
-    length = np.full_like(local, layout.run_length)
-    return _Runs(np.repeat(ranks, size), local, length, start, layout.stride)
-
-
-def _tokens_of(layout: Layout) -> _Runs | None:
+def _tokens_of(layout: Layout) -> RunTable | None:
     """Return the positions of tokens, if there is padding behind them; else ``None``."""
     if layout.pad_to is None:
         return None
-    return _ranges(np.array([0]), np.array([layout.seq_len]))
-
-
-def _ranges(start: Ints, stop: Ints) -> _Runs:
-    """Return ascending ranges of positions as runs of no rank, without the empty ones."""
-    start, length = start[stop > start], (stop - start)[stop > start]
-    return _Runs(np.zeros_like(start), np.zeros_like(start), length, start, 1)
-
-
-def _starts(length: Ints) -> Ints:
-    """Return where each of some slices begins if they lie one behind the other."""
-    return np.cumsum(length) - length
-
-
-def _counts_up(counts: Ints) -> Ints:
-    """Return ``0, 1, ..., count - 1`` for each count, one behind the other."""
-    return np.arange(counts.sum(), dtype=np.int64) - np.repeat(_starts(counts), counts)
+    return ranges_of(np.array([0]), np.array([layout.seq_len]))

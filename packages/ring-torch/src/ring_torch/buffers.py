@@ -90,7 +90,7 @@ class HeadPart(NamedTuple):
     Attributes:
         batch: Batch size B.
         length: Tokens that a rank holds, T_local; there are ``T = P * T_local`` on P ranks.
-        heads: Heads that a rank attends with, H / P.
+        heads: Heads that a rank attends with, padding included: H / P of those that travel.
         dim: Numbers of a head, D.
         dtype: The tensor's dtype.
         head_major: True if results lie as ``[B, H, T, D]`` in memory, as ``lse`` does with D = 1;
@@ -124,7 +124,7 @@ class HeadBuffer:
         parts: Shapes of the tensors.
         blocks: Shape of each tensor's parts in all messages, ``[P, B, T_local, H / P, D]``.
         message: Layout of the message to one rank.
-        launches: Launches of the kernel that packs and unpacks, kept by their tensors' kind.
+        launches: Launches of the kernel that packs and unpacks, kept by shapes, dtypes and strides.
     """
 
     ranks: int

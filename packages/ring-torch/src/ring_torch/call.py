@@ -101,7 +101,7 @@ class Strategy(Protocol):
 
 
 class Call(NamedTuple):
-    """Everything static about one checked call: plan, kernel, strategy, dtypes, signatures."""
+    """A checked call without its tensors: plan, kernel, strategy, dtypes, signatures, number."""
 
     ranks: Ranks
     plan: Plan

@@ -345,7 +345,7 @@ class ContextParallel:
             layout = to.layout if isinstance(to, ContextParallel) else to
             groups = (self.group, other.group)
             return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)
-        target = to._sharding if isinstance(to, ContextParallel) else Sharding(self.group, to)  # noqa: SLF001
+        target = to._sharding if isinstance(to, ContextParallel) else Sharding(self.group, to)  # noqa: SLF001 - of another object of this class
         return methods.relayout(self._sharding, x, target, dim=dim, seq_len=seq_len)
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels for memory-bound passes: packing K/V, sums, row dots, marks of lse."""
+"""Triton kernels of memory-bound passes: packing of K/V, sums, row dots, NaN marks, bias maxima."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 

@@ -1,6 +1,7 @@
 """Reference results: dense attention in float64, and a ring run rank by rank in one process.
 
-May import all of the package but ``viz`` and ``tools``. Another oracle is another file here.
+Its modules may import all of the package but ``viz`` and ``tools``. Another oracle would be another
+module here.
 """
 
 from ring_core.reference.dense import (
@@ -10,5 +11,4 @@ from ring_core.reference.dense import (
     attention as attention,
     attention_grads as attention_grads,
 )
-from ring_core.reference.heads import run_heads as run_heads
 from ring_core.reference.simulator import Simulation as Simulation, run as run, simulate as simulate

@@ -212,7 +212,7 @@ def shown_versions(versions: Mapping[str, str], clashes: Sequence[str]) -> list[
     """Return the first lines of a report: versions and clashes."""
     return [
         *(f"{name:14}{current}" for name, current in versions.items()),
-        *(f"{'clashes':14}{clash}" for clash in clashes or ("none",)),
+        *(f"{'conflicts':14}{clash}" for clash in clashes or ("none",)),
     ]
 
 

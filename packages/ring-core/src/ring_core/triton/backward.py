@@ -146,6 +146,7 @@ def bwd_dq_block(
     values = load_values(v, kv_head, start, x.k_len, consts)
     row = (row_start + tl.arange(0, consts.BLOCK_Q))[:, None]
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
+    # Scores without their scale, and the gradients of the weights, dO V^T: both [q, k].
     products = tl.dot(queries, keys.T, input_precision=EXACT)
     dweights = tl.dot(gradient, values.T, input_precision=EXACT)
     visible, bias_block = None, None
@@ -286,6 +287,7 @@ def loop_over_q(
     v = of_head(v, batch, flat % kv_heads, strides.v_batch, strides.v_head, consts.TMA)
     keys = load_keys(k, flat, col_start, x.k_len, consts)
     values = load_values(v, flat, col_start, x.k_len, consts)
+    # K, V and both sums stay on the chip while blocks of queries stream past.
     dk = tl.zeros((consts.BLOCK_K, consts.PADDED), tl.float32)
     dv = tl.zeros((consts.BLOCK_K, consts.PADDED_V), tl.float32)
     # All query heads that share this key head add to its gradients. Nothing is hoisted out of the
@@ -376,6 +378,7 @@ def bwd_dkv_block(
     )  # fmt: skip
     dv = add_product(dv, weights, visible, gradient, NAN_SAFE)
     dk = add_product(dk, dproducts, visible, queries, NAN_SAFE)
+    # Thread blocks of other keys add to the same rows of dQ at the same time.
     if ADD:
         part = tl.zeros((consts.BLOCK_Q, consts.PADDED), tl.float32)
         shown = visible

@@ -37,7 +37,7 @@ def describe(
     >>> print(viz.describe(program, pictures=False))
     seq_len=8 cp_size=2 layout=contiguous mask: causal
     imbalance          1.444  busiest rank's (query, key) pairs over the mean
-    imbalance by step  1.444  the same if ranks wait for each other after each step
+    imbalance by step  1.444  of each step's busiest rank: a ring waits for it
     steps with work    2 of 2; others are skipped
     K/V messages       1 per rank in the forward
 
@@ -145,7 +145,8 @@ def _work_lines(program: RingProgram, color: bool, max_steps: int) -> list[str]:
     total = work.sum(axis=0)[:ranks] * (share / program.num_steps)
     shifts = "".join(f"{step.shift:>4}" for step in islice(program.steps, steps))
     lines = [
-        "who works when: 100 is the mean, - idle; in step s K/V are from s ranks before",
+        "who works when: 100 is the mean work of a rank in a step, - is idle;",
+        "in step s a rank has the K/V of the rank s before it",
         f"step   {shifts}  total",
     ]
     for rank in range(ranks):
@@ -177,8 +178,8 @@ def _figure_lines(program: RingProgram) -> list[str]:
     lines = [
         f"imbalance          {program.imbalance:.3f}  busiest rank's (query, key) pairs over the mean",
         (
-            f"imbalance by step  {program.imbalance_by_step:.3f}  the same if ranks wait for each "
-            f"other after each step"
+            f"imbalance by step  {program.imbalance_by_step:.3f}  of each step's "
+            f"busiest rank: a ring waits for it"
         ),
         f"steps with work    {program.num_steps} of {program.plan.cp_size}; others are skipped",
         f"K/V messages       {kv_messages(program)} per rank in the forward",

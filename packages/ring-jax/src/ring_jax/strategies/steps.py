@@ -136,6 +136,8 @@ class StepRunner:
 
     def hop[T](self, x: T, hop: int | None) -> T:
         """Send arrays ``hop`` ranks ahead and return those that arrive; ``None`` moves nothing."""
+        # All ranks send and receive at once. What is sent may be read meanwhile: arrivals are new
+        # arrays, so two sets of K/V are in memory until the step that reads the old one ends.
         return x if hop is None else self.ranks.move(x, hop)
 
     def attend(
@@ -182,9 +184,12 @@ class StepRunner:
         if stage is None or not stage.offloads:
             return None
         part = step_table(self.call.program, stage.step)
+        # Helpers need dO, lse and delta of these rows, but not their output.
         upstream = None if upstream is None else upstream._replace(out=None)
         bias = self._bias_of_keys(self._helper_key_positions(part))
         queries = QueryPayload(q, self.inputs.q_ids, bias, self.inputs.bias_shift, upstream)
+        # In flight to the helpers alone, beside the kernels of the stage before; other ranks
+        # receive nothing and get zeros.
         return self.ranks.move(queries, part.shift, part.helpers)
 
     def attend_for_peer(
@@ -218,9 +223,12 @@ class StepRunner:
         """
         size, shift = self.call.plan.cp_size, part.shift
         owners = [(r - shift) % size for r in part.helpers]
+        # Results go back the way that the queries came, beside the next stage's kernels.
         received = self.ranks.move(results, -shift, owners)
         if isinstance(received, QueryGrads):
             return received
+        # Ranks that nobody helped have received zeros, which are no state: lse = -inf makes one
+        # that a merge ignores.
         is_helped = jnp.zeros(size, bool).at[jnp.array(owners)].set(True)
         lse = jnp.where(is_helped[self.view.rank], received.lse, -jnp.inf)
         return received._replace(lse=lse)

@@ -89,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _context_class() -> type[ContextParallel]:
-    """Return the ``ContextParallel`` with kernels for the default devices, if it is installed."""
+    """Return the ``ContextParallel`` with kernels for the default devices, or the one without."""
     module = _module_of(
         {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
     )

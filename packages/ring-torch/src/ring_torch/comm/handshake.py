@@ -266,7 +266,7 @@ def _check_on_stream(
     peer_digest = torch.empty_like(own_digest)
     ranks.rotate(own_digest, peer_digest, 1, beside=False).wait()
     # Kernels and messages queued behind this run only if the previous rank makes the same call.
-    torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001
+    torch._assert_async(own_digest[0] == peer_digest[0], "ranks of a ring make different calls")  # noqa: SLF001 - the public assert waits on the host
 
 
 def _are_same(own_header: Header, peer_header: Header, signature: CallSignature) -> bool:
@@ -376,7 +376,7 @@ def _note_queued(ranks: Ranks, name: str) -> None:
         if (ended := state.ended.get(device)) is None:
             ended = state.ended[device] = torch.cuda.Event()
         # Torch makes a new object for the current stream each time it is asked.
-        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001
+        identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001 - its id alone
         if (stream := state.streams.get(identity)) is None:
             stream = state.streams[identity] = torch.cuda.current_stream()
         ended.record(stream)

@@ -131,7 +131,7 @@ def _move_tensors(
                 message + offset1, x1, order1, rank, block, length1, width1, batch1, row1, head1,
                 batch, DIM1, ROWS, COLUMNS, BY_HEADS, PACKS,
             )  # fmt: skip
-    if x2 is not None:  # noqa: SIM102
+    if x2 is not None:  # noqa: SIM102 - a compile-time condition
         if tensor_index == 2:
             move_block(
                 message + offset2, x2, order2, rank, block, length2, width2, batch2, row2, head2,

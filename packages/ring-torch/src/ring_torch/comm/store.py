@@ -227,6 +227,6 @@ def _with_timeout[T](request: Callable[[], T], patience: timedelta | None = None
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return the timeout of a group: how long its ranks wait for each other."""
-    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001
+    options = getattr(group._get_backend(device), "options", None)  # noqa: SLF001 - no public way
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

@@ -201,7 +201,7 @@ def _install(attention: RingFlashAttention) -> None:
         if name.startswith(
             ("transformers.models.", "transformers.modeling_flash_attention_utils")
         ) and "_flash_attention_forward" in vars(module):
-            module._flash_attention_forward = _refuse_flash  # type: ignore[attr-defined]  # noqa: SLF001
+            module._flash_attention_forward = _refuse_flash  # type: ignore[attr-defined]  # noqa: SLF001 - the name by which models call it
 
 
 def _refuse_flash(*_: object, **__: object) -> NoReturn:

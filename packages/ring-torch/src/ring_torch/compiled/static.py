@@ -113,7 +113,7 @@ def ranks_named(name: str | None, rank_and_size: tuple[int, int]) -> Ranks:
     try:
         if name is not None:  # torch has no public function from a name to its group
             typed = distributed_c10d.GroupName(name)
-            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001
+            group = distributed_c10d._resolve_process_group(typed)  # type: ignore[attr-defined] # noqa: SLF001 - no public way
         ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error

@@ -176,6 +176,8 @@ class _ItemByItem(BackwardLaunch):
             lse.split_with_sizes(rows, 2),
             strict=False,
         )  # fmt: skip
+        # In reverse, as columns to overwrite are those that no launch before has written. Nothing
+        # is in flight: the sums travel home when all launches are queued.
         for launch, item, overwrite, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):
             columns = item.k_start, item.k_stop - item.k_start
             grads = launch(

@@ -96,18 +96,23 @@ class PreparedParts(NamedTuple):
     sum: Callable[[Sequence[Tensor]], None]
 
     def attend(
-        self, q: Tensor, own: KV, gathered: KV, wait: Callable[[int | None], None]
-    ) -> AttentionState:
-        """Return ``(out, lse)`` in the inputs' dtype; ``wait`` is called with fetches needed."""
-        # Own K/V wait for nothing: their launch hides the fetches, where these are in flight.
-        results = [self.own.forward(q, own[0], own[1])]
+        self, own_results: tuple[Tensor, Tensor], q: Tensor, gathered: KV,
+        wait: Callable[[int], None],
+    ) -> AttentionState:  # fmt: skip
+        """Attend to the gathered keys, and merge the results into those over own keys.
+
+        Args:
+            own_results: ``(out, lse)`` over own keys, by ``own.forward``.
+            q: All rows.
+            gathered: All gathered K/V.
+            wait: Called with the number of fetches that a launch needs.
+        """
+        results = [own_results]
         for part in self.others:
             # Later fetches still write other columns of the buffer while this launch runs.
             wait(part.waits_for)
             k, v = (x.narrow(1, *part.columns) for x in gathered)
             results.append(part.forward(q.narrow(1, *part.rows), k, v))
-        # All has arrived, and own K/V have been read: the caller may change them.
-        wait(None)
         self.merge(results)
         return AttentionState(*results[0])
 

@@ -77,6 +77,9 @@ class RingWork:
     def run(self, step: int, k: Tensor, v: Tensor) -> None:
         """Run the launches of a step over the K/V that are held, and merge their results."""
         for launch, rows, columns, merge in self._prepared.steps[step]:
+            # Launches only read the held K/V, which may be in flight to the next rank meanwhile.
+            # They and the merges run in order on one stream: `results` are merged before the next
+            # launch of as many rows overwrites them.
             q, into, results = self._slices(rows, v.shape[3])
             launch(q, k.narrow(1, *columns), v.narrow(1, *columns), *results, None)
             merge(into, results)

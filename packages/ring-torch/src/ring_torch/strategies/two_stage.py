@@ -7,14 +7,14 @@ while their dK/dV travel home.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
-from ring_core import GatherProgram, Plan, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_core import GatherProgram, WorkItem, gather_program
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import (
@@ -24,6 +24,7 @@ from ring_torch.records import (
     Inputs,
     KeyBlock,
     KeyGrads,
+    QueryBlock,
     empty_state,
 )
 from ring_torch.strategies.gathered import saved_key_shapes, saves_keys
@@ -42,63 +43,67 @@ class TwoStageGather(Strategy):
     own_items: tuple[WorkItem, ...]
     name: str = "gather"
     prepares: bool = False  # True if the kernel may prepare launches
-    saves: bool = True  # False if another kernel, with another program, may run the backward
+    saves: bool = False  # True if the forward saves the gathered K/V
     launches: dict[object, PreparedParts] = field(default_factory=dict, compare=False)
     depends_on_kernel = True
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, *, prepares: bool = False, saves: bool = True) -> Self:
-        """Make what a rank fetches from others, and its work over its own K/V."""
-        program = gather_program(plan, rank, own=False)
-        return cls(program, plan.items(rank, rank), prepares=prepares, saves=saves)
+    def of(cls, resolution: Resolution) -> Self:
+        """Make what a rank fetches from others, and its work over its own K/V.
+
+        A call that returns ``lse`` saves nothing: another kernel, with another program, may run its
+        backward.
+        """
+        plan, rank = resolution.program.plan, resolution.rank
+        gather = gather_program(plan, rank, own=False)
+        return cls(
+            gather, plan.items(rank, rank), prepares=resolution.kernel.prepares,
+            saves=saves_keys(resolution, gather) and not resolution.returns_lse,
+        )  # fmt: skip
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
-        gather, keys, own_kv = self.gather, session.spec.keys, inputs[1:3]
+        gather, keys = self.gather, session.spec.keys
         # A row that has sinks is rounded after they are added.
         key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
-        prepared, state = self.launches.get(key), None
+        prepared, work = self.launches.get(key), None
+        if prepared is None:
+            rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
+            work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
+        own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def attend_to_own_keys() -> None:
+            """Queue the launches that wait for no fetch, and hide them."""
+            if prepared is not None:
+                own_results.append(prepared.own.forward(inputs.q, inputs.k, inputs.v))
+            elif work is not None:
+                for item in self.own_items:
+                    work.attend(own, item)
+
         saved: Saved = ()
         # Fetches from all peers are in flight from here on, into one buffer. There is one group of
         # heads; the session goes on behind its launches, as sessions ask.
-        for arriving in session.fetch(gather, inputs):
+        for arriving in session.fetch(gather, inputs, attend_to_own_keys):
             if prepared is not None:
                 kv = keys.split(arriving.tensors[0])
-                state = prepared.attend(inputs.q, own_kv, kv, arriving.wait)
-            else:
+                state = prepared.attend(own_results[0], inputs.q, kv, arriving.wait)
+            elif work is not None:
                 columns = call.gathered_columns(gather, keys, arriving.tensors)
-                state = self._attend(call, inputs, columns, arriving.wait)
+                # Each item of the buffer waits for its own fetches, while later ones still write
+                # other columns.
+                for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
+                    arriving.wait(waits_for)
+                    work.attend(columns, item)
+                state = work.into
+            # All has arrived, and the rank's own K/V have been read: the caller may change them.
+            arriving.wait(None)
             saved = tuple(arriving.tensors)
-        assert state is not None
-        if key is not None and prepared is None and state.out.numel() > 0:
-            own = call.columns(call.ranks.rank, inputs.key_tensors()), self.own_items
-            others = columns, gather
-            rows = call.rows(inputs)
-            prepared = prepare_parts(call.kernel, rows, own, others, keys, call.params)
+        if key is not None and work is not None and state.out.numel() > 0:
+            own_work, others = (own, self.own_items), (columns, gather)
+            prepared = prepare_parts(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
-        return state, saved if self._saves(call, keys) else ()
-
-    def _attend(
-        self, call: Call, inputs: Inputs, columns: KeyBlock, wait: Callable[[int | None], None]
-    ) -> AttentionState:
-        """Run the launches one by one, each merged into one state of the accumulators' dtype."""
-        gather, rows = self.gather, call.rows(inputs)
-        into = empty_state(rows.q, inputs.v.shape[3])
-        own = call.columns(call.ranks.rank, inputs.key_tensors())
-        work = [(own, item, 0) for item in self.own_items]
-        work += [(columns, *each) for each in zip(gather.items, gather.waits_for, strict=True)]
-        # Own K/V wait for nothing and hide the fetches; each item of the buffer waits for its own
-        # fetches, while later ones still write other columns.
-        for keys, item, waits_for in work:
-            wait(waits_for)
-            if rows.q.shape[0] > 0:
-                call.kernel.attend_into(
-                    rows.take(item.q_slice), keys.take(item.k_slice), item, call.params, into.take(item.q_slice)
-                )  # fmt: skip
-        # All has arrived, and the rank's own K/V have been read: the caller may change them.
-        wait(None)
-        return into
+        return state, saved if self.saves else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype or the accumulators'."""
@@ -164,10 +169,10 @@ class TwoStageGather(Strategy):
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V; none if the plan is not known."""
         keys = KVPayload.of(inputs)
-        if not plan_known or not self._saves(call, keys):
+        if not plan_known or not self.saves:
             return []
         return saved_key_shapes(self.gather, keys, groups=1)
 
@@ -178,9 +183,21 @@ class TwoStageGather(Strategy):
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
 
-    def _saves(self, call: Call, keys: KVPayload) -> bool:
-        """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        return self.saves and saves_keys(call, self.gather, keys, groups=1)
+
+class _Work(NamedTuple):
+    """A rank's queries, and the state of the accumulators' dtype into which results are merged."""
+
+    call: Call
+    rows: QueryBlock
+    into: AttentionState
+
+    def attend(self, keys: KeyBlock, item: WorkItem) -> None:
+        """Run the launch of an item, and merge its results."""
+        if self.rows.q.shape[0] > 0:
+            self.call.kernel.attend_into(
+                self.rows.take(item.q_slice), keys.take(item.k_slice), item, self.call.params,
+                self.into.take(item.q_slice),
+            )  # fmt: skip
 
 
 def _gathered(

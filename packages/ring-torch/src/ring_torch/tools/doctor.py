@@ -317,7 +317,7 @@ def shown(diagnosis: Diagnosis) -> str:
         lines += ["", title]
         for report in reports:
             state = "available" if report.available else f"no: {report.why}"
-            lines.append(f"  {report.name:16}{', '.join(report.devices) or 'any':8}{state}")
+            lines.append(f"  {report.name:18}{', '.join(report.devices) or 'any':8}{state}")
     lines += doctor.shown_checks(
         "kernels on one device, then a ring of two processes, causal,",
         diagnosis.checks,

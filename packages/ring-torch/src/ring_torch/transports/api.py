@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ring_core import GatherProgram, Plan, gather_program
-from ring_core.programs.gather import Fetch
+from ring_core.programs.gather import Fetch, moved_keys
 from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -56,6 +56,10 @@ class SessionSpec(NamedTuple):
     seed: int
 
 
+def nothing() -> None:
+    """Queue no kernels beside fetches."""
+
+
 class GatherSession(Protocol):
     """The exchange of gathered K/V, and of their gradients, in one pass of a call.
 
@@ -67,12 +71,16 @@ class GatherSession(Protocol):
     def spec(self) -> SessionSpec:
         """The description of the pass for which it was opened."""
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Start fetching K/V into new tensors, and yield each group's tensors and their arrival.
 
         The tensors are shaped as :attr:`KVPayload.message`, for ``gather.length`` tokens. The
         caller takes the groups one by one and runs a group's kernels before it takes the next; it
-        takes all of them.
+        takes all of them. ``meanwhile`` queues kernels that need nothing of what is fetched. It is
+        called once, as early as the fetches can run beside these kernels, so that the GPU need not
+        wait until the host has queued the fetches.
         """
 
     def accumulators(
@@ -209,12 +217,7 @@ def gathered_traffic(
     ``keys`` describes the K/V of all heads, to which groups add up. ``fetches`` is false for a
     backward to which the forward has saved the gathered K/V.
     """
-    requests = [fetch for _, fetch in requests_to(plan, rank, like=gather)]
-    fetched = [fetch for fetch in gather.fetches if fetch.rank != rank]
-    tokens_sent, tokens_received = (
-        sum(fetch.source.stop - fetch.source.start for fetch in some)
-        for some in (requests, fetched)
-    )
+    tokens_sent, tokens_received = moved_keys(plan, rank, like=gather)
     kv = Traffic(keys.size(tokens_sent), keys.size(tokens_received)) if fetches else Traffic(0, 0)
     if forward:
         return kv

@@ -36,6 +36,7 @@ from ring_torch.transports.api import (
     SessionSpec,
     is_counted,
     note_reads,
+    nothing,
     program_of,
     requests_to,
 )
@@ -196,8 +197,12 @@ class OneKernel:
         state = exchange_state_of(spec.ranks)
         return cls(spec, state, state.reserve(spec.keys.message.size + grad_bytes), digest)
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Write own K/V where peers read them, and fetch all K/V that this rank's queries see."""
+        # On the same stream, and so ahead of the exchange: a late peer is waited for behind it.
+        meanwhile()
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)

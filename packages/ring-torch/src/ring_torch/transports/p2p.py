@@ -6,7 +6,7 @@ memory, copies (``peer_copies``) do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from ring_torch.transports.api import (
     SessionSpec,
     Transport,
     add_staged,
+    nothing,
     requests_to,
     some_fetches,
     staging_for,
@@ -47,13 +48,19 @@ class Messages:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
         return cls(spec)
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Start the messages of all groups at once.
 
         A group's messages are one transfer, so waiting for one fetch waits for all of the group.
         """
         groups = self.spec.groups
-        return iter([self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)])
+        parts = [inputs] if groups == 1 else [head_group(inputs, n, groups) for n in range(groups)]
+        pending = [self._fetch(gather, part) for part in parts]
+        # Not before: messages wait for the kernels that are queued when they are started.
+        meanwhile()
+        return iter(pending)
 
     def _fetch(self, gather: GatherProgram, inputs: Inputs) -> PendingKV:
         """Start the messages of one group of heads, whose tensors ``inputs`` holds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib import import_module
@@ -24,6 +24,7 @@ from ring_torch.transports.api import (
     SessionSpec,
     add_staged,
     note_reads,
+    nothing,
     program_of,
     requests_to,
     spans_of,
@@ -53,7 +54,9 @@ class PeerCopies:
     grad_bytes: int  # bytes of a group's dK/dV, on the rank that fetches most
     digest: int  # identifies this pass of this call
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Write this rank's K/V into its buffer, and copy from all ranks' buffers, fetch by fetch.
 
         Only tokens that somebody fetches are written. This rank's own fetches read the call's
@@ -77,6 +80,8 @@ class PeerCopies:
         main = torch.cuda.current_stream(buffer.device)
         # K/V are computed, and the memory of `tensors` is free, when the caller's stream is here.
         ready = main.record_event()
+        # They are queued ahead of copies that do not wait for them.
+        meanwhile()
         with on_stream(main):
             torch.cuda.set_stream(buffer.stream)
             buffer.stream.wait_event(ready)

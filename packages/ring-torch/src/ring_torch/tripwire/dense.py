@@ -20,7 +20,7 @@ from ring_core.base.arguments import not_none
 from ring_torch.kernels.eager import dropout_keep
 from ring_torch.records import KernelParams
 
-_BLOCK_BYTES = 128 << 20  # most bytes of float64 that are computed at a time, of the longer side
+_BLOCK_BYTES = 256 << 20  # most bytes of float64 that are computed at a time, of the longer side
 
 
 class Precision(NamedTuple):

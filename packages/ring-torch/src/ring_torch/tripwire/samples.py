@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.ranks import exchange
+from ring_torch.positions import positions_of
 from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.tripwire.dense import (
     EXACT,
@@ -111,10 +113,7 @@ class Sample(NamedTuple):
         bias = None
         if inputs.bias is not None:
             bias = self._added(slice(None), keys.position)
-        index, q_position = (
-            torch.as_tensor(x(ranks.rank), device=call.device)
-            for x in (call.plan.positions, call.plan.q_positions)
-        )
+        index, q_position, _ = positions_of(call.plan, ranks.rank, call.device)
         queries = SampledQueries(
             inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
             bias, upstream.dout[b],
@@ -165,7 +164,7 @@ class Sample(NamedTuple):
         )  # fmt: skip
         keys = SampledKeys(
             inputs.k[b], inputs.v[b],
-            torch.as_tensor(call.plan.k_positions(ranks.rank), device=call.device),
+            positions_of(call.plan, ranks.rank, call.device)[2],
             None if inputs.k_ids is None else inputs.k_ids[b],
         )  # fmt: skip
         # ... computes their means over its own keys ...
@@ -202,8 +201,9 @@ class Sample(NamedTuple):
         """Return a message for each of this rank's results that is wrong."""
         messages = []
         for name, (*three, rounded, terms) in results.items():
-            arrays = (x.detach().double().cpu().numpy() for x in (*three, terms, rounded))
-            worst = SampledRows(*arrays).worst(str(self.call.dtype).removeprefix("torch."))
+            worst = SampledRows(*_on_host(*three, terms, rounded)).worst(
+                str(self.call.dtype).removeprefix("torch.")
+            )
             if worst is not None:
                 token = int(self._sampled(kind, self.call.ranks.rank)[worst.row])
                 shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
@@ -308,6 +308,13 @@ def backward_faults(
     })  # fmt: skip
     messages += CheckedPass(call, inputs, forward=False, fetches=fetches).faults(watch)
     return sample.agree(messages, "backward")
+
+
+def _on_host(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:
+    """Return tensors as float64 arrays, copied from the device at once: each copy waits for it."""
+    flat = torch.cat([x.detach().double().to(tensors[0].device).flatten() for x in tensors])
+    parts = flat.cpu().split([x.numel() for x in tensors])
+    return [part.view(x.shape).numpy() for part, x in zip(parts, tensors, strict=True)]
 
 
 def _largest_norm(x: Tensor, order: float = torch.inf) -> Tensor:

@@ -1,4 +1,4 @@
 """Models of transformers: which of them are exact on split sequences, and how their batches split.
 
-Imports nothing of transformers, and in this package ``sharding`` and modules below it.
+It imports nothing of transformers, and of ``ring_torch`` only ``sharding`` and modules below that.
 """

@@ -375,7 +375,7 @@ def _missing_for_bias(module: nn.Module, names: frozenset[str]) -> Iterator[str]
 def _missing_for_positions(
     module: nn.Module, names: frozenset[str], parameters: frozenset[str]
 ) -> Iterator[str]:
-    """Yield the names that a module lacks which counts tokens from the first one it is given."""
+    """Yield the names missing in a module that counts positions from its input's first token."""
     if counts_queries(module):
         if len(CACHES & parameters) != 1:
             yield f"argument {' or '.join(sorted(CACHES))}"
@@ -393,7 +393,8 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
         yield lacks(name_of(model), f"argument {name}")
     for submodel in (model.get_encoder(), model.get_decoder()):
         if any(
-            _COUNTER not in names_in_forward(type(x)) for x in filter(_counts, submodel.modules())
+            _COUNTER not in names_in_forward(type(x))
+            for x in filter(_only_counts_positions, submodel.modules())
         ):
             yield lacks(type(submodel).__name__, f"module that calls its {_COUNTER}")
         if "position_ids" not in parameters_of(type(submodel)) and not any(
@@ -402,6 +403,6 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
             yield lacks(type(submodel).__name__, "position_ids, nor module that makes positions")
 
 
-def _counts(module: nn.Module) -> bool:
+def _only_counts_positions(module: nn.Module) -> bool:
     """Return True if a module counts positions from token ids alone, not from a length."""
     return counts_positions(module) and not makes_positions(module)

@@ -152,6 +152,6 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names_used(code: CodeType) -> Iterator[str]:
-    """Return the names that a code object uses: globals, attributes and keywords of calls."""
+    """Yield the names that a code object uses: globals, attributes and keywords of calls."""
     keywords = (x for value in code.co_consts if isinstance(value, tuple) for x in value)
     return chain(code.co_names, (x for x in keywords if isinstance(x, str)))
