@@ -113,7 +113,10 @@ def _attends(_: int, strategy: str, length: int) -> list[float]:
         for leaf in leaves:
             assert leaf.grad is not None
             dist.all_reduce(leaf.grad)
-        pairs = [(whole.detach(), expected.detach()), *((a.grad, b.grad) for a, b in zip(leaves, like, strict=True))]
+        pairs = [
+            (whole.detach(), expected.detach()),
+            *((a.grad, b.grad) for a, b in zip(leaves, like, strict=True)),
+        ]
         errors += [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]  # type: ignore[operator, union-attr] # have grads
     return errors
 
