@@ -98,12 +98,12 @@ def test_chunks_side_by_side_are_one_run(
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
     sizes: Any = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
     cut = ChunkLayout(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
-    one, other = (
+    one_chunk, neighbours = (
         ring_program(make_plan(mask, **sizes, layout=layout)) for layout in ("contiguous", cut)
     )
-    assert one.steps == other.steps
-    for step in range(one.num_steps):
-        np.testing.assert_array_equal(one.table(step), other.table(step))
+    assert one_chunk.steps == neighbours.steps
+    for step in range(one_chunk.num_steps):
+        np.testing.assert_array_equal(one_chunk.table(step), neighbours.table(step))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
