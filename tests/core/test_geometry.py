@@ -50,10 +50,10 @@ def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
 
 def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:
     """How many keys each query of a rank sees in rectangles, which no two of them share."""
-    seen = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
+    visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
     for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():
-        seen[q_start:q_stop, k_start:k_stop] = 1
-    return (seen * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
+        visible[q_start:q_stop, k_start:k_stop] = 1
+    return (visible * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
 
 
 def test_tokens_assigned_one_by_one_of_chunks() -> None:

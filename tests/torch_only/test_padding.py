@@ -145,8 +145,8 @@ def _in_one_graph(_: int, name: str) -> None:
             scores = torch.einsum("bihd,bjhd->bhij", x, x)
             options["bias"] = cp.shard(scores, dim=-2, pad=True)
         if name == "mask":
-            seen = torch.arange(length)[:, None] != torch.arange(length) + 2
-            options["mask"] = cp.shard(seen, dim=-2, pad=True)
+            visible = torch.arange(length)[:, None] != torch.arange(length) + 2
+            options["mask"] = cp.shard(visible, dim=-2, pad=True)
         out = cp.attention(q, q, q, seq_len=length, **options)
         return cp.unshard(out, grad="slice", seq_len=length)
 
