@@ -33,6 +33,7 @@ from ring_core import (
     divisor_of,
     finalize,
     gather_program,
+    head_plan,
     longest_gather,
     make_plan,
     merge,
@@ -193,6 +194,13 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.longest_gather": Subject(
         longest_gather, {"plan": plan}, {"plan": PLAN, "splits": FLAG, "tile": SIZE}
     ),
+    "ring_core.head_plan": Subject(
+        head_plan, {"q_heads": 4, "kv_heads": 2, "ranks": 2},
+        {
+            "q_heads": {**SIZE, "none": None, "odd": 5}, "kv_heads": {**SIZE, "none": None, "no divisor": 3},
+            "ranks": {**SIZE, "none": None, "more than heads": 5},
+        },
+    ),
     "ring_core.RingProgram.table": Subject(program.table, {"step": 0}, {"step": RANK}),
     "ring_core.Plan.positions": Subject(plan.positions, {"rank": 0}, {"rank": RANK}),
     "ring_core.Plan.q_positions": Subject(plan.q_positions, {"rank": 0}, {"rank": RANK}),
@@ -320,7 +328,7 @@ SUBJECTS: dict[str, Subject] = {
 FOR_BACKENDS = {
     f"ring_core.{name}"
     for name in (
-        "Capabilities", "GatherProgram", "Plan", "Request", "RingProgram", "Run", "Step", "WorkItem",
+        "Capabilities", "GatherProgram", "HeadPlan", "Plan", "Request", "RingProgram", "Run", "Step", "WorkItem",
         "gather_memory", "gather_refusals", "refusals", "require", "support_matrix",
         "cost.Cost", "philox.philox", "philox.seed_key", "philox.dropout_threshold",
         "reference.Grads", "reference.Simulation", "viz.computing_ranks", "viz.kv_messages",

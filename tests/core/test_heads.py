@@ -10,6 +10,7 @@ import pytest
 
 from ring_core import Mask, head_plan, make_plan, reference
 from ring_core.programs.heads import PADDING
+from ring_core.reference.heads import run_heads
 
 MOST = 16
 #: Query heads, K/V heads and ranks: all that can trade.
@@ -117,7 +118,7 @@ def test_ranks_are_exact(heads: tuple[int, int, int]) -> None:
     plan = make_plan(
         Mask(causal=True), seq_len=length, kv_seq_len=keys, cp_size=ranks, layout="zigzag"
     )
-    results = reference.run_heads(plan, head_plan(*heads), q, k, v, dout=dout, dlse=dlse, **options)
+    results = run_heads(plan, head_plan(*heads), q, k, v, dout=dout, dlse=dlse, **options)
     options["causal"] = True
     out, lse = reference.attention(q, k, v, **options)
     expected = reference.attention_grads(dout, q, k, v, dlse=dlse, **options)

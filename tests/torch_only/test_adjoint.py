@@ -102,8 +102,7 @@ def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> Non
     y = numbers(rank + SIZE, *(x.shape for x in by_heads))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
         grad[:, :, torch.tensor(places[rank] == PADDING)] = 0  # as gradients of padding are
-    back = head_exchange.to_tokens(carry, layouts.grads, y, orders)
-    back = tables.without_padding(*back)
+    back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, orders))
     for x, grad, with_heads, with_tokens in zip((q, k, v), y, by_heads, back, strict=True):
         same([(with_heads, grad)], [(x, with_tokens)])
     again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, by_heads, orders))

@@ -16,8 +16,9 @@ import torch
 
 import ring_torch
 from ring_core.programs import ring as ring_module
-from ring_torch import RankMismatchError, WrongResultError, check_settings, watch
+from ring_torch import RankMismatchError, WrongResultError
 from ring_torch.call import Call
+from ring_torch.checking import settings as check_settings, watch
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError, LocalRanks

@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens for heads: the whole table is right, or refused with its sizes."""
+"""Ranks that exchange tokens for heads: the whole table is right, for any head counts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cases import CASES, Case
 from tolerances import assert_close
 
 import ring_torch
+from ring_core import Mask, RankMismatchError, UnsupportedError
+from ring_torch.local import LocalRanks
 
 SEVERAL = [case for case in CASES.values() if case.cp_size > 1 and case.strategy == "ring"]
 
@@ -34,15 +36,103 @@ def test_sinks_go_with_their_heads(sinks: int, backend: Any) -> None:
     assert_close(case, backend.run(case, strategy="ulysses"))
 
 
+#: Query heads and K/V heads of four ranks: divided, copied, padded, both, neither of them a range.
+HEADS = [(8, 4), (4, 1), (7, 7), (12, 3), (14, 2), (15, 5), (5, 1), (6, 3), (4, 4), (9, 3)]
+
+
+@pytest.mark.nightly(unless=["7-7", "12-3", "14-2", "6-3"])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
+def test_heads(heads: tuple[int, int], backend: Any) -> None:
+    """With all that belongs to single heads, and all gradients."""
+    case = Case(
+        f"ulysses-{heads[0]}-{heads[1]}", Mask(causal=True), "zigzag", 4, 16, 24, 2, heads, (8, 6),
+        softcap=3.0, sinks=2, bias="full" if heads[0] % 2 else "heads", alibi=2, dropout_p=0.2,
+        segments="pair", lse_grad=True,
+    )  # fmt: skip
+    assert_close(case, backend.run(case, strategy="ulysses"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_gradients_of_copies_are_rounded_once(dtype: str, backend: Any) -> None:
+    """A K/V head that all four ranks attend with."""
+    case = Case(
+        f"ulysses-copies-{dtype}", Mask(causal=True), "striped", 4, 64, heads=(16, 1), dtype=dtype
+    )
+    assert_close(case, backend.run(case, strategy="ulysses"))
+
+
+def too_few_heads(rank: int) -> str:
+    """What a call is told; nothing is sent."""
+    del rank
+    q, k, v = (torch.ones(1, 4, n, 8) for n in (3, 1, 1))
+    with pytest.raises(UnsupportedError) as error:
+        ring_torch.ring_attention(q, k, v, strategy="ulysses")
+    return str(error.value)
+
+
+def test_too_few_heads_are_refused(backend: Any) -> None:
+    for text in backend.pool(4).run(too_few_heads):
+        assert "q has 3 heads, so at most 3 ranks can split them, not 4" in text
+
+
+def gathers_too_much(rank: int, keys: int) -> str:
+    """What a call is told whose bias has one head for all; its memory is a single number."""
+    del rank
+    tokens = keys // 4
+    q = torch.ones(1, 1, 1, 1).expand(1, tokens, 4, 8)
+    bias = torch.zeros(1, 1, 1, 1).expand(1, 1, tokens, keys)
+    with pytest.raises(UnsupportedError) as error:
+        ring_torch.ring_attention(q, q, q, strategy="ulysses", bias=bias)
+    return str(error.value)
+
+
+def test_a_bias_that_is_too_large_to_gather_is_refused(backend: Any) -> None:
+    for text in backend.pool(4).run(gathers_too_much, 20480):
+        assert "each rank would gather a bias of 1.6 GiB" in text
+        assert "at most 1 GiB" in text
+
+
+def unlike_heads(rank: int) -> str:
+    """What ranks are told whose numbers of heads differ."""
+    q, k, v = (torch.ones(1, 4, heads, 8) for heads in (4 + 2 * rank, 2, 2))
+    with pytest.raises(RankMismatchError) as error:
+        ring_torch.ring_attention(q, k, v, strategy="ulysses")
+    return str(error.value)
+
+
+def test_unlike_numbers_of_heads_are_named() -> None:
+    with LocalRanks(2, timeout=10) as pool:
+        for rank, text in enumerate(pool.run(unlike_heads)):
+            there, here = ("4", "6") if rank else ("6", "4")
+            assert f"q is [1, 4, {there}, 8, 'float32'] there and [1, 4, {here}, 8" in text
+
+
+def test_explain_shows_padding_and_copies(backend: Any) -> None:
+    texts = backend.pool(4).run(explained, (14, 2))
+    assert all("14 query heads in 16 places (12% padding), 2 K/V heads in 4" in x for x in texts)
+    assert all("places" not in x for x in backend.pool(4).run(explained, (8, 4)))
+
+
+def explained(rank: int, heads: tuple[int, int]) -> str:
+    """What a call would do."""
+    del rank
+    q, k, v = (torch.ones(1, 4, n, 8) for n in (heads[0], heads[1], heads[1]))
+    return ring_torch.ContextParallel().explain(q, k, v, strategy="ulysses")
+
+
 def compiled_and_not(rank: int, grad: bool) -> list[float]:
     """Differences of results and gradients."""
     torch.manual_seed(rank)
-    shapes = ((4, 16), (2, 16), (2, 24), (4, 24))
+    shapes = ((5, 16), (1, 16), (1, 24), (5, 24))
+    ids, bias = torch.tensor([[0] * 5 + [1] * 7]).int(), torch.randn(1, 5, 12, 24)
+    options: Any = {"segment_ids": ids, "dropout_p": 0.3, "dropout_seed": 2**40}
     *qkv, dout = (torch.randn(1, 12, *shape) for shape in shapes)
-    leaves = [x.requires_grad_(grad) for x in qkv]
+    leaves = [x.requires_grad_(grad) for x in (*qkv, bias)]
 
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        return ring_torch.ring_attention(*x, causal=True, layout="zigzag", strategy="ulysses")
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        return ring_torch.ring_attention(
+            q, k, v, causal=True, layout="zigzag", strategy="ulysses", bias=b, **options
+        )
 
     results = []
     for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
@@ -54,7 +144,33 @@ def compiled_and_not(rank: int, grad: bool) -> list[float]:
 @pytest.mark.parametrize("grad", [True, False])
 def test_compiled(grad: bool, backend: Any) -> None:
     for differences in backend.pool(2).run(compiled_and_not, grad):
-        assert len(differences) == (4 if grad else 1)
+        assert len(differences) == (5 if grad else 1)
+        assert max(differences) == 0
+
+
+def of_any_length(rank: int) -> list[float]:
+    """Differences of a graph for tensors of any length, with a bias for heads that are padded."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> Any:
+        ids = torch.arange(q.shape[1])[None].int() // 5
+        return ring_torch.ring_attention(q, k, v, strategy="ulysses", bias=b, segment_ids=ids)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for length in (6, 8):
+        torch.manual_seed(rank)
+        leaves = [torch.randn(1, length, heads, 16).requires_grad_() for heads in (5, 1, 1)]
+        leaves.append(torch.randn(1, 5, length, 2 * length).requires_grad_())
+        outs = [function(*leaves) for function in (attend, compiled)]
+        grads = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
+        pairs = zip((outs[0], *grads[0]), (outs[1], *grads[1]), strict=True)
+        found += [float((a - b).detach().abs().max()) for a, b in pairs]
+    return found
+
+
+def test_compiled_for_any_length(backend: Any) -> None:
+    for differences in backend.pool(2).run(of_any_length):
+        assert len(differences) == 10
         assert max(differences) == 0
 
 

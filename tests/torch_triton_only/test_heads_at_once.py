@@ -18,6 +18,7 @@ from cases import CASES, Case
 from tolerances import assert_close
 
 import ring_torch
+from ring_core import Mask
 from ring_torch import prepare
 from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree
@@ -34,17 +35,24 @@ from ring_torch.transports.symm_mem import SYMM_MEM
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def _with_more_heads(case: Case) -> Case:
-    """The case with heads that its ranks divide."""
-    return replace(case, heads=(case.heads[0] * case.cp_size, case.heads[1] * case.cp_size))
+def _with_a_head_a_rank(case: Case) -> Case:
+    """The case, with as many groups of heads as make a query head for every rank."""
+    heads, kv_heads = case.heads
+    return replace(case, heads=(heads * -(-case.cp_size // heads), kv_heads))
 
 
 def _can_trade(case: Case) -> bool:
-    plain = case.segments is None and not case.dropout_p and case.bias is None
-    return case.cp_size in {2, 4} and case.dtype == "float32" and plain
+    return case.cp_size in {2, 4} and case.dtype == "float32"
 
 
-TRADED = {case.name: _with_more_heads(case) for case in CASES.values() if _can_trade(case)}
+TRADED = {case.name: _with_a_head_a_rank(case) for case in CASES.values() if _can_trade(case)}
+#: Heads that two ranks do not divide, with all that travels or belongs to single heads.
+_ALL = Case(
+    "heads-3-3", Mask(causal=True), "zigzag", 2, 16, None, 2, (3, 3), (8, 6), bias="heads", alibi=2,
+    dropout_p=0.2, segments="padded", lse_grad=True,
+)  # fmt: skip
+for _case in (_ALL, replace(_ALL, name="heads-3-1", heads=(3, 1), bias="shared")):
+    TRADED[_case.name] = _case
 
 
 def on_a_rank(
@@ -83,7 +91,7 @@ def on_a_rank(
             return run_rank(rank, case, ("eager", "ulysses", "p2p"), None, cuda=False), len(ran)
 
 
-@pytest.mark.nightly(unless=["causal-zigzag-cp2", "v-dim-zigzag"])
+@pytest.mark.nightly(unless=["causal-zigzag-cp2", "v-dim-zigzag", "heads-3-3", "heads-3-1"])
 @pytest.mark.parametrize("case", TRADED.values(), ids=TRADED)
 def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)

@@ -24,6 +24,8 @@ from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout
 from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
+from ring_core.programs.gather import gather_program, gather_refusals, moved_keys
+from ring_core.programs.heads import head_plan
 from ring_core.programs.ring import OFFLOAD_PIECES, RingProgram, Stage, ring_program
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
@@ -318,6 +320,94 @@ def compare(
         )
         costs[pair] = estimate(ring_program(plan, strategy), model, hardware, backward=backward)
     return costs
+
+
+def bytes_sent(
+    plan: Plan, model: Model, strategy: str, *, backward: bool = True, fetches_again: bool = False
+) -> tuple[int, ...]:
+    """Return the bytes that each rank sends in a call of a strategy, without headers.
+
+    >>> from ring_core import Mask, make_plan
+    >>> from ring_core.cost import Model, bytes_sent
+    >>> plan = make_plan(Mask(causal=True), seq_len=65536, cp_size=4, layout="zigzag")
+    >>> model = Model(num_q_heads=32, num_kv_heads=8, head_dim=128)
+    >>> [round(max(bytes_sent(plan, model, way)) / 2**20) for way in ("ring", "gather", "ulysses")]
+    [1152, 1008, 483]
+
+    With ``e`` bytes an element and float32 sums, a token of K/V that travels is ``K * (D + Dv) *
+    e`` bytes, one of dK/dV ``K * (D + Dv) * 4``:
+
+    - ``ring`` passes the K/V of all tokens of a rank on at each hop, and dK/dV backward, too;
+    - ``gather`` sends each rank the K/V that it sees, and gets their dK/dV back;
+    - ``ulysses`` sends each other rank its heads of q, k and v, and gets out and lse back, for all
+      tokens of the rank; backward dO and dQ, dK, dV. Heads that are padded or copied count
+      (:func:`ring_core.head_plan`).
+
+    Args:
+        plan: The plan.
+        model: Heads, dims, batch, bytes an element.
+        strategy: ``"ring"``, ``"gather"`` or ``"ulysses"``.
+        backward: Count the backward as well.
+        fetches_again: For ``gather``: the backward fetches K/V again, as the forward has not saved
+            them.
+
+    Raises:
+        ValueError: The strategy is none of these, or cannot run the plan.
+    """
+    for name, value, kind in (("plan", plan, Plan), ("model", model, Model)):
+        check_kind(name, value, kind)
+    counts = {"ring": _ring_bytes, "gather": _gather_bytes, "ulysses": _ulysses_bytes}
+    if strategy not in counts:
+        raise ValueError(f"strategy must be one of {', '.join(counts)}, got {strategy!r}")
+    passes = counts[strategy](plan, model, 1 + fetches_again)
+    return tuple(
+        forward + (grads if backward else 0) for forward, grads in zip(*passes, strict=True)
+    )
+
+
+_OfRanks = list[int]
+
+
+def _ring_bytes(plan: Plan, model: Model, _fetches: int) -> tuple[_OfRanks, _OfRanks]:
+    """Return the bytes that each rank of a ring sends in the forward, and in the backward."""
+    program, sizes = ring_program(plan), _message_bytes(plan, model)
+    passes = [
+        sum(
+            (stage.kv_hop is not None) * size.kv + (stage.grad_hop is not None) * size.grad
+            for stage in stages
+        )
+        for stages, size in zip((program.forward, program.backward), sizes, strict=True)
+    ]
+    forward, backward = ([x] * plan.cp_size for x in passes)
+    return forward, backward
+
+
+def _gather_bytes(plan: Plan, model: Model, fetches: int) -> tuple[_OfRanks, _OfRanks]:
+    """Return the bytes that each rank sends where keys are gathered ``fetches`` times."""
+    if reasons := gather_refusals(plan):
+        raise ValueError(f"strategy 'gather' cannot run this plan: {'; '.join(reasons)}")
+    width = model.batch * model.num_kv_heads * (model.head_dim + model.value_dim)
+    forward, backward = [], []
+    for rank in range(plan.cp_size):
+        sent, received = moved_keys(plan, rank, like=gather_program(plan, rank))
+        kv = sent * width * model.bytes_per_element
+        forward.append(kv)
+        backward.append((fetches - 1) * kv + received * width * _FLOAT32)
+    return forward, backward
+
+
+def _ulysses_bytes(plan: Plan, model: Model, _fetches: int) -> tuple[_OfRanks, _OfRanks]:
+    """Return the bytes that each rank sends where tokens are traded for heads."""
+    heads = head_plan(model.num_q_heads, model.num_kv_heads, plan.cp_size)
+    d, dv, e = model.head_dim, model.value_dim, model.bytes_per_element
+    rows = model.batch * plan.q_layout.local_len * heads.q.shape[1]
+    keys = model.batch * plan.k_layout.local_len * heads.kv.shape[1] * (d + dv)
+    # Gradients of a K/V head with copies are summed in float32 before they are rounded.
+    grad = e if heads.copies == 1 else _FLOAT32
+    forward = rows * (d * e + dv * e + _FLOAT32) + keys * e
+    backward = rows * (d + dv) * e + keys * grad
+    others = plan.cp_size - 1
+    return [others * forward] * plan.cp_size, [others * backward] * plan.cp_size
 
 
 class _Bytes(NamedTuple):

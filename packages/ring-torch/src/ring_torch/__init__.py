@@ -12,7 +12,7 @@ from ring_core import (
     WrongResultError as WrongResultError,
 )
 from ring_torch.attention import ring_attention as ring_attention
-from ring_torch.check_settings import check as check
+from ring_torch.checking.settings import check as check
 from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo

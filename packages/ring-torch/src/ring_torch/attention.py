@@ -117,10 +117,9 @@ def ring_attention(
         strategy: ``ring``: K/V shards go from rank to rank, a step at a time. ``balanced``: a ring
             over contiguous shards whose idle ranks compute for busy ones, so that causal work is
             even. ``gather``: a rank fetches all the K/V shards that its queries see. ``ulysses``:
-            ranks exchange tokens for heads, which they have to divide; without bias, segment ids
-            and dropout. Or a :class:`ring_core.StrategyConfig`. ``auto`` is ``gather`` where the
-            transport can be ``symm_mem`` and that takes at most three times a ring's memory, else
-            ``ring``.
+            ranks exchange tokens for heads, of which there must be one for each rank. Or a
+            :class:`ring_core.StrategyConfig`. ``auto`` is ``gather`` where the transport can be
+            ``symm_mem`` and that takes at most three times a ring's memory, else ``ring``.
         transport: How bytes move: ``p2p``, messages of ``torch.distributed``; ``symm_mem``, copies
             out of the peers' memory (GPUs of one host, ``gather`` and ``ulysses``). ``auto`` is
             ``symm_mem`` where that is possible.

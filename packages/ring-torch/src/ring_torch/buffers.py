@@ -90,7 +90,7 @@ class HeadPart(NamedTuple):
     Attributes:
         batch: Batch size B.
         length: Tokens that a rank holds, T_local; there are ``T = P * T_local`` on P ranks.
-        heads: Heads that a rank attends with, H / P.
+        heads: Heads that a rank attends with, padding included: H / P of those that travel.
         dim: Numbers of a head, D.
         dtype: The tensor's dtype.
         head_major: True if results lie as ``[B, H, T, D]`` in memory, as ``lse`` does with D = 1;

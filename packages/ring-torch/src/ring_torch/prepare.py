@@ -36,7 +36,7 @@ from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
 from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.check_settings import checked_every, number_checked
+from ring_torch.checking.settings import checked_every, number_checked
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
@@ -241,7 +241,6 @@ def _prepare(
     *,
     lse_grad: bool = False,
     lengths: tuple[int, int] | None = None,
-    heads: tuple[int, ...] | None = None,
 ) -> Call:
     """Check, plan and choose all that is static about a call: once for equal calls.
 
@@ -257,7 +256,6 @@ def _prepare(
         lse_grad: True for the backward of a call whose ``lse`` has a gradient.
         lengths: Queries and keys without padding, for the inner call of a strategy that splits
             heads; ``None`` asks the option ``seq_len``.
-        heads: Global indices of the query heads for dropout, likewise; ``None`` counts from 0.
     """
     sizes, tensors = _check_tensors(facts)
     if lengths is None:
@@ -294,11 +292,10 @@ def _prepare(
     inner = None
     if spec.splits_heads:
         split = head_plan(request.q_heads, request.kv_heads, ranks.size)
-        own_heads = tuple(split.q_filled[ranks.rank].tolist()) if request.dropout else None
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, split),
             options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
-            lse_grad=lse_grad, lengths=lengths, heads=own_heads,
+            lse_grad=lse_grad, lengths=lengths,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
@@ -314,9 +311,7 @@ def _prepare(
         request.segment_ids, is_short, options.return_lse, inner,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
-    params = _params(
-        plan, request, config, options, grads, device, heads, sinks=tensors.sinks is not None
-    )
+    params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
     fields = _fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
@@ -421,7 +416,7 @@ def _shared_bias_bytes(bias: checks.Tensor | None) -> int:
 
 def _params(
     plan: Plan, request: Request, config: KernelConfig, options: CallOptions, grads: tuple[bool, bool],
-    device: torch.device, heads: tuple[int, ...] | None, *, sinks: bool,
+    device: torch.device, *, sinks: bool,
 ) -> KernelParams:  # fmt: skip
     """Return the parameters of all work items, but for the dropout seed, which calls set later."""
     return KernelParams(
@@ -430,7 +425,7 @@ def _params(
         config.block_k, bool(config.fused_backward), _boundaries(plan, device), plan.blocks,
         options.deterministic, grads[1], options.bias_role != "added",
         shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
-        needs_lse=grads[0] or sinks or options.return_lse, heads=_head_indices(heads, device),
+        needs_lse=grads[0] or sinks or options.return_lse,
     )  # fmt: skip
 
 
@@ -463,13 +458,6 @@ def _shortened(numbers: tuple[object, ...] | None) -> str | None:
     text = str(numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
-
-
-def _head_indices(heads: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
-    if heads is None:
-        return None
-    with torch.inference_mode(mode=False):  # calls that train share them
-        return torch.tensor(heads, dtype=torch.int32).to(device)
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

@@ -39,7 +39,7 @@ class KernelParams:
     shifts_bias: bool = False  # each row of the bias is shifted (QueryBlock.bias_shift)
     sinks: Tensor | None = None  # float32 [H], for a launch that has to add them
     needs_lse: bool = True  # if false, a kernel may leave the lse that it is given uninitialised
-    heads: Tensor | None = None  # int32 [H], global query heads, for dropout; None counts from 0
+    heads: Tensor | None = None  # int64 [H], global query heads, for dropout; None counts from 0
 
 
 class PositionRun(NamedTuple):

@@ -217,6 +217,30 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
     )  # fmt: skip
 
 
+def moved_keys(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[int, int]:
+    """Count the keys that a rank sends to others, and those that it fetches from them.
+
+    >>> from ring_core import Mask, gather_program, make_plan
+    >>> from ring_core.programs.gather import moved_keys
+    >>> plan = make_plan(Mask(causal=True), seq_len=512, cp_size=2, layout="contiguous")
+    >>> [moved_keys(plan, rank, like=gather_program(plan, rank)) for rank in range(2)]
+    [(256, 0), (0, 256)]
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        like: A program of any rank; those of all ranks have its options.
+    """
+    sent, received = 0, 0
+    for peer in range(plan.cp_size):
+        program = gather_program(plan, peer, own=like.own, splits=like.splits, tile=like.tile)
+        for fetch in program.fetches:
+            keys = fetch.source.stop - fetch.source.start
+            sent += keys if fetch.rank == rank != peer else 0
+            received += keys if peer == rank != fetch.rank else 0
+    return sent, received
+
+
 class Longest(NamedTuple):
     """The facts of all ranks' gathers that every rank has to know, for programs with own keys.
 

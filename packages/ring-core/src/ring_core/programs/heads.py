@@ -89,7 +89,6 @@ class HeadPlan:
         )
 
 
-@lru_cache(maxsize=256)
 def head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     """Return which heads each rank attends with when ranks trade tokens for heads.
 
@@ -114,6 +113,12 @@ def head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
         raise ValueError(f"kv_heads must divide q_heads, got {kv_heads} and {q_heads}")
     if reason := too_many_ranks(q_heads, ranks):
         raise ValueError(reason)
+    return _head_plan(q_heads, kv_heads, ranks)
+
+
+@lru_cache(maxsize=256)
+def _head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
+    """Return the plan of valid numbers, made once."""
     group = q_heads // kv_heads
 
     def places(copies: int) -> tuple[int, int]:

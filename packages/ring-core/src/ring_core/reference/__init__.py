@@ -11,5 +11,4 @@ from ring_core.reference.dense import (
     attention as attention,
     attention_grads as attention_grads,
 )
-from ring_core.reference.heads import run_heads as run_heads
 from ring_core.reference.simulator import Simulation as Simulation, run as run, simulate as simulate

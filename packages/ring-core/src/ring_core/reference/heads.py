@@ -49,9 +49,10 @@ def run_heads(
 
     >>> import numpy as np
     >>> from ring_core import Mask, head_plan, make_plan, reference
+    >>> from ring_core.reference.heads import run_heads
     >>> q, k, v = (np.random.default_rng(0).standard_normal((1, 8, n, 4)) for n in (5, 1, 1))
     >>> plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="zigzag")
-    >>> found = reference.run_heads(plan, head_plan(5, 1, 2), q, k, v)
+    >>> found = run_heads(plan, head_plan(5, 1, 2), q, k, v)
     >>> bool(np.allclose(found.out, reference.attention(q, k, v, causal=True)[0]))
     True
 

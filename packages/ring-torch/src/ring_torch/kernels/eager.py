@@ -361,7 +361,7 @@ def dropout_keep(
         p: Probability to drop.
         seed: The seed, 64 bits.
         batch: Indices of sequences of the batch.
-        heads: Number of heads, which count from 0, or their global indices.
+        heads: Number of heads, which count from 0, or their global indices, int64.
         index: Global indices of the queries.
         position: Global indices of the keys, ascending.
 
@@ -371,7 +371,7 @@ def dropout_keep(
     device = index.device
     groups, group_index = torch.unique_consecutive(position >> 2, return_inverse=True)
     b = torch.arange(batch.start, batch.stop, device=device).view(-1, 1, 1, 1)
-    h = torch.arange(heads, device=device) if isinstance(heads, int) else heads.long()
+    h = torch.arange(heads, device=device) if isinstance(heads, int) else heads
     h = h.view(1, -1, 1, 1)
     random_words = torch.stack(
         _random_words((groups, index.view(-1, 1), h, b), philox.seed_key(seed)), dim=-1

@@ -17,7 +17,7 @@ from ring_core.base.arguments import check_size
 from ring_core.masks.mask import mask_of
 from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
 from ring_torch.capture import capture_safe_cache
-from ring_torch.check_settings import checked_every, number_checked
+from ring_torch.checking.settings import checked_every, number_checked
 from ring_torch.comm.ranks import Members, Ranks, ranks_of
 from ring_torch.movement.rows import (
     HaloMove,

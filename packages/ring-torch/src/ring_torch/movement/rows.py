@@ -22,11 +22,11 @@ from ring_core import Layout, LayoutSpec, WrongResultError
 from ring_core.checks import padded_layout
 from ring_core.movement import Movement, RowCopy, halo, offsets_of_documents, relayout, shift
 from ring_torch.capture import capture_safe_cache, on_device
+from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import Ranks, check_device
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import check_no_batch
-from ring_torch.watch import Watch, shared_findings
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
 _MOST_SLICES = 32

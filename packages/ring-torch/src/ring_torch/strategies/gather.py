@@ -115,6 +115,7 @@ class Gather(Strategy):
     groups: HeadGroups
     gather: GatherProgram
     name: str = "gather"
+    saves: bool = False  # True if the forward saves the gathered K/V
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
     adds_sinks: bool = False
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
@@ -142,7 +143,7 @@ class Gather(Strategy):
                 saved = tuple(arriving.tensors)
             if call.params.needs_lse:
                 call.kernel.mark_nonfinite(state.lse)
-            return state, saved if self._saves(call, keys) else ()
+            return state, saved if self.saves else ()
         if sinks is not None:
             call = call._replace(params=replace(call.params, sinks=sinks))
         rows = call.rows(inputs)
@@ -171,7 +172,7 @@ class Gather(Strategy):
         elif results[0].out.dtype != state.out.dtype:
             outs, lses = zip(*results, strict=True)
             state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
-        return state, tuple(gathered) if self._saves(call, keys) else ()
+        return state, tuple(gathered) if self.saves else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients; dK and dV in the inputs' dtype.
@@ -277,13 +278,13 @@ class Gather(Strategy):
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, delta)
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
 
         Another plan may gather more keys, and then a compiled backward fetches them again.
         """
         keys = KVPayload.of(inputs, self.groups.forward)
-        if not plan_known or not self._saves(call, keys):
+        if not plan_known or not self.saves:
             return []
         return saved_key_shapes(self.gather, keys, groups=self.groups.forward)
 
@@ -294,10 +295,6 @@ class Gather(Strategy):
             self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
             forward=forward, fetches=fetches,
         )  # fmt: skip
-
-    def _saves(self, call: Call, keys: KVPayload) -> bool:
-        """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        return saves_keys(call, self.gather, keys, groups=self.groups.forward)
 
 
 def _attend(
@@ -495,10 +492,7 @@ def _resolve(resolution: Resolution) -> Strategy:
     """
     program = resolution.program
     if resolution.kernel.capabilities.bands != "any":
-        return TwoStageGather.of(
-            program.plan, resolution.rank, prepares=resolution.kernel.prepares,
-            saves=not resolution.returns_lse,
-        )  # fmt: skip
+        return TwoStageGather.of(resolution)
     needs_more = resolution.needs_index or resolution.segment_ids
     groups = (
         ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)
@@ -510,7 +504,7 @@ def _resolve(resolution: Resolution) -> Strategy:
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
-        groups, gather, head_major=tile is not None,
+        groups, gather, saves=saves_keys(resolution, gather), head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,

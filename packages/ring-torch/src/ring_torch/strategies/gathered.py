@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ring_core import GatherProgram, longest_gather
-from ring_torch.call import Call, Shapes
+from ring_torch.call import Resolution, Shapes
 from ring_torch.payload import KVPayload
 
 #: Gathered keys of up to this many bytes are kept from the forward for the backward, which
@@ -13,13 +13,13 @@ from ring_torch.payload import KVPayload
 MAX_SAVED_BYTES = 256 << 20
 
 
-def saves_keys(call: Call, gather: GatherProgram, keys: KVPayload, *, groups: int) -> bool:
-    """Return True if the forward saves the gathered K/V, which all ranks decide alike.
-
-    ``keys`` are those of one of ``groups`` groups of heads.
-    """
-    longest = longest_gather(call.plan, splits=gather.splits, tile=gather.tile).length
-    return call.needs_grad and groups * keys.size(longest) <= MAX_SAVED_BYTES
+def saves_keys(resolution: Resolution, gather: GatherProgram) -> bool:
+    """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
+    plan, sizes = resolution.program.plan, resolution.sizes
+    width = sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim)
+    token = width * resolution.itemsize + (4 if resolution.segment_ids else 0)
+    longest = longest_gather(plan, splits=gather.splits, tile=gather.tile).length
+    return resolution.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
 
 
 def saved_key_shapes(gather: GatherProgram, keys: KVPayload, *, groups: int) -> Shapes:

@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 
 import torch
 
-from ring_core import GatherProgram, Plan, WorkItem, gather_program
-from ring_torch.call import Call, Saved, Shapes, Strategy, zero_row_grads
+from ring_core import GatherProgram, WorkItem, gather_program
+from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import (
@@ -43,15 +43,23 @@ class TwoStageGather(Strategy):
     own_items: tuple[WorkItem, ...]
     name: str = "gather"
     prepares: bool = False  # True if the kernel may prepare launches
-    saves: bool = True  # False if another kernel, with another program, may run the backward
+    saves: bool = False  # True if the forward saves the gathered K/V
     launches: dict[object, PreparedParts] = field(default_factory=dict, compare=False)
     depends_on_kernel = True
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, *, prepares: bool = False, saves: bool = True) -> Self:
-        """Make what a rank fetches from others, and its work over its own K/V."""
-        program = gather_program(plan, rank, own=False)
-        return cls(program, plan.items(rank, rank), prepares=prepares, saves=saves)
+    def of(cls, resolution: Resolution) -> Self:
+        """Make what a rank fetches from others, and its work over its own K/V.
+
+        A call that returns ``lse`` saves nothing: another kernel, with another program, may run its
+        backward.
+        """
+        plan, rank = resolution.program.plan, resolution.rank
+        gather = gather_program(plan, rank, own=False)
+        return cls(
+            gather, plan.items(rank, rank), prepares=resolution.kernel.prepares,
+            saves=saves_keys(resolution, gather) and not resolution.returns_lse,
+        )  # fmt: skip
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
@@ -95,7 +103,7 @@ class TwoStageGather(Strategy):
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_parts(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
-        return state, saved if self._saves(call, keys) else ()
+        return state, saved if self.saves else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype or the accumulators'."""
@@ -161,10 +169,10 @@ class TwoStageGather(Strategy):
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V; none if the plan is not known."""
         keys = KVPayload.of(inputs)
-        if not plan_known or not self._saves(call, keys):
+        if not plan_known or not self.saves:
             return []
         return saved_key_shapes(self.gather, keys, groups=1)
 
@@ -174,10 +182,6 @@ class TwoStageGather(Strategy):
             self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
-
-    def _saves(self, call: Call, keys: KVPayload) -> bool:
-        """Return True if the forward saves the gathered K/V, which all ranks decide alike."""
-        return self.saves and saves_keys(call, self.gather, keys, groups=1)
 
 
 class _Work(NamedTuple):

@@ -62,7 +62,8 @@ class Ulysses(Strategy):
         if inputs.q_ids is not None or inputs.bias is not None:
             traded = _with_options(carry, layouts, tables, inputs, traded)
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
-        (out, lse), _ = attend(self._inner(call), self._inner_inputs(tables, inputs, traded))
+        inner = self._inner(call, tables)
+        (out, lse), _ = attend(inner, self._inner_inputs(tables, inputs, traded))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         own_out, own_lse = to_tokens(
@@ -96,7 +97,7 @@ class Ulysses(Strategy):
         dout, *deltas = to_heads(carry, layouts.upstream, sent, [tables.rows] * len(sent))
         delta = deltas[0].squeeze(-1).transpose(1, 2) if deltas else None
         # ... the backward of all tokens runs for this rank's heads ...
-        inner = self._inner(call)
+        inner = self._inner(call, tables)
         grads = inner.strategy.backward(
             inner, self._inner_inputs(tables, inputs, traded),
             BackwardInputs(dout, out, lse, delta), (),
@@ -111,11 +112,11 @@ class Ulysses(Strategy):
             dbias = _bias_grad(carry, not_none(layouts.bias_grad), tables, inputs, grads.dbias)
         return Grads(dq, dk, dv, dbias)
 
-    def _inner(self, call: Call) -> Call:
-        """Return the inner call with the seed of the call."""
+    def _inner(self, call: Call, tables: Tables) -> Call:
+        """Return the inner call, with what dropout depends on: the seed, and the rank's heads."""
         if call.params.dropout_p == 0:
             return self.inner
-        params = replace(self.inner.params, dropout_seed=call.seed)
+        params = replace(self.inner.params, dropout_seed=call.seed, heads=tables.heads)
         return self.inner._replace(params=params)
 
     def _inner_inputs(self, tables: Tables, inputs: Inputs, traded: Traded) -> Inputs:
@@ -206,7 +207,8 @@ class Tables(NamedTuple):
         padding: Places of ``q`` that stand for no head, set with ``q``.
         q_slots: Place of each query head.
         kv_slots: Places of the copies of each K/V head, ``[K, copies]``.
-        own: Query heads of this rank, a slice where they are a range.
+        heads: Query heads of this rank.
+        own: The same, a slice where they are a range.
     """
 
     rows: Tensor | None
@@ -216,6 +218,7 @@ class Tables(NamedTuple):
     padding: Tensor | None
     q_slots: Tensor | None
     kv_slots: Tensor | None
+    heads: Tensor
     own: Tensor | slice
 
     def placed(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
@@ -255,15 +258,16 @@ def tables_of(plan: Plan, heads: HeadPlan, rank: int, device: torch.device) -> T
     rows, columns = (table(x, skip=bool((np.diff(x) == 1).all())) for x in tokens)
     q_in_order = heads.q.size == len(heads.q_slots) and bool((np.diff(heads.q_slots) == 1).all())
     kv_in_order = heads.kv.size == len(heads.kv_slots)
-    own: Tensor | slice = slice(int(heads.q_filled[rank, 0]), int(heads.q_filled[rank, -1]) + 1)
-    if not (np.diff(heads.q_filled[rank]) == 1).all():
-        own = torch.as_tensor(heads.q_filled[rank].astype(np.int64)).to(device)
+    own = heads.q_filled[rank].astype(np.int64)
+    own_heads = torch.as_tensor(own).to(device)
+    is_range = bool((np.diff(own) == 1).all())
     return Tables(
         rows, columns,
         table(heads.q_filled.ravel(), skip=q_in_order),
         table(heads.kv_filled.ravel(), skip=kv_in_order),
         table(np.flatnonzero(heads.q == PADDING), skip=q_in_order),
-        table(heads.q_slots, skip=q_in_order), table(heads.kv_slots, skip=kv_in_order), own,
+        table(heads.q_slots, skip=q_in_order), table(heads.kv_slots, skip=kv_in_order),
+        own_heads, slice(int(own[0]), int(own[-1]) + 1) if is_range else own_heads,
     )  # fmt: skip
 
 
@@ -298,7 +302,8 @@ def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts
     q, k, v = inputs[:3]
     bias = None
     if inputs.bias is not None:
-        bias = inputs.bias.shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
+        shape = tuple(map(int, inputs.bias.shape))  # while traced they may be symbols
+        bias = shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
     return _exchanges(
         heads, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype, call.kernel.needs_delta,
         inputs.q_ids is not None, bias,

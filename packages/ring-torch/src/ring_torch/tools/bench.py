@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_core.tools.bench import BenchCase, TimedRound, Timing, default_case, timings
 from ring_core.tools.doctor import Check
 from ring_torch.attention import ring_attention
-from ring_torch.check_settings import check as checking
+from ring_torch.checking.settings import check as checking
 from ring_torch.local import LocalRanks
 from ring_torch.tools.timing import seconds_of
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ring_core import GatherProgram, Plan, gather_program
-from ring_core.programs.gather import Fetch
+from ring_core.programs.gather import Fetch, moved_keys
 from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -217,12 +217,7 @@ def gathered_traffic(
     ``keys`` describes the K/V of all heads, to which groups add up. ``fetches`` is false for a
     backward to which the forward has saved the gathered K/V.
     """
-    requests = [fetch for _, fetch in requests_to(plan, rank, like=gather)]
-    fetched = [fetch for fetch in gather.fetches if fetch.rank != rank]
-    tokens_sent, tokens_received = (
-        sum(fetch.source.stop - fetch.source.start for fetch in some)
-        for some in (requests, fetched)
-    )
+    tokens_sent, tokens_received = moved_keys(plan, rank, like=gather)
     kv = Traffic(keys.size(tokens_sent), keys.size(tokens_received)) if fetches else Traffic(0, 0)
     if forward:
         return kv

@@ -56,7 +56,8 @@ class Messages:
         A group's messages are one transfer, so waiting for one fetch waits for all of the group.
         """
         groups = self.spec.groups
-        pending = [self._fetch(gather, head_group(inputs, n, groups)) for n in range(groups)]
+        parts = [inputs] if groups == 1 else [head_group(inputs, n, groups) for n in range(groups)]
+        pending = [self._fetch(gather, part) for part in parts]
         # Not before: messages wait for the kernels that are queued when they are started.
         meanwhile()
         return iter(pending)

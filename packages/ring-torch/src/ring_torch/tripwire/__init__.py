@@ -4,8 +4,8 @@
 - ``samples`` asks all ranks for their part of it, and compares.
 - ``traffic`` compares the bytes that were sent, and the time.
 
-Which calls are checked says ``ring_torch.check_settings``; ``ring_torch.watch`` counts their bytes.
-It may import what strategies import, and no strategy.
+``ring_torch.checking`` says which calls are checked, and counts their bytes. It may import what
+strategies import, and no strategy.
 """
 
 from ring_torch.tripwire.samples import (

@@ -21,6 +21,7 @@ from torch import Tensor
 from ring_core.base.arguments import Ints, not_none
 from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
+from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.ranks import exchange
 from ring_torch.positions import positions_of
 from ring_torch.records import BackwardInputs, Inputs, folded
@@ -37,7 +38,6 @@ from ring_torch.tripwire.dense import (
     query_means,
 )
 from ring_torch.tripwire.traffic import CheckedPass
-from ring_torch.watch import Watch, shared_findings
 
 #: Result of the call, exact result, plain result and root of the summed squares of terms that were
 #: rounded, ``[4, H, D]`` each, and a bound of each row's terms ``[4]``: input of ``SampledRows``.

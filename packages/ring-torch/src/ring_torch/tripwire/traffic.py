@@ -9,9 +9,9 @@ import torch
 from ring_core.cost import BACKWARD_FLOPS, Model
 from ring_core.tripwire import peak_tflops
 from ring_torch.call import Call
+from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.records import Inputs
-from ring_torch.watch import Watch
 
 
 class CheckedPass(NamedTuple):
