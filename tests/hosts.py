@@ -89,13 +89,13 @@ class Host:
 def hosts(count: int) -> Iterator[list[Host]]:
     """Hosts on a bridge, itself in a namespace; gone afterwards, with all that runs on them."""
     switch = f"ring-{os.getpid()}-switch"
-    made = [Host(f"ring-{os.getpid()}-{n}", f"10.77.0.{n + 1}") for n in range(count)]
+    started_hosts = [Host(f"ring-{os.getpid()}-{n}", f"10.77.0.{n + 1}") for n in range(count)]
     try:
         run("ip", "netns", "add", switch)
         inside = ("ip", "-n", switch, "link")
         run(*inside, "add", "bridge0", "type", "bridge")
         run(*inside, "set", "bridge0", "up")
-        for n, host in enumerate(made):
+        for n, host in enumerate(started_hosts):
             run("ip", "netns", "add", host.name)
             run("ip", "-n", host.name, "link", "add", "eth0", "type", "veth", "peer", "name",
                 f"port{n}", "netns", switch)  # fmt: skip
@@ -103,9 +103,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
             run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 run("ip", "-n", host.name, "link", "set", device, "up")
-        yield made
+        yield started_hosts
     finally:
-        for name in (switch, *(host.name for host in made)):
+        for name in (switch, *(host.name for host in started_hosts)):
             with suppress(RuntimeError, ProcessLookupError):
                 for process in run("ip", "netns", "pids", name).split():
                     os.kill(int(process), signal.SIGKILL)
@@ -167,7 +167,7 @@ class Job:
         """Whether a link is cut in its midst."""
         return self.link.name == "cut"
 
-    def command(self, n: int, made: Sequence[Host]) -> list[str]:
+    def command(self, n: int, hosts_of_job: Sequence[Host]) -> list[str]:
         """What runs on host ``n``, once, or once for each rank."""
         program = [str(ROOT / "tests" / "on_hosts" / f"ring_{self.backend}_job.py")]
         program += ["cut"] if self.is_cut else []
@@ -176,16 +176,16 @@ class Job:
         return [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}",
             f"--node-rank={n}", f"--nproc-per-node={self.each}", f"--master-port={PORT}",
-            f"--master-addr={made[0].address}", *program,
+            f"--master-addr={hosts_of_job[0].address}", *program,
         ]  # fmt: skip
 
-    def environment(self, made: Sequence[Host]) -> dict[str, str]:
+    def environment(self, hosts_of_job: Sequence[Host]) -> dict[str, str]:
         """What all its ranks are told."""
         timeout = TIMEOUTS[self.backend] if self.is_cut else UNDISTURBED
         return os.environ | {
             "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT),
+            "MASTER_ADDR": hosts_of_job[0].address, "MASTER_PORT": str(PORT),
             "WORLD_SIZE": str(self.hosts * self.each), "RING_TIMEOUT": str(timeout),
         }  # fmt: skip
 
@@ -204,19 +204,19 @@ class Started:
 
 
 @contextmanager
-def started(job: Job, made: Sequence[Host]) -> Iterator[list[Started]]:
+def started(job: Job, hosts_of_job: Sequence[Host]) -> Iterator[list[Started]]:
     """Start a job; whatever of it still runs in the end is killed."""
     running: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for n, host in enumerate(made):
+            for n, host in enumerate(hosts_of_job):
                 for local in range(1 if job.torchrun else job.each):
                     rank = n * job.each + local
                     output = Path(folder) / f"{rank}.txt"
                     with output.open("w") as file:
                         process = subprocess.Popen(
-                            host.command(*job.command(n, made)),
-                            env=job.environment(made)
+                            host.command(*job.command(n, hosts_of_job)),
+                            env=job.environment(hosts_of_job)
                             | {"RANK": str(rank), "LOCAL_RANK": str(local)},
                             stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                         )  # fmt: skip
@@ -250,24 +250,26 @@ def tails(running: Sequence[Started]) -> str:
     return "\n".join(rank_process.text[-1500:] for rank_process in running)
 
 
-def left(made: Sequence[Host]) -> list[str]:
+def left(hosts_of_job: Sequence[Host]) -> list[str]:
     """Processes that are still on hosts; they get a moment."""
     for _ in range(50):
-        pids = [pid for host in made for pid in run("ip", "netns", "pids", host.name).split()]
+        pids = [
+            pid for host in hosts_of_job for pid in run("ip", "netns", "pids", host.name).split()
+        ]
         if not pids:
             break
         time.sleep(0.1)
     return pids
 
 
-def undisturbed(job: Job, made: Sequence[Host]) -> str:
+def undisturbed(job: Job, hosts_of_job: Sequence[Host]) -> str:
     """Run a job to its end; words about it.
 
     Raises:
         RuntimeError: It did not give the right results.
     """
-    shapes = {shape(host, job.link) for host in made}
-    with started(job, made) as running:
+    shapes = {shape(host, job.link) for host in hosts_of_job}
+    with started(job, hosts_of_job) as running:
         codes = finish(running, PATIENCE)
         texts = "".join(rank_process.text for rank_process in running)
         expected_counts = dict.fromkeys(
@@ -277,7 +279,7 @@ def undisturbed(job: Job, made: Sequence[Host]) -> str:
             raise RuntimeError(f"exit codes {codes}\n{tails(running)}")
     dropped = sum(
         int(n)
-        for host in made
+        for host in hosts_of_job
         for n in re.findall(r"dropped (\d+)", host.link("-s", "qdisc", "show", "dev", "eth0"))
     )
     if job.link.drops and not dropped:
@@ -285,19 +287,19 @@ def undisturbed(job: Job, made: Sequence[Host]) -> str:
     return f"{len(RINGS)} kinds of rings equal on all ranks, link {', '.join(shapes)}, {dropped} packets dropped"
 
 
-def with_a_link_cut(job: Job, made: Sequence[Host]) -> str:
+def with_a_link_cut(job: Job, hosts_of_job: Sequence[Host]) -> str:
     """Start a job, cut a link in its midst, and see all ranks end in an error; words about it.
 
     Raises:
         RuntimeError: A rank ended well, had a wrong result, or did not end in time.
     """
-    with started(job, made) as running:
+    with started(job, hosts_of_job) as running:
         until = time.monotonic() + PATIENCE
         while not all("step 3\n" in rank_process.text for rank_process in running):
             if time.monotonic() > until or any(x.process.poll() is not None for x in running):
                 raise RuntimeError(f"no steps were made\n{tails(running)}")
             time.sleep(0.1)
-        made[-1].cut()
+        hosts_of_job[-1].cut()
         began = time.monotonic()
         codes = finish(running, 12 * TIMEOUTS[job.backend])
         seconds = time.monotonic() - began
@@ -350,9 +352,9 @@ def report(job: Job) -> Report:
     """Run a job, and say how it ended."""
     began = time.monotonic()
     try:
-        with hosts(job.hosts) as made:
-            ok, text = True, (with_a_link_cut if job.is_cut else undisturbed)(job, made)
-            if processes := left(made):
+        with hosts(job.hosts) as started_hosts:
+            ok, text = True, (with_a_link_cut if job.is_cut else undisturbed)(job, started_hosts)
+            if processes := left(started_hosts):
                 raise RuntimeError(f"processes stayed: {processes}")  # noqa: TRY301 - reported below
     except RuntimeError as error:
         ok, text = False, str(error)

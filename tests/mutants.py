@@ -115,8 +115,8 @@ def _ring_reversed() -> Patches:
 
 def _merge_without_rescale() -> Patches:
     def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> Any:
-        seen = ~np.isneginf(lse_b)[..., None]
-        return out_a + np.where(seen, out_b, 0), np.logaddexp(lse_a, lse_b)
+        visible = ~np.isneginf(lse_b)[..., None]
+        return out_a + np.where(visible, out_b, 0), np.logaddexp(lse_a, lse_b)
 
     patches: Patches = [(simulator, "merge", merge)]
     if sdpa := _torch("kernels.sdpa"):

@@ -35,17 +35,17 @@ def imports_transformers(path: Path) -> bool:
 
     Imports within functions count, and those in text, which tests run in other processes.
     """
-    seen: set[Path] = set()
+    visited: set[Path] = set()
     waiting = {path}
     while waiting:
-        seen.add(current := waiting.pop())
+        visited.add(current := waiting.pop())
         names = _imported(current)
         if any(
             name == root or name.startswith(f"{root}.") for name in names for root in _TRANSFORMERS
         ):
             return True
         files = (root / f"{name.replace('.', '/')}.py" for name in names for root in _IMPORT_ROOTS)
-        waiting |= {file for file in files if file.is_file()} - seen
+        waiting |= {file for file in files if file.is_file()} - visited
     return False
 
 

@@ -85,7 +85,7 @@ def test_global_rule_as_a_local_band(
     assert lo.dtype == hi.dtype == np.int64
     i, j = np.arange(SIZE)[:, None], np.arange(SIZE)
     ahead = q_start + stride * i - (k_start + stride * j)
-    seen = (left is None or ahead <= left) & np.asarray(right is None or -ahead <= right)
+    visible = (left is None or ahead <= left) & np.asarray(right is None or -ahead <= right)
     np.testing.assert_array_equal(
-        (lo <= i - j) & (i - j <= hi), np.broadcast_to(seen, (SIZE, SIZE))
+        (lo <= i - j) & (i - j <= hi), np.broadcast_to(visible, (SIZE, SIZE))
     )

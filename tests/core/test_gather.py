@@ -292,9 +292,9 @@ def test_a_backward_writes_each_column_once_first(plan: Plan, data: st.DataObjec
         new = np.zeros_like(written)
         for part in overwritten:
             new[part] = True
-        seen = np.zeros_like(written)
-        seen[item.k_slice] = True
-        np.testing.assert_array_equal(new, seen & ~written)
+        visible = np.zeros_like(written)
+        visible[item.k_slice] = True
+        np.testing.assert_array_equal(new, visible & ~written)
         written |= new
     assert written.all()
 

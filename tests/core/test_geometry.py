@@ -50,10 +50,10 @@ def seen_in(plan: Plan, q_rank: int, kv_rank: int) -> Any:
 
 def pairs_by_row(rows: RectangleTable, plan: Plan, q_rank: int, kv_rank: int) -> Any:
     """How many keys each query of a rank sees in rectangles, which no two of them share."""
-    seen = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
+    visible = np.zeros((plan.q_layout.local_len, plan.k_layout.local_len), dtype=int)
     for q_start, q_stop, k_start, k_stop, *_ in np.stack(columns_of(rows), axis=-1).tolist():
-        seen[q_start:q_stop, k_start:k_stop] = 1
-    return (seen * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
+        visible[q_start:q_stop, k_start:k_stop] = 1
+    return (visible * seen_in(plan, q_rank, kv_rank)).sum(axis=1)
 
 
 def test_tokens_assigned_one_by_one_of_chunks() -> None:
@@ -98,12 +98,12 @@ def test_chunks_side_by_side_are_one_run(
     mask = Mask(data.draw(st.booleans()), (data.draw(side), data.draw(side)))
     sizes: Any = {"seq_len": cp_size * chunks * length, "cp_size": cp_size}
     cut = ChunkLayout(tuple(tuple(range(n * chunks, (n + 1) * chunks)) for n in range(cp_size)))
-    one, other = (
+    one_chunk, neighbours = (
         ring_program(make_plan(mask, **sizes, layout=layout)) for layout in ("contiguous", cut)
     )
-    assert one.steps == other.steps
-    for step in range(one.num_steps):
-        np.testing.assert_array_equal(one.table(step), other.table(step))
+    assert one_chunk.steps == neighbours.steps
+    for step in range(one_chunk.num_steps):
+        np.testing.assert_array_equal(one_chunk.table(step), neighbours.table(step))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

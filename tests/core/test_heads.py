@@ -118,9 +118,9 @@ def test_ranks_are_exact(heads: tuple[int, int, int]) -> None:
     plan = make_plan(
         Mask(causal=True), seq_len=length, kv_seq_len=keys, cp_size=ranks, layout="zigzag"
     )
-    found = run_heads(plan, head_plan(*heads), q, k, v, dout=dout, dlse=dlse, **options)
+    results = run_heads(plan, head_plan(*heads), q, k, v, dout=dout, dlse=dlse, **options)
     options["causal"] = True
     out, lse = reference.attention(q, k, v, **options)
     expected = reference.attention_grads(dout, q, k, v, dlse=dlse, **options)
     for name, x in {"out": out, "lse": lse, **expected._asdict()}.items():
-        np.testing.assert_allclose(getattr(found, name), x, rtol=1e-11, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(getattr(results, name), x, rtol=1e-11, atol=1e-12, err_msg=name)

@@ -29,9 +29,9 @@ def test_identity(part: Part) -> None:
     nothing = np.full((3, 2), np.nan), np.full(3, -np.inf)
     for merged in (merge(*part, *nothing), merge(*nothing, *part)):
         np.testing.assert_allclose(merged[1], part[1], rtol=1e-15)
-        seen = ~np.isneginf(part[1])
-        np.testing.assert_allclose(merged[0][seen], part[0][seen], rtol=1e-14)
-        assert (merged[0][~seen] == 0).all()
+        visible = ~np.isneginf(part[1])
+        np.testing.assert_allclose(merged[0][visible], part[0][visible], rtol=1e-14)
+        assert (merged[0][~visible] == 0).all()
 
 
 @given(parts(), parts(), parts())

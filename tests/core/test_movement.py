@@ -147,9 +147,9 @@ def test_a_halo_has_the_rows_on_both_sides_of_each_run(cp_size: int, left: int, 
                 np.asarray(offsets)[[0, 2, 3, 4, 5, 6, 7]],
                 np.asarray(offsets)[[1, *range(3, 9)]],
             )
-            which = documents[inside]
-            assert (starts[which] <= positions[inside]).all()
-            assert (positions[inside] < stops[which]).all()
+            document = documents[inside]
+            assert (starts[document] <= positions[inside]).all()
+            assert (positions[inside] < stops[document]).all()
             _, alone = halo_ids(layout, left, right, rank)
             np.testing.assert_array_equal(alone, np.where(inside, 0, -1))
 

@@ -68,8 +68,8 @@ class Example:
     def over(self, rank: int, owner: int, mask: Mask) -> tuple[Array, Array]:
         """A rank's queries over another's keys, by a mask over positions."""
         q, k = self.shard(rank), self.shard(owner)
-        seen = mask.dense(np.arange(q.start, q.stop), np.arange(k.start, k.stop))
-        return self.attend(q, k, bias=np.where(seen, 0.0, -np.inf)[None, None])
+        visible = mask.dense(np.arange(q.start, q.stop), np.arange(k.start, k.stop))
+        return self.attend(q, k, bias=np.where(visible, 0.0, -np.inf)[None, None])
 
     def ring(self, part: Callable[[int, int], tuple[Array, Array]]) -> Results:
         """Results of a ring in which each rank merges a part for each rank's keys."""

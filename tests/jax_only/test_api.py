@@ -276,9 +276,9 @@ def test_explain_says_what_would_run() -> None:
         == f"kernel xla (any device)\nstrategy ring, transport xla\n{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
-    told = []
-    jax.eval_shape(lambda q: told.append(cp.explain(q, k, v, causal=True)), q)
-    assert told == [text], "also while it is traced"
+    lines = []
+    jax.eval_shape(lambda q: lines.append(cp.explain(q, k, v, causal=True)), q)
+    assert lines == [text], "also while it is traced"
 
 
 def test_one_device_on_a_mesh_with_explicit_axes() -> None:

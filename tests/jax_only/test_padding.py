@@ -123,10 +123,10 @@ def test_moves(layout: str) -> None:
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(pull(weights)[0], pull_want(weights)[0])
     local = cp.shard(x, pad=True, fill=7)
-    there = cp.relayout(local, to=plain, seq_len=length)
-    np.testing.assert_array_equal(there, plain.shard(x, pad=True))
+    relaid = cp.relayout(local, to=plain, seq_len=length)
+    np.testing.assert_array_equal(relaid, plain.shard(x, pad=True))
     np.testing.assert_array_equal(
-        plain.relayout(there, to=cp, seq_len=length), cp.shard(x, pad=True)
+        plain.relayout(relaid, to=cp, seq_len=length), cp.shard(x, pad=True)
     )
     rows, positions, _ = (np.asarray(y) for y in cp.halo(local, 2, 1, seq_len=length))
     assert positions.max() < length

@@ -36,15 +36,15 @@ def traced(topology: str, *, inside_shard_map: bool) -> list[str]:
     """What a function and its gradient are told while they are traced, for a topology's chips."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh, tokens = Mesh(np.array(devices[:4]), ("cp",)), PartitionSpec("cp")
-    seen = []
+    kernels_traced = []
 
     @jax.custom_vjp
     def note(x: Any) -> Any:
-        seen.append(generation_of(x.reshape(-1, 2).swapaxes(0, 1)).name)
+        kernels_traced.append(generation_of(x.reshape(-1, 2).swapaxes(0, 1)).name)
         return x
 
     def note_gradient(x: Any, dx: Any) -> tuple[Any]:
-        seen.append(generation_of(x).name)
+        kernels_traced.append(generation_of(x).name)
         return (dx,)
 
     note.defvjp(lambda x: (note(x), x), note_gradient)
@@ -53,7 +53,7 @@ def traced(topology: str, *, inside_shard_map: bool) -> list[str]:
         function = jax.shard_map(note, mesh=mesh, in_specs=tokens, out_specs=tokens)
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, tokens))
     jax.jit(lambda x: jax.vjp(function, x)[1](x)).lower(x)
-    return seen
+    return kernels_traced
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -193,9 +193,9 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     work = ItemTable(jnp.asarray(program.table(step)[1]), None)
     blocks = Blocks(size, size, 512, 512)
     kinds = block_kinds(rows, columns, work, blocks)
-    seen = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)
-    np.testing.assert_array_equal(kinds[0] == FULL, seen.all(axis=(2, 3)))
-    np.testing.assert_array_equal(kinds[0] == EMPTY, ~seen.any(axis=(2, 3)))
+    visible = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)
+    np.testing.assert_array_equal(kinds[0] == FULL, visible.all(axis=(2, 3)))
+    np.testing.assert_array_equal(kinds[0] == EMPTY, ~visible.any(axis=(2, 3)))
     for index, outer in ((q_major(kinds).whole(), 0), (k_major(kinds).whole(), 1)):
         entries = [unpack(word) for word in np.asarray(index.words[0])[: int(index.steps)]]
         live = sorted(np.argwhere(kinds[0] > EMPTY).tolist(), key=lambda block: block[outer])

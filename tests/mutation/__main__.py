@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         subprocess.run(
             command, cwd=WORK, check=True, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         )
-    found = {module: _counted(module) for module in options.modules}
+    counts = {module: _counted(module) for module in options.modules}
     if options.json is not None:
-        _keep(options.json, found)
-    return _report(found)
+        _keep(options.json, counts)
+    return _report(counts)
 
 
 def _copy(modules: list[str]) -> None:
@@ -93,9 +93,9 @@ def _copy(modules: list[str]) -> None:
     shutil.copytree(ROOT / "tests", WORK / "tests", ignore=ignore)
     shutil.copy(Path(__file__).with_name("fresh.py"), WORK / "conftest.py")
     for name in modules:  # mutmut takes a module that it has copied before for one it has changed
-        made = WORK / "mutants" / "src" / "ring_core" / f"{name}.py"
-        if not made.with_name(f"{made.name}.meta").exists():
-            made.unlink(missing_ok=True)
+        copied = WORK / "mutants" / "src" / "ring_core" / f"{name}.py"
+        if not copied.with_name(f"{copied.name}.meta").exists():
+            copied.unlink(missing_ok=True)
             (WORK / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
     quoted = (f'"src/ring_core/{name}.py"' for name in modules)
     tests = (f'"tests/{name}"' for name in TESTS)
@@ -118,17 +118,17 @@ def _outcomes(module: str) -> dict[str, str]:
     return {name: _outcome(code) for name, code in codes.items()}
 
 
-def _keep(path: Path, found: dict[str, dict[str, int]]) -> None:
+def _keep(path: Path, counts: dict[str, dict[str, int]]) -> None:
     """Write the counts of modules, beside what the file says of others."""
     kept = json.loads(path.read_text()) if path.exists() else {"modules": {}}
-    modules = dict(sorted({**kept["modules"], **found}.items()))
+    modules = dict(sorted({**kept["modules"], **counts}.items()))
     report = {"environment": _environment(), "modules": modules}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _report(found: dict[str, dict[str, int]]) -> int:
+def _report(counts_by_module: dict[str, dict[str, int]]) -> int:
     total: Counter[str] = Counter()
-    for module, counts in found.items():
+    for module, counts in counts_by_module.items():
         total.update(counts)
         print(f"{module:12} " + ", ".join(f"{n} {word}" for word, n in counts.items()))
         for name, outcome in _outcomes(module).items():

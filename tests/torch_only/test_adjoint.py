@@ -96,16 +96,16 @@ def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> Non
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     heads = head_plan(q_heads, kv_heads, SIZE)
     layouts, tables = exchanges_of(call, inputs, heads), tables_of(call.plan, heads, rank, q.device)
-    every = tables.rows, tables.columns, tables.columns
+    orders = tables.rows, tables.columns, tables.columns
     carry = head_exchange.HeadMessages(ring)
-    there = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), every)
-    y = numbers(rank + SIZE, *(x.shape for x in there))
+    by_heads = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), orders)
+    y = numbers(rank + SIZE, *(x.shape for x in by_heads))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
         grad[:, :, torch.tensor(places[rank] == PADDING)] = 0  # as gradients of padding are
-    back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, every))
-    for x, grad, place, home in zip((q, k, v), y, there, back, strict=True):
-        same([(place, grad)], [(x, home)])
-    again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, there, every))
+    back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, orders))
+    for x, grad, with_heads, with_tokens in zip((q, k, v), y, by_heads, back, strict=True):
+        same([(with_heads, grad)], [(x, with_tokens)])
+    again = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, by_heads, orders))
     for x, whole, copies in zip((q, k, v), again, (1, heads.copies, heads.copies), strict=True):
         assert torch.equal(x * copies, whole)
 

@@ -187,20 +187,22 @@ def test_blocks_of_segment_ids_are_those_of_brute_force(
         ids = torch.cat([ids[:1].flip(1), ids[1:]]).flatten()
     shown = (ids[:, None] == ids).tril()
     any_visible, all_visible = blocks_of(shown, 8, 8)
-    found = fa4_by_hand.segment_blocks(ids[None], size=8)
-    assert torch.equal(found.full, all_visible)
-    assert bool(((found.partial | found.full) | ~any_visible).all())
+    blocks_found = fa4_by_hand.segment_blocks(ids[None], size=8)
+    assert torch.equal(blocks_found.full, all_visible)
+    assert bool(((blocks_found.partial | blocks_found.full) | ~any_visible).all())
     if ordered:
-        assert torch.equal(found.partial, any_visible & ~all_visible)
+        assert torch.equal(blocks_found.partial, any_visible & ~all_visible)
     for lists, blocks in zip(
-        fa4_by_hand.lists_of(found, found.transposed), (found, found.transposed), strict=True
+        fa4_by_hand.lists_of(blocks_found, blocks_found.transposed),
+        (blocks_found, blocks_found.transposed),
+        strict=True,
     ):
         assert lists.partial.dtype == lists.full_count.dtype == torch.int32
-        for given, expected in (
+        for config, expected in (
             ((lists[0], lists[1]), blocks[0]),
             ((lists[2], lists[3]), blocks[1]),
         ):
-            assert listed(*given) == [row.nonzero().flatten().tolist() for row in expected]
+            assert listed(*config) == [row.nonzero().flatten().tolist() for row in expected]
 
 
 @pytest.mark.parametrize("keys", [64, 128])

@@ -474,14 +474,14 @@ def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None)
                 q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True,
                 seq_len=seq_len,
             )  # fmt: skip
-            seen = len(PREPARED)
+            count = len(PREPARED)
             results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
             # The first call of a kind of tensors prepares its launches, later ones run them.
             # A gather reads K/V of its buffer alone, and ulysses has copied all in its exchange.
             unlike = turn in {"gather": (3,), "ring": (3, 4), "ulysses": ()}[strategy]
-            assert (seen > 0) == (turn > 0 and not unlike), (turn, seen)
+            assert (count > 0) == (turn > 0 and not unlike), (turn, count)
             if strategy == "gather":
-                assert (len(PREPARED) > seen) == (seen > 0), (turn, seen)
+                assert (len(PREPARED) > count) == (count > 0), (turn, count)
             PREPARED.clear()
         for again in results[1:]:
             for x, first in zip(again, results[0], strict=True):

@@ -105,14 +105,14 @@ def _checkpointed_and_hooked(rank: int) -> None:
     _, cp, x = mesh_and_shard(rank)
     x.requires_grad_()
     (expected,) = torch.autograd.grad(Layer(cp)(x).square().sum(), x)
-    model, seen = Layer(cp), []
-    model.qkv.register_forward_hook(lambda *_: seen.append("forward"))
-    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    model, recorded = Layer(cp), []
+    model.qkv.register_forward_hook(lambda *_: recorded.append("forward"))
+    model.register_full_backward_hook(lambda *_: recorded.append("backward"))
     x.register_hook(lambda grad: 2 * grad)
     checkpoint(model, x, use_reentrant=False).square().sum().backward()
     assert x.grad is not None
     same([x.grad], [2 * expected])
-    assert seen == ["forward", "forward", "backward"]
+    assert recorded == ["forward", "forward", "backward"]
 
 
 def test_checkpointed_and_hooked(four: LocalRanks) -> None:

@@ -137,8 +137,8 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
                 fully_shard(part, mesh=mesh["dp", "cp"]._flatten(f"all of {name}"))
         x = cp.shard(batches[rank // 2])
         out = WAYS[way](layer, x.requires_grad_(way == "reentrant"))
-        there = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
-        torch.testing.assert_close(out, there.shard(expected[rank // 2].detach()), **near)
+        target = ContextParallel(mesh["cp"], "contiguous") if name == "relayout" else cp
+        torch.testing.assert_close(out, target.shard(expected[rank // 2].detach()), **near)
         _backward(out.to(dtype).square().sum() / (T * DIM), way)
         if way != "fsdp":
             cp.reduce_gradients(layer)

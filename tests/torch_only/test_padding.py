@@ -145,8 +145,8 @@ def _in_one_graph(_: int, name: str) -> None:
             scores = torch.einsum("bihd,bjhd->bhij", x, x)
             options["bias"] = cp.shard(scores, dim=-2, pad=True)
         if name == "mask":
-            seen = torch.arange(length)[:, None] != torch.arange(length) + 2
-            options["mask"] = cp.shard(seen, dim=-2, pad=True)
+            visible = torch.arange(length)[:, None] != torch.arange(length) + 2
+            options["mask"] = cp.shard(visible, dim=-2, pad=True)
         out = cp.attention(q, q, q, seq_len=length, **options)
         return cp.unshard(out, grad="slice", seq_len=length)
 
@@ -248,9 +248,9 @@ def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
         )
         dist.all_reduce(actual)
         torch.testing.assert_close(actual, want)
-    there = run(lambda y: cp.relayout(y, to=plain, seq_len=length))(cp.shard(x, pad=True, fill=7))
-    assert torch.equal(there, plain.shard(x, pad=True))
-    back = run(lambda y: plain.relayout(y, to=cp, seq_len=length))(there)
+    relaid = run(lambda y: cp.relayout(y, to=plain, seq_len=length))(cp.shard(x, pad=True, fill=7))
+    assert torch.equal(relaid, plain.shard(x, pad=True))
+    back = run(lambda y: plain.relayout(y, to=cp, seq_len=length))(relaid)
     assert torch.equal(back, cp.shard(x, pad=True))
     (actual,) = torch.autograd.grad((back * cp.shard(weights, pad=True, fill=9)).sum(), x)
     dist.all_reduce(actual)

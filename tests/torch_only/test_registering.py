@@ -154,8 +154,8 @@ class Dense(Kernel):
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * params.scale
         apart = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
         lo, hi = (apart.min() if item.lo is None else item.lo), item.hi
-        seen = (apart >= lo) & (apart <= (apart.max() if hi is None else hi))
-        return q, k, v, scores.masked_fill(~seen, -torch.inf)
+        visible = (apart >= lo) & (apart <= (apart.max() if hi is None else hi))
+        return q, k, v, scores.masked_fill(~visible, -torch.inf)
 
 
 def a_strategy(patch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -116,8 +116,10 @@ def test_repeats(
     for number, (launched, calls, expected) in zip(launches, results, strict=True):
         assert sorted(launched) == ["backward"] * 2 * number + ["forward"] * 2 * number
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
-        for first, second, third, wanted in zip(*calls, expected, strict=True):
-            torch.testing.assert_close(first.double(), wanted, rtol=tolerance, atol=tolerance)
+        for first, second, third, expected_result in zip(*calls, expected, strict=True):
+            torch.testing.assert_close(
+                first.double(), expected_result, rtol=tolerance, atol=tolerance
+            )
             assert torch.equal(first, second)
             assert torch.equal(second, third)
 

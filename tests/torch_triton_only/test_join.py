@@ -31,11 +31,11 @@ def test_parts_are_merged_as_one_by_one(spans: tuple[tuple[int, int], ...]) -> N
         merge_ops.merge_on_gpu(*into.take(slice(start, start + n)), out, marked)
     join.merge(list(zip(outs, lses, strict=True)))
     torch.testing.assert_close(lses[0], into.lse, rtol=0, atol=0, equal_nan=True)
-    seen = ~into.lse.isnan().transpose(1, 2)
-    assert seen.sum() == seen.numel() - 1
-    assert torch.equal(outs[0][seen], into.out.half()[seen])
-    assert len(spans) == 0 or into.out[~seen].isnan().all()
-    assert len(spans) == 0 or outs[0][~seen].isnan().all()
+    visible = ~into.lse.isnan().transpose(1, 2)
+    assert visible.sum() == visible.numel() - 1
+    assert torch.equal(outs[0][visible], into.out.half()[visible])
+    assert len(spans) == 0 or into.out[~visible].isnan().all()
+    assert len(spans) == 0 or outs[0][~visible].isnan().all()
 
 
 @pytest.mark.parametrize("spans", PARTS[1:])

@@ -104,8 +104,8 @@ def test_right_movements_pass(kind: AxisType) -> None:
         y = cp.shard(x)
         expected = jax.jit(every)(y)
         with ring_jax.check():
-            got = jax.jit(every)(y)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+            moved = jax.jit(every)(y)
+    jax.tree.map(np.testing.assert_array_equal, moved, expected)
 
 
 def test_replicated_shards_pass() -> None:

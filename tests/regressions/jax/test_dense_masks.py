@@ -174,8 +174,8 @@ LOCAL = partial(ring_attention, axis_name="cp", layout="zigzag")
 def _close(actual: Any, expected: Any) -> None:
     """All rows but the one that sees nothing, of which frameworks make the mean of all values."""
     actual, expected = np.asarray(actual), np.asarray(expected)
-    seen = np.arange(T) != 3
-    np.testing.assert_allclose(actual[:, seen], expected[:, seen], rtol=2e-5, atol=2e-5)
+    visible = np.arange(T) != 3
+    np.testing.assert_allclose(actual[:, visible], expected[:, visible], rtol=2e-5, atol=2e-5)
     assert not actual[:, 3].any()
 
 
@@ -200,8 +200,8 @@ def test_jax_nn_takes_a_mask_that_is_broadcast(shape: tuple[int, ...]) -> None:
     expected = jax.nn.dot_product_attention(
         q, k, v, mask=jnp.broadcast_to(mask, (B, *mask.shape[1:]))
     )
-    seen = np.broadcast_to(np.asarray(mask), (B, H, T, T)).any(axis=(1, 3))
-    np.testing.assert_allclose(actual[seen], expected[seen], rtol=2e-5, atol=2e-5)
+    visible = np.broadcast_to(np.asarray(mask), (B, H, T, T)).any(axis=(1, 3))
+    np.testing.assert_allclose(actual[visible], expected[visible], rtol=2e-5, atol=2e-5)
 
 
 def test_jax_nn_beside_lengths_in_shard_map() -> None:

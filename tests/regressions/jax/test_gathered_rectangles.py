@@ -21,8 +21,8 @@ LAYOUTS: tuple[LayoutSpec, ...] = ("contiguous", "zigzag", "striped")
 
 def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """How often the rows of a rank show each pair of its queries and all keys, ``[T, S]``."""
-    seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
-    i, j = np.ogrid[: seen.shape[0], : seen.shape[1]]
+    visible = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
+    i, j = np.ogrid[: visible.shape[0], : visible.shape[1]]
     for row, before in zip(rows.tolist(), shift.tolist(), strict=True):
         columns = dict(zip(TABLE_COLUMNS, row, strict=True))
         k = j - before - columns["k_start"]
@@ -31,17 +31,17 @@ def _seen(rows: npt.NDArray[np.int32], shift: npt.NDArray[np.int64]) -> npt.NDAr
         band = (columns["lo"] <= i - columns["q_start"] - k) & (
             i - columns["q_start"] - k <= columns["hi"]
         )
-        seen += inside & band
-    return seen
+        visible += inside & band
+    return visible
 
 
 def _one_by_one(program: RingProgram, rank: int) -> npt.NDArray[np.int64]:
-    seen = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
+    visible = np.zeros((LOCAL, 4 * LOCAL), dtype=np.int64)
     for n, step in enumerate(program.steps):
         if step.shift:
             rows = step_table(program, n).own[rank]
-            seen += _seen(rows, rows[:, TABLE_COLUMNS.index("kv_rank")].astype(np.int64) * LOCAL)
-    return seen
+            visible += _seen(rows, rows[:, TABLE_COLUMNS.index("kv_rank")].astype(np.int64) * LOCAL)
+    return visible
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

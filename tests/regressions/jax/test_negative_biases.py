@@ -52,10 +52,10 @@ def _inputs() -> list[Any]:
 
 def _by_hand(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
     """Causal attention, each row of whose bias is shifted."""
-    seen = np.tri(T, dtype=bool)[None, None]
-    shift = jax.lax.stop_gradient(jnp.where(seen, bias, -jnp.inf).max(axis=-1, keepdims=True))
+    visible = np.tri(T, dtype=bool)[None, None]
+    shift = jax.lax.stop_gradient(jnp.where(visible, bias, -jnp.inf).max(axis=-1, keepdims=True))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k) * D**-0.5 + (bias - shift)
-    scores = jnp.where(seen, scores, -jnp.inf)
+    scores = jnp.where(visible, scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v), lse + shift[..., 0]
 

@@ -27,12 +27,12 @@ def test_what_the_error_says_is_exact(name: str) -> None:
     qkv = [jax.random.normal(key, (1, T, 2, 8)) for key in keys]
     with pytest.raises(ValueError, match="pad to") as error:
         cp.shard(qkv[0])
-    said = re.search(
+    match = re.search(
         r"pad to (\d+) with zeros at the end, as shard\(x, pad=True\) does, and pass seq_len=(\d+)",
         str(error.value),
     )
-    assert said is not None
-    more, seq_len = int(said[1]) - T, int(said[2])
+    assert match is not None
+    more, seq_len = int(match[1]) - T, int(match[2])
     assert seq_len == T
 
     def padded(*qkv: jax.Array) -> jax.Array:

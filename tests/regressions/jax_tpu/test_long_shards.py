@@ -122,14 +122,14 @@ def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list
     """A piece's list; what it visits is added to ``blocks_by_batch``."""
     entries, steps = walk.piece(jnp.int32(n))
     assert entries.size <= block_index._MAX_WORDS
-    for row, seen in zip(np.asarray(entries), blocks_by_batch, strict=True):
+    for row, blocks in zip(np.asarray(entries), blocks_by_batch, strict=True):
         visits = [unpack(word) for word in row[: int(steps)]]
         assert sum(visit.is_first for visit in visits) == sum(visit.is_last for visit in visits)
         places = [[int(visit.q_block), int(visit.k_block)] for visit in visits]
         assert {block[outer] // walk.height for block in places} == {n}
         live = [block for block, visit in zip(places, visits, strict=True) if visit.kind > EMPTY]
         assert live or (visits[0].is_first and visits[0].is_last)
-        seen.extend(live)
+        blocks.extend(live)
 
 
 def long_call(name: str, topology: str) -> tuple[ContextParallel, list[Any], dict[str, Any]]:

@@ -38,8 +38,8 @@ MOVES: dict[str, Callable[[ContextParallel, ContextParallel, Tensor], Tensor]] =
 
 def moves(name: str) -> Move:
     """Return a movement, with its ranks."""
-    cp, one = ContextParallel(), ContextParallel(DeviceMesh("cpu", [1]))
-    return lambda x: MOVES[name](cp, one, x)
+    cp, one_rank = ContextParallel(), ContextParallel(DeviceMesh("cpu", [1]))
+    return lambda x: MOVES[name](cp, one_rank, x)
 
 
 def more_rows() -> Any:

@@ -76,8 +76,8 @@ def _matches(_: int, layout: str, kernel: int) -> None:
                 cp.reduce_gradients(model)
                 handle.remove()
             results.append([loss.detach(), *(x.grad.clone() for x in model.parameters())])
-        for mine, whole in zip(*reversed(results), strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-7, atol=1e-9, msg=name)
+        for ring, whole in zip(*reversed(results), strict=True):
+            torch.testing.assert_close(ring, whole, rtol=1e-7, atol=1e-9, msg=name)
 
 
 @pytest.mark.nightly(unless=["zigzag-6", "striped-3", "chunks-6"])

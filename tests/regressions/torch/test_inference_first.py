@@ -34,13 +34,15 @@ def test_memory_of_peers_can_be_written_to_by_later_passes(inference: bool) -> N
 
 
 def test_new_memory_is_taken_outside_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    recorded: list[bool] = []
     monkeypatch.setattr(
-        SymmetricMemory, "_reserve_new", lambda *_: seen.append(torch.is_inference_mode_enabled())
+        SymmetricMemory,
+        "_reserve_new",
+        lambda *_: recorded.append(torch.is_inference_mode_enabled()),
     )
     with torch.inference_mode():
         assert SymmetricMemory(Ranks(None, 0, 2), 64).reserve(8)
-    assert seen == [False]
+    assert recorded == [False]
 
 
 def test_cached_tensors_can_be_saved_for_a_backward() -> None:

@@ -62,16 +62,16 @@ def only_warns(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def test_deterministic_algorithms(only_warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    recorded: list[bool] = []
     check = prepare.check_call
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args[6].deterministic)
+        recorded.append(args[6].deterministic)
         return check(*args, **kwargs)
 
     monkeypatch.setattr(attention, "check_call", spy)
     ring_attention(_x(), _x(), _x())
-    assert seen == [not only_warns]
+    assert recorded == [not only_warns]
 
 
 def test_explain_knows_of_autocast() -> None:
@@ -114,17 +114,17 @@ def test_kernels_launch_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -
     entered: list[Any] = [capture.on_device(torch.device("cuda", n)) for n in (0, 1)]
     assert entered[0] != ("on", 0)
     assert entered[1] == ("on", 1)
-    seen: list[torch.device] = []
+    recorded: list[torch.device] = []
 
     def spy(device: torch.device) -> Any:
-        seen.append(device)
+        recorded.append(device)
         return nullcontext()
 
     monkeypatch.setattr(autograd, "on_device", spy)
     autograd._on_device(torch.device("cuda", 1))
-    assert seen == [torch.device("cuda", 1)]
-    seen.clear()
+    assert recorded == [torch.device("cuda", 1)]
+    recorded.clear()
     monkeypatch.setattr(autograd, "_on_device", spy)
     x = _x().requires_grad_()
     ring_attention(x, x, x).sum().backward()
-    assert seen == [x.device] * 2
+    assert recorded == [x.device] * 2

@@ -82,8 +82,8 @@ def _padded(low: float) -> tuple[list[Tensor], Tensor, Tensor]:
     positions = torch.arange(T)
     bias = torch.zeros(1, 1, T, T)
     bias[..., :16] = low
-    seen = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
-    return [torch.randn(B, T, H, D) for _ in range(3)], bias, seen
+    visible = (positions[:, None] >= positions) & ((positions[:, None] < 16) | (positions >= 16))
+    return [torch.randn(B, T, H, D) for _ in range(3)], bias, visible
 
 
 def _run(_: int, way: str, strategy: str, low: float) -> None:

@@ -173,15 +173,15 @@ def test_kernels_refuse_what_they_cannot_read() -> None:
 
 def test_accumulators_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the strides of what they are the gradients of."""
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     grads_into = EagerKernel.grads_into
 
     def spy(self: Any, *args: Any) -> None:
-        seen.extend(x for grads in args[-2:] for x in grads if x is not None)
+        recorded.extend(x for grads in args[-2:] for x in grads if x is not None)
         grads_into(self, *args)
 
     monkeypatch.setattr(EagerKernel, "grads_into", spy)
     x = made(0, 1)
     leaves = [VIEWS["permuted"](x[name]).detach().requires_grad_() for name in ("q", "k", "v")]
     ring_attention(*leaves, causal=True, kernel="eager").backward(x["dout"])
-    assert len(seen) == 3 and all(y.is_contiguous() for y in seen)
+    assert len(recorded) == 3 and all(y.is_contiguous() for y in recorded)

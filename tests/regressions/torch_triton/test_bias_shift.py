@@ -26,15 +26,17 @@ def bias_of(dtype: torch.dtype, batch: int, heads: int) -> Tensor:
 def by_torch(
     bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    keys, seen = torch.arange(KEYS), torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool)
+    keys, visible = torch.arange(KEYS), torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool)
     if start is not None:
-        seen = seen & (keys >= start[:, None])
+        visible = visible & (keys >= start[:, None])
     if stop is not None:
-        seen = seen & (keys < stop[:, None])
+        visible = visible & (keys < stop[:, None])
     if ids is not None:
         q_ids, k_ids = ids
-        seen = seen & ((q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None])[:, None]
-    shown = torch.where(seen & bias.isfinite(), bias.float(), -torch.inf).amax(-1)
+        visible = (
+            visible & ((q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None])[:, None]
+        )
+    shown = torch.where(visible & bias.isfinite(), bias.float(), -torch.inf).amax(-1)
     return shown.masked_fill(shown == -torch.inf, 0.0)
 
 

@@ -83,9 +83,16 @@ def shift(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
             layout.
     """
-    dim, place = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
     check_shift(x, n, fill)
-    return _moved(x, dim, shift_movement(place, n, offsets_of(cu_seqlens)), axis_name, place, fill)
+    return _moved(
+        x,
+        dim,
+        shift_movement(sequence_layout, n, offsets_of(cu_seqlens)),
+        axis_name,
+        sequence_layout,
+        fill,
+    )
 
 
 def halo(
@@ -122,12 +129,14 @@ def halo(
             layout.
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
-    dim, place = _place(x, dim, axis_name, layout, seq_len)
-    movement = halo_movement(place, left, right)
-    moved = _moved(x, dim, movement, axis_name, place, 0).reshape(
-        (*x.shape[:dim], place.num_runs, -1, *x.shape[dim + 1 :])
+    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    movement = halo_movement(sequence_layout, left, right)
+    moved = _moved(x, dim, movement, axis_name, sequence_layout, 0).reshape(
+        (*x.shape[:dim], sequence_layout.num_runs, -1, *x.shape[dim + 1 :])
     )
-    ids = _halo_ids(place, left, right, Ranks(axis_name, place.cp_size).rank(), cu_seqlens)
+    ids = _halo_ids(
+        sequence_layout, left, right, Ranks(axis_name, sequence_layout.cp_size).rank(), cu_seqlens
+    )
     batch = 1 if dim == 0 else x.shape[0]
     positions, numbers = (jnp.tile(own, (batch, 1)) for own in ids)
     return Halo(moved if dim == 0 else _merged(moved, dim), positions, numbers)
@@ -204,10 +213,10 @@ def relayout(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in one of
             the layouts.
     """
-    dim, place = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
     make = Layout if seq_len is None else Layout.padded
-    target = make(check_layout(to), place.seq_len, place.cp_size)
-    return relaid(x, layout=place, to=target, axis_name=axis_name, dim=dim)
+    target = make(check_layout(to), sequence_layout.seq_len, sequence_layout.cp_size)
+    return relaid(x, layout=sequence_layout, to=target, axis_name=axis_name, dim=dim)
 
 
 def relaid(x: Array, *, layout: Layout, to: Layout, axis_name: Hashable | None, dim: int) -> Array:

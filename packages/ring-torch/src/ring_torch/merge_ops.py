@@ -234,13 +234,15 @@ def _sum_parts(
     column = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (column < DIM)[None, :]
     in_part = (row >= start1) & (row < stop1)
-    at = x1 + batch * x1_batch + head * x1_head + (row - start1)[:, None] * x1_row + column[None, :]
-    total = tl.load(at, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
+    address = (
+        x1 + batch * x1_batch + head * x1_head + (row - start1)[:, None] * x1_row + column[None, :]
+    )
+    total = tl.load(address, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
     if PARTS > 2:
         in_part = (row >= start2) & (row < stop2)
-        at = x2 + batch * x2_batch + head * x2_head + (row - start2)[:, None] * x2_row
-        at += column[None, :]
-        total += tl.load(at, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
-    at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
-    total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, total.to(x.dtype.element_ty), mask=mask)
+        address = x2 + batch * x2_batch + head * x2_head + (row - start2)[:, None] * x2_row
+        address += column[None, :]
+        total += tl.load(address, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
+    address = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
+    total += tl.load(address, mask=mask, other=0.0).to(tl.float32)
+    tl.store(address, total.to(x.dtype.element_ty), mask=mask)

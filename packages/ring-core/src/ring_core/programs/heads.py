@@ -138,12 +138,12 @@ def _head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     q = np.full((ranks, kv_places, q_places // kv_places), PADDING, np.int32)
     kv = np.full((ranks, kv_places), PADDING, np.int32)
     for rank, numbers in enumerate(dealt):
-        for place, number in enumerate(numbers.tolist()):
+        for index, number in enumerate(numbers.tolist()):
             head = number // copies
-            kv[rank, place] = head
+            kv[rank, index] = head
             served = np.array_split(np.arange(head * group, (head + 1) * group), copies)
             heads = served[number % copies]
-            q[rank, place, : len(heads)] = heads
+            q[rank, index, : len(heads)] = heads
     return HeadPlan(_constant(q.reshape(ranks, q_places)), _constant(kv))
 
 

@@ -95,7 +95,7 @@ def forward(
     weights = np.exp(logits - safe[..., None])
     total = weights.sum(axis=-1)
     probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
-    weights_kept = round_to(probs * _keep(rows, columns, q, params), params.precision)
+    weights_kept = round_to(probs * _dropout_factor(rows, columns, q, params), params.precision)
     out = masked_matmul(weights_kept, visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), safe + np.log(total)
 
@@ -124,7 +124,7 @@ def backward(
     safe = np.where(np.isneginf(lse), 0, lse)
     dout_by_head, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     k_by_head, v_by_head = _heads(k, q.shape[2]), _heads(v, q.shape[2])
-    keep = _keep(rows, columns, q, params)
+    keep = _dropout_factor(rows, columns, q, params)
     probs = np.where(visible, np.exp(logits - safe[..., None]), 0)
     dprobs = (dout_by_head @ v_by_head.swapaxes(-1, -2)) * keep
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
@@ -183,7 +183,7 @@ def _visible(rows: Side, columns: Side, item: WorkItem, mask: Mask) -> Bools:
     return (visible & same & (rows.segments >= 0)[:, :, None])[:, None]
 
 
-def _keep(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
+def _dropout_factor(rows: QueryRows, columns: Side, q: Floats, params: Params) -> Floats | float:
     """Return dropout's factor for each softmax weight, 0 or ``1 / (1 - p)``, or 1.0 without it."""
     if params.dropout_seed is None:
         return 1.0

@@ -94,11 +94,11 @@ def compared(
     The error may be four times that of ``plain``, the results of a dense implementation in the same
     dtype on the same device, plus 16 ulps (``eps``) of the largest number.
     """
-    for result, got, got_plain, exact in zip(
+    for result, actual, actual_plain, exact in zip(
         RESULTS, results, plain, example.expected, strict=True
     ):
         error, plain_error = (
-            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (got, got_plain)
+            float(np.abs(np.asarray(x, np.float64) - exact).max()) for x in (actual, actual_plain)
         )
         limit = 4 * plain_error + 16 * eps * float(np.abs(exact).max())
         yield Check(

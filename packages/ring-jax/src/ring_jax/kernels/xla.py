@@ -124,10 +124,10 @@ class ScoreBlocks:
         """Number of columns in a block."""
         return self._size(self.call.config.block_k, self.columns.kv.shape[2])
 
-    def _size(self, wanted: int | None, length: int) -> int:
+    def _size(self, requested: int | None, length: int) -> int:
         """Return the length of a block: the wanted or default one, no longer than the side."""
         unit = 1 if self.work.kinds is None else TILE  # blocks of a predicate are whole tiles
-        return min(-(-(wanted or BLOCK) // unit) * unit, length)
+        return min(-(-(requested or BLOCK) // unit) * unit, length)
 
     def for_row_blocks[T](self, body: Callable[[ScoreBlocks, Bounds, Array, T], T], state: T) -> T:
         """Run ``body(self, bounds, i, state)`` for each item and each block ``i`` of its rows."""

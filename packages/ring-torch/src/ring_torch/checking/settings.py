@@ -1,4 +1,4 @@
-"""Which calls are checked: settings of the tripwire, for attention and for movements."""
+"""Settings of the tripwire, which say what calls are checked: of attention and of movements."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def attend_documents(
     lengths = np.diff(offsets)
     check_longest("max_seqlen", max_seqlen, int(lengths.max(initial=0)))
     check_slopes(options.alibi_slopes, int(np.count_nonzero(lengths)))
-    odd = np.flatnonzero(lengths % _chunks_a_rank(layout))
+    odd = np.flatnonzero(lengths % (divisor_of(layout, 2) // 2))
     if odd.size:
         raise ValueError(
             f"document {odd[0]} of cu_seqlens has {lengths[odd[0]]} tokens a rank; they must be "
@@ -353,11 +353,6 @@ class PackMove:
         call = MoveCall(ranks, self, 0, needs_grad, ranks.next_call(), int(back))
         moved: Tensor = move(x, call, ranks.size * self.offsets[-1])
         return moved
-
-
-def _chunks_a_rank(layout: LayoutName) -> int:
-    """Return the number of chunks of a document that each rank holds: 2 for zigzag, else 1."""
-    return divisor_of(layout, 2) // 2
 
 
 def _offsets_text(offsets: tuple[int, ...]) -> str:

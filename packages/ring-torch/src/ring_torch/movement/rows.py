@@ -215,13 +215,15 @@ class _Passes(NamedTuple):
 
 
 @capture_safe_cache(maxsize=64)
-def _passes(kind: MoveKind, tokens: int, place: tuple[int, int], device: torch.device) -> _Passes:
+def _passes(
+    kind: MoveKind, tokens: int, rank_and_size: tuple[int, int], device: torch.device
+) -> _Passes:
     """Return the passes of a movement of a sequence, for a rank and number of ranks.
 
     Raises:
         ValueError: The layout cannot divide the length, or documents end elsewhere.
     """
-    rank, size = place
+    rank, size = rank_and_size
     movement = kind.movement(tokens, size)
     part, (held, wanted) = movement.exchange(rank), movement.rows_of(rank)
     local, pack, unpack = (_Copy.of(copies, device) for copies in part[:3])

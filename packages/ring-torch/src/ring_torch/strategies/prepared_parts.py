@@ -29,7 +29,7 @@ KV = tuple[Tensor, Tensor]
 
 
 class ColumnPut(NamedTuple):
-    """What puts dK/dV of a span of an item's columns into sums of all columns.
+    """Launch that puts dK/dV of a span of an item's columns into sums of all columns.
 
     Attributes:
         start: First column.

@@ -135,7 +135,7 @@ def split_batch(
             for rank in range(sharding.ranks.size)
         )
     ]
-    single, cu_seqlens, needs_ids = _documents_of_mask(segments)
+    single, cu_seqlens, needs_ids = _single_and_offsets(segments)
     ids = None
     if needs_ids or with_ids or "chunks" in report.hooks:
         ids = torch.as_tensor(segments, dtype=torch.int32, device=tokens.device)
@@ -322,7 +322,7 @@ def _check_one_document(positions: Ints, real: npt.NDArray[np.bool_] | None) -> 
         )
 
 
-def _documents_of_mask(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
+def _single_and_offsets(segments: Ints) -> tuple[bool, tuple[int, ...] | None, bool]:
     """Return a mask's ``single`` and ``cu_seqlens``, and True if it needs segment ids.
 
     It needs them if rows differ, and if padding interrupts a document (``1 1 0 0 1 1``), which

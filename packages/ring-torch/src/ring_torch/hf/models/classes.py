@@ -72,7 +72,7 @@ EAGER_ATTENTION: Mapping[str, EagerAttentionSpec] = MappingProxyType({
 #: Causal convolutions, which need the tokens before a rank's own that their kernel reaches.
 CONVOLUTIONS = frozenset({"Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv"})
 
-#: Those, and recurrent layers, which run on whole sequences, gathered on every rank.
+#: These convolutions, and recurrent layers, which run on whole sequences gathered on every rank.
 RECURRENT = CONVOLUTIONS | frozenset({
     "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
     "JambaMambaMixer", "KimiLinearDeltaAttention", "MiniMaxLightningAttention", "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet",

@@ -226,7 +226,7 @@ class Recorder:
             # Scalars are sums over tokens, which each rank has of its own tokens.
             if x.ndim and x.numel() and is_compared:
                 self._trace.records[name, number, kind, path] = Record(
-                    module, tuple(x.shape), _floor(x.dtype), self._projections(x)
+                    module, tuple(x.shape), _FLOORS.get(x.dtype, LEAST_FLOOR), self._projections(x)
                 )
 
     @torch.no_grad()
@@ -400,11 +400,6 @@ def _tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
         items = enumerate(value)
     for name, inner in items:
         yield from _tensors_in(inner, f"{path}.{name}" if path else str(name))
-
-
-def _floor(dtype: torch.dtype) -> float:
-    """Return the relative difference that rounding makes in a dtype."""
-    return _FLOORS.get(dtype, LEAST_FLOOR)
 
 
 def _perturbed(x: Tensor) -> Tensor:
