@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_core import Capabilities
-from ring_torch import ContextParallel, prepare, ring_attention
+from ring_torch import ContextParallel, call, prepare, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import LaunchOptions, PartBackward, PartLaunch, rounded_to_8
-from ring_torch.strategies import gathered
 from ring_torch.strategies.prepared_parts import PreparedParts
 
 LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
@@ -74,7 +73,7 @@ def repeated(
     prepare._prepare.cache_clear()
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel_of(launched), ())),
-        patch.object(gathered, "MAX_SAVED_BYTES", (1 << 20) * saves),
+        patch.object(call, "MAX_SAVED_BYTES", (1 << 20) * saves),
     ):
         for n in range(3):
             if n == 1:

@@ -10,14 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram, Plan, Request, RingProgram
+from ring_core import GatherProgram, Plan, Request, RingProgram, longest_gather
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
-from ring_torch.payload import KVPayload
+from ring_torch.payload import KVPayload, Shapes
 from ring_torch.positions import (
     gathered_positions,
     gathered_runs,
@@ -46,8 +46,11 @@ from ring_torch.transports.api import (
     Transport,
 )
 
+#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
+#: otherwise fetches them again.
+MAX_SAVED_BYTES = 256 << 20
+
 Saved = tuple[Tensor, ...]  # tensors that a forward saves beside inputs and results
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 class Strategy(Protocol):
@@ -246,6 +249,14 @@ class Resolution(NamedTuple):
     is_short: bool
     returns_lse: bool
     inner: Call | None
+
+    def saves_keys(self, gather: GatherProgram) -> bool:
+        """Return True if the forward saves K/V that it gathers, which all ranks decide alike."""
+        plan, sizes = self.program.plan, self.sizes
+        width = sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim)
+        token = width * self.itemsize + (4 if self.segment_ids else 0)
+        longest = longest_gather(plan, splits=gather.splits, tile=gather.tile).length
+        return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
 
 
 def _no_refusals(_plan: Plan, _request: Request) -> Refusals:

@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
+from ring_torch.launches.direct import (
+    Arguments,
+    DirectKernel,
+    RepeatedLaunch,
+    assert_unit_strides,
+)
 
 _ROWS = 16
 _MARK_ROWS = 1024
@@ -139,11 +144,6 @@ def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
             total, *operands, total.stride(0), *(x.stride(0) for x in operands), size,
             PARTS=len(chunk), NUMBERS=_NUMBERS, num_warps=4,
         )  # fmt: skip
-
-
-def assert_unit_strides(*tensors: Tensor) -> None:
-    """Assert that the last dimensions are contiguous, as the kernels take for granted."""
-    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
 
 
 @DirectKernel

@@ -12,8 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_torch.launches.direct import Arguments, DirectKernel, RepeatedLaunch
-from ring_torch.memory_ops import assert_unit_strides
+from ring_torch.launches.direct import (
+    Arguments,
+    DirectKernel,
+    RepeatedLaunch,
+    assert_unit_strides,
+)
 
 #: Most parts that :class:`JoinOnGpu` joins: those of a zigzag layout over own keys, keys of earlier
 #: tokens and, for half of the rows, keys of later ones.

@@ -15,6 +15,8 @@ from torch import Tensor
 from ring_torch.buffers import BufferSpec
 from ring_torch.records import Inputs
 
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
+
 
 class HeadGroups(NamedTuple):
     """Numbers of groups into which heads are cut in each pass."""
@@ -67,6 +69,12 @@ class KVPayload:
         """Return the bytes of ``length`` tokens, segment ids included, without padding."""
         token = self.width * self.dtype.itemsize + (4 if self.segments else 0)
         return self.batch * length * token
+
+    def gathered_shapes(self, length: int, groups: int) -> Shapes:
+        """Return the shapes and dtypes of ``length`` gathered tokens, group of heads by group."""
+        kv: Shapes = [((self.batch, length, self.width), self.dtype)]
+        ids: Shapes = [((self.batch, length), torch.int32)] if self.segments else []
+        return (kv + ids) * groups
 
     def split(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``k [B, n, K, D]`` and ``v [B, n, K, Dv]`` as views of ``kv [B, n, width]``."""

@@ -7,9 +7,10 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +114,22 @@ class GatherProgram:
     def num_rows(self) -> int:
         """Number of query rows of all items together."""
         return sum(item.q_stop - item.q_start for item in (*self.items, *self.in_place))
+
+
+def column_segments(item: WorkItem, overwrite: Iterable[slice]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the columns of an item in spans ``(start, stop, add)``: added to, or overwritten.
+
+    ``overwrite`` are spans as in :attr:`GatherProgram.overwritten`.
+    """
+    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
+    edges = [
+        item.k_start,
+        *(edge for span in overwrite for edge in (span.start, span.stop)),
+        item.k_stop,
+    ]
+    for n, (start, stop) in enumerate(pairwise(edges)):
+        if start < stop:
+            yield start, stop, n % 2 == 0
 
 
 def gather_refusals(plan: Plan) -> tuple[str, ...]:

@@ -73,6 +73,11 @@ def has_launch_hooks() -> bool:
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
+def assert_unit_strides(*tensors: Tensor) -> None:
+    """Assert that the last dimensions are contiguous, as the kernels take for granted."""
+    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
+
+
 class DirectKernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants_and_options)``.
 

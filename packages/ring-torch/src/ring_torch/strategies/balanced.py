@@ -16,10 +16,11 @@ from torch import Tensor
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import OFFLOAD_PIECES, Stage
 from ring_torch.buffers import packing_of
-from ring_torch.call import Call, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
+from ring_torch.call import Call, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
+from ring_torch.payload import Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

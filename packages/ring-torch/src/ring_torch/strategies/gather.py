@@ -32,9 +32,9 @@ from ring_core import (
 )
 from ring_core.checks import Sizes
 from ring_core.programs.gather import Fetch
-from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec
+from ring_torch.call import MAX_SAVED_BYTES, Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload
+from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -49,7 +49,6 @@ from ring_torch.records import (
     unseen_state,
     zero_bias_grad,
 )
-from ring_torch.strategies.gathered import MAX_SAVED_BYTES, saved_key_shapes, saves_keys
 from ring_torch.strategies.prepared import (
     PreparedBackward,
     PreparedLaunches,
@@ -288,7 +287,7 @@ class Gather(Strategy):
         keys = KVPayload.of(inputs, self.groups.forward)
         if not plan_known or not self.saves:
             return []
-        return saved_key_shapes(self.gather, keys, groups=self.groups.forward)
+        return keys.gathered_shapes(self.gather.length, self.groups.forward)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
@@ -506,7 +505,7 @@ def _resolve(resolution: Resolution) -> Strategy:
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
-        groups, gather, saves=saves_keys(resolution, gather), head_major=tile is not None,
+        groups, gather, saves=resolution.saves_keys(gather), head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,

@@ -8,7 +8,7 @@ those for which the strategy was resolved. Launches hold sizes and compiled func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ring_core import GatherProgram, WorkItem
+from ring_core.programs.gather import column_segments
 from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans
 from ring_torch.kernels.library import ForwardLaunch, ItemBackward
 from ring_torch.payload import KeyGradBuffer
@@ -220,19 +221,6 @@ def put_columns(
     for start, stop, add in column_segments(item, overwrite):
         dk, dv = (x.narrow(1, start - item.k_start, stop - start) for x in grads)
         put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=add)
-
-
-def column_segments(item: WorkItem, overwrite: Sequence[slice]) -> Iterator[tuple[int, int, bool]]:
-    """Yield the columns of an item in spans ``(start, stop, add)``: added to, or overwritten."""
-    # Edges alternate: from the item's start to such a span, over it, to the next, ..., to its end.
-    edges = [
-        item.k_start,
-        *(edge for span in overwrite for edge in (span.start, span.stop)),
-        item.k_stop,
-    ]
-    for n, (start, stop) in enumerate(pairwise(edges)):
-        if start < stop:
-            yield start, stop, n % 2 == 0
 
 
 def own_spans(gather: GatherProgram, rank: int, tokens: int) -> tuple[OwnSpans, ...]:

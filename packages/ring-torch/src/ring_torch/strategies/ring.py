@@ -15,10 +15,11 @@ from torch import Tensor
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage
 from ring_torch.buffers import BufferSpec, packing_of
-from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec, zero_row_grads
+from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.launches.cache import keep, tensors_key
+from ring_torch.payload import Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

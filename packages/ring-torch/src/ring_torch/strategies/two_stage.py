@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
-from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, zero_row_grads
+from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import KeyGradBuffer, KVPayload
+from ring_torch.payload import KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -27,7 +27,6 @@ from ring_torch.records import (
     QueryBlock,
     empty_state,
 )
-from ring_torch.strategies.gathered import saved_key_shapes, saves_keys
 from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
 from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
@@ -58,7 +57,7 @@ class TwoStageGather(Strategy):
         gather = gather_program(plan, rank, own=False)
         return cls(
             gather, plan.items(rank, rank), prepares=resolution.kernel.prepares,
-            saves=saves_keys(resolution, gather) and not resolution.returns_lse,
+            saves=resolution.saves_keys(gather) and not resolution.returns_lse,
         )  # fmt: skip
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -174,7 +173,7 @@ class TwoStageGather(Strategy):
         keys = KVPayload.of(inputs)
         if not plan_known or not self.saves:
             return []
-        return saved_key_shapes(self.gather, keys, groups=1)
+        return keys.gathered_shapes(self.gather.length, 1)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""

@@ -24,9 +24,10 @@ from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart
-from ring_torch.call import Call, Resolution, Saved, Shapes, Strategy, StrategySpec, attend
+from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.head_exchange import to_heads, to_tokens
+from ring_torch.payload import Shapes
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Refusals, Traffic
 
