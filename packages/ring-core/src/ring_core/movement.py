@@ -450,8 +450,8 @@ def check_steps(n: object) -> None:
     """
     if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:  # type: ignore[operator] # integers
         raise ValueError(
-            f"n must be an integer, how many positions tokens move (to earlier ones if negative), "
-            f"got {describe_value(n)}"
+            f"n must be an integer between -2**40 and 2**40, how many positions tokens move (to "
+            f"earlier ones if negative), got {describe_value(n)}"
         )
 
 

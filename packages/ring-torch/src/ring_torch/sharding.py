@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ring_core import Layout, LayoutSpec, checks, divisor_of, movement
 from ring_core.base.arguments import check_size
@@ -123,7 +124,7 @@ class Sharding:
         """Return the whole tensor, on every rank, joined from the slices of all ranks."""
         ranks = self.ranks
         number = ranks.next_call()
-        check_dim(x, dim)
+        check_slice(x, dim)
         needs_grad = check_grad(x, grad)
         length = None if seq_len is None else check_size("seq_len", seq_len)
         whole: Tensor = _unshard(
@@ -292,6 +293,20 @@ def check_dim(x: object, dim: object, name: str = "x") -> None:
         raise ValueError(
             f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
         )
+
+
+def check_slice(x: object, dim: object) -> None:
+    """Check that ``x`` is a dense tensor of this rank's own, and ``dim`` a dimension of it.
+
+    Raises:
+        ValueError: It is no tensor, one of several ranks or not dense; or has no such dimension.
+    """
+    if isinstance(x, DTensor):
+        raise ValueError("x must be this rank's slice, got a DTensor; pass x.to_local()")
+    if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
+        layout_name = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise ValueError(f"x must be a dense tensor, got a {layout_name} one")
+    check_dim(x, dim)
 
 
 def check_fill(x: Tensor, fill: Any) -> float:

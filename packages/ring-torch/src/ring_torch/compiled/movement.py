@@ -38,7 +38,7 @@ from ring_torch.movement.methods import (
     tokens_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
-from ring_torch.sharding import check_dim
+from ring_torch.sharding import check_slice
 
 _KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
@@ -54,7 +54,7 @@ def shift_in_graph(
     Raises:
         ValueError: An argument is malformed, as far as the trace can see.
     """
-    check_dim(x, dim)
+    check_slice(x, dim)
     fill = check_shift(x, n, fill)
     tensors: list[Tensor] = []
     numbers: list[int] = []
@@ -78,7 +78,7 @@ def halo_in_graph(
         ValueError: An argument is malformed, as far as the trace can see.
         UnsupportedError: The layout is striped.
     """
-    check_dim(x, dim)
+    check_slice(x, dim)
     size = size_of(group)
     check_halo(left, right, layout, size)
     tensors: list[Tensor] = []
@@ -113,7 +113,7 @@ def relayout_in_graph(
         ValueError: An argument is malformed.
         UnsupportedError: Neither group has all ranks of the other.
     """
-    check_dim(x, dim)
+    check_slice(x, dim)
     numbers: list[int] = []
     size, ranks = _meeting(*groups, to_json(to))
     tokens = tokens_of(x.shape[dim], size, ranks[0], seq_len)

@@ -13,7 +13,7 @@ from ring_core import LayoutSpec, divisor_of
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
 from ring_torch.derivatives import refuse_batch
-from ring_torch.sharding import UnshardGrad, Unsharding, check_dim, check_grad
+from ring_torch.sharding import UnshardGrad, Unsharding, check_grad, check_slice
 
 
 def unshard_in_graph(
@@ -26,7 +26,7 @@ def unshard_in_graph(
         ValueError: ``x`` has no such dimension, ``grad`` is malformed or missing, or ``seq_len`` is
             no integer.
     """
-    check_dim(x, dim)
+    check_slice(x, dim)
     if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
         raise ValueError("seq_len must be an integer, the number of tokens of the whole sequence")
     text = _unshard_text(group, to_json(layout), index(dim % x.ndim), grad, check_grad(x, grad))

@@ -28,7 +28,7 @@ from ring_torch.movement.rows import (
     layout_of,
     move,
 )
-from ring_torch.sharding import Sharding, check_dim, check_fill
+from ring_torch.sharding import Sharding, check_dim, check_fill, check_slice
 
 
 class Halo(NamedTuple):
@@ -55,7 +55,7 @@ def shift(
     """Move tokens ``n`` positions on within documents; see :meth:`ContextParallel.shift`."""
     ranks = sharding.ranks
     number = ranks.next_call()
-    check_dim(x, dim)
+    check_slice(x, dim)
     fill = check_shift(x, n, fill)
     length = None if seq_len is None else check_size("seq_len", seq_len)
     kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
@@ -69,7 +69,7 @@ def halo(
     """Return each run with its neighbours' rows on both sides; see :meth:`ContextParallel.halo`."""
     ranks, layout = sharding.ranks, sharding.layout
     number = ranks.next_call()
-    check_dim(x, dim)
+    check_slice(x, dim)
     check_halo(left, right, layout, ranks.size)
     length = None if seq_len is None else check_size("seq_len", seq_len)
     kind = HaloMove(layout, int(left), int(right), length, offsets_of(cu_seqlens))
@@ -85,7 +85,7 @@ def relayout(
     """Return this rank's rows in the layout of ``to``; see :meth:`ContextParallel.relayout`."""
     ranks, source_ranks, target_ranks = meeting_of(sharding.members, to.members)
     number = ranks.next_call()
-    check_dim(x, dim)
+    check_slice(x, dim)
     tokens = tokens_of(x.shape[dim], ranks.size, source_ranks, seq_len)
     stated = None if seq_len is None and source_ranks is None else tokens
     kind = RelayoutMove(
