@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "recurrent": (
         "Qwen3NextForCausalLM", "qwen3_next", "plain",
-        lambda: changed(wiring._WholeLayer, "gather", next_token),
+        lambda: changed(wiring.WholeLayer, "gather", next_token),
         "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
     ),
     "batch split": (
