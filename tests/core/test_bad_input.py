@@ -40,7 +40,7 @@ from ring_core import (
     reference,
     ring_program,
 )
-from ring_core.cost import HARDWARE, Hardware, Model, compare, estimate, hardware
+from ring_core.cost import HARDWARE, Hardware, Model, bytes_sent, compare, estimate, hardware
 from ring_core.philox import dropout_keep
 from ring_core.viz import describe, plot, plot_costs
 
@@ -294,6 +294,10 @@ SUBJECTS: dict[str, Subject] = {
         },
     ),
     "ring_core.cost.hardware": Subject(hardware, {"name": "tpu-v5e"}, {"name": NAME}),
+    "ring_core.cost.bytes_sent": Subject(
+        bytes_sent, {"plan": plan, "model": model, "strategy": "ring"},
+        {"plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG},
+    ),
     "ring_core.cost.estimate": Subject(
         estimate, {"program": program, "model": model, "hardware": fast},
         {"program": PROGRAM, "model": {"none": None, "word": "llama"}, "hardware": {"none": None, "word": "tpu-v5e"}, "backward": FLAG},

@@ -443,14 +443,18 @@ def _on_a_rank(rank: int, case: Case, strategy: str) -> Arrays:
         prepare._prepare.cache_clear()
 
 
+@pytest.mark.parametrize("seq_len", [None, 15], ids=["whole", "padded"])
 @pytest.mark.parametrize(
     ("strategy", "layout"), [("gather", "zigzag"), ("ulysses", "contiguous"), ("ring", "zigzag")]
 )
-def test_prepared_launches_give_the_same(strategy: str, layout: str, backend: Any) -> None:
-    backend.pool(2).run(_again_and_again, strategy, layout)
+def test_prepared_launches_give_the_same(
+    strategy: str, layout: str, seq_len: int | None, backend: Any
+) -> None:
+    """Of 15 tokens, padded to 16, one rank has the padding behind its tokens."""
+    backend.pool(2).run(_again_and_again, strategy, layout, seq_len)
 
 
-def _again_and_again(rank: int, strategy: str, layout: Any) -> None:
+def _again_and_again(rank: int, strategy: str, layout: Any, seq_len: int | None) -> None:
     """Repeat a call with other tensors, some of other strides, and compare bits with the first."""
     prepare._prepare.cache_clear()
     generator = torch.Generator().manual_seed(rank)
@@ -467,8 +471,9 @@ def _again_and_again(rank: int, strategy: str, layout: Any) -> None:
                 k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
             q, k, v = (x.requires_grad_() for x in (q, k, v))
             out, lse = ring_torch.ring_attention(
-                q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True
-            )
+                q, k, v, causal=True, layout=layout, strategy=strategy, return_lse=True,
+                seq_len=seq_len,
+            )  # fmt: skip
             count = len(PREPARED)
             results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
             # The first call of a kind of tensors prepares its launches, later ones run them.

@@ -354,7 +354,10 @@ def bytes_sent(
     Raises:
         ValueError: The strategy is none of these, or cannot run the plan.
     """
-    for name, value, kind in (("plan", plan, Plan), ("model", model, Model)):
+    for name, value, kind in (
+        ("plan", plan, Plan), ("model", model, Model), ("strategy", strategy, str),
+        ("backward", backward, bool), ("fetches_again", fetches_again, bool),
+    ):  # fmt: skip
         check_kind(name, value, kind)
     counts = {"ring": _ring_bytes, "gather": _gather_bytes, "ulysses": _ulysses_bytes}
     if strategy not in counts:

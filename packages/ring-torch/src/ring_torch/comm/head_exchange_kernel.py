@@ -89,13 +89,13 @@ class HeadArguments(NamedTuple):
         at_once: int,
     ) -> Self:  # fmt: skip
         """Make the arguments for blocks of ``at_once`` numbers, a power of 2."""
-        assert all(x.stride(-1) == 1 for x in tensors), "numbers of a head lie together"
+        assert all(x.stride(-1) == 1 or x.numel() == 0 for x in tensors), "numbers lie together"
         num_absent = 3 - len(tensors)
         sizes: list[int] = []
         for shape, offset in zip(layout.parts, layout.message.offsets, strict=True):
             sizes += (shape.length, shape.heads * shape.dim, offset)
         widest = max(x.heads * x.dim for x in layout.parts)
-        columns = min(triton.next_power_of_2(widest), _COLUMNS)
+        columns = min(triton.next_power_of_2(widest), _COLUMNS, at_once)
         dims = {f"DIM{n}": layout.parts[n % len(tensors)].dim for n in range(3)}
         return cls(
             [*tensors, *[None] * num_absent], [*orders, *[None] * num_absent],

@@ -141,7 +141,8 @@ class Gather(Strategy):
                 arriving.wait(None)
                 saved = tuple(arriving.tensors)
             if call.params.needs_lse:
-                call.kernel.mark_nonfinite(state.lse)
+                lse = state.lse if fully_written else state.lse.narrow(2, 0, gather.num_rows)
+                call.kernel.mark_nonfinite(lse)
             return state, saved if self.saves else ()
         if sinks is not None:
             call = call._replace(params=replace(call.params, sinks=sinks))
@@ -162,7 +163,7 @@ class Gather(Strategy):
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
             arriving.wait(None)
-        if self.prepares and fully_written and results[0] is state:
+        if self.prepares and results[0] is state:
             items = list(zip(gather.items, gather.waits_for, strict=True))
             launches = prepare_forward(call.kernel, rows, columns, state, items, call.params)
             keep(self.launches.forward, key, launches)
@@ -247,7 +248,7 @@ class Gather(Strategy):
         if self.prepares and not self.groups.before_last_item and upstream.delta is None and items:
             prepared = prepare_backward(
                 call.kernel, rows, columns, upstream, row_grads.dq, sums, gather, call.ranks.rank,
-                call.params,
+                int(call.plan.k_layout.num_tokens(call.ranks.rank)), call.params,
             )  # fmt: skip
             keep(self.launches.backward, key, prepared)
         return Grads(row_grads.dq, dk, dv, row_grads.dbias)
@@ -261,7 +262,8 @@ class Gather(Strategy):
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
         dq = _dq(call, gather, q)
         # Contiguous, whatever the strides of k and v: launches that round go by tokens.
-        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        new = Tensor.new_zeros if prepared.has_padding else Tensor.new_empty
+        dk, dv = new(k, k.shape), new(v, v.shape)
         if saved:
             kv = saved[0]
         else:

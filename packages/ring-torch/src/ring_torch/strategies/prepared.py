@@ -51,7 +51,7 @@ class PreparedForward(NamedTuple):
 
     Attributes:
         items: The launches.
-        rows: Number of rows of each.
+        rows: Number of rows of each, and of the padding behind them, if there is any.
     """
 
     items: tuple[PreparedItem, ...]
@@ -63,10 +63,11 @@ class PreparedForward(NamedTuple):
     ) -> None:  # fmt: skip
         """Write ``state``; ``wait`` is called with the fetches that a launch needs."""
         rows = [*self.rows]
-        # One call of torch cuts all slices of a tensor; `split` would go through Python.
+        # One call of torch cuts all slices of a tensor; `split` would go through Python. Padding
+        # has a slice, and no launch.
         slices = zip(
             self.items, q.split_with_sizes(rows, 1), state.out.split_with_sizes(rows, 1),
-            state.lse.split_with_sizes(rows, 2), strict=True,
+            state.lse.split_with_sizes(rows, 2), strict=False,
         )  # fmt: skip
         for (launch, k_start, k_len, waits_for), q_rows, out, lse in slices:
             # A launch waits for its own fetches; those of later ones go on beside it.
@@ -82,10 +83,12 @@ class PreparedBackward(NamedTuple):
     Attributes:
         launch: All launches, which add to a buffer of dK/dV sums.
         round: Rounds the sums of own keys in the buffer: ``round(sums, dk, dv)``.
+        has_padding: True if own keys have padding behind them, whose gradients are not rounded.
     """
 
     launch: BackwardLaunch
     round: Callable[[Tensor, Tensor, Tensor], None]
+    has_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ def prepare_forward(
 
     All of them have run on such tensors.
     """
-    if not _in_turn([item for item, _ in items], rows.q.shape[1]):
+    sizes = _rows_in_turn([item for item, _ in items], rows.q.shape[1])
+    if sizes is None:
         return None
     prepared = []
     for item, waits_for in items:
@@ -114,25 +118,29 @@ def prepare_forward(
         if launch is None:
             return None
         prepared.append(PreparedItem(launch, item.k_start, item.k_stop - item.k_start, waits_for))
-    return PreparedForward(tuple(prepared), tuple(item.q_stop - item.q_start for item, _ in items))
+    return PreparedForward(tuple(prepared), sizes)
 
 
 def prepare_backward(
     kernel: Kernel, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, dq: Tensor,
-    sums: KeyGradBuffer, gather: GatherProgram, rank: int, params: KernelParams,
+    sums: KeyGradBuffer, gather: GatherProgram, rank: int, own_tokens: int, params: KernelParams,
 ) -> PreparedBackward | None:  # fmt: skip
     """Return the launches of a gather program's items, or ``None`` if they cannot be prepared.
 
-    All of them have run on such tensors.
+    All of them have run on such tensors. ``own_tokens`` are the rank's own keys without padding.
     """
-    spans = own_spans(gather, rank, sums.keys.length)
+    spans = own_spans(gather, rank, own_tokens)
     items, split_backward = gather.items, kernel.parts
-    if spans is None or not _in_turn(items, rows.q.shape[1]):
+    sizes = _rows_in_turn(items, rows.q.shape[1])
+    if not spans or sizes is None:
         return None
+    has_padding = own_tokens < sums.keys.length
     if sums.head_major:
         assert split_backward is not None
+        if has_padding or len(spans) > 1 or len(sizes) > len(items):
+            return None  # a split backward takes whole shards
         launch = split_backward.prepare(rows, columns, upstream, items, params)
-        rounding = split_backward.prepare_round(spans, params)
+        rounding = split_backward.prepare_round(spans[0], params)
         return None if launch is None or rounding is None else PreparedBackward(launch, rounding)
     launches = []
     for item in items:
@@ -143,7 +151,9 @@ def prepare_backward(
         if launch_of_item is None:
             return None
         launches.append(launch_of_item)
-    return PreparedBackward(_ItemByItem(tuple(launches), gather, sums), _Rounding(spans, sums))
+    return PreparedBackward(
+        _ItemByItem(tuple(launches), sizes, gather, sums), _Rounding(spans, sums), has_padding
+    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,7 @@ class _ItemByItem(BackwardLaunch):
     """Backward launches that return dK/dV of each item, which are put into the sums by torch."""
 
     launches: tuple[ItemBackward, ...]
+    rows: tuple[int, ...]  # of each launch, and of the padding behind them, if there is any
     gather: GatherProgram
     sums: KeyGradBuffer
 
@@ -159,12 +170,12 @@ class _ItemByItem(BackwardLaunch):
         sums: Tensor,
     ) -> Tensor | None:  # fmt: skip
         """Write ``dq``, and put dK/dV into the sums."""
-        rows = [item.q_stop - item.q_start for item in self.gather.items]
+        rows = [*self.rows]
         slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
         work = zip(
             self.launches, self.gather.items, self.gather.overwritten, *slices,
             lse.split_with_sizes(rows, 2),
-            strict=True,
+            strict=False,
         )  # fmt: skip
         # In reverse, as columns to overwrite are those that no launch before has written. Nothing
         # is in flight: the sums travel home when all launches are queued.
@@ -179,18 +190,18 @@ class _ItemByItem(BackwardLaunch):
 
 @dataclass(frozen=True)
 class _Rounding:
-    """Rounds the sums of own keys by token, all spans at once, in torch's operations."""
+    """Rounds the sums of own keys by token, spans of one length at once, in torch's operations."""
 
-    spans: OwnSpans
+    spans: tuple[OwnSpans, ...]
     sums: KeyGradBuffer
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Round the sums of own keys in a buffer into ``dk`` and ``dv``."""
-        spans = self.spans
-        for x, grad in zip(self.sums.views(sums, spans.length), (dk, dv), strict=True):
-            _spans_of(grad, spans.source, spans.source_step, spans).copy_(
-                _spans_of(x, spans.target, spans.target_step, spans)
-            )
+        for spans in self.spans:
+            for x, grad in zip(self.sums.views(sums, spans.length), (dk, dv), strict=True):
+                _spans_of(grad, spans.source, spans.source_step, spans).copy_(
+                    _spans_of(x, spans.target, spans.target_step, spans)
+                )
 
 
 def _spans_of(x: Tensor, start: int, step: int, spans: OwnSpans) -> Tensor:
@@ -212,30 +223,40 @@ def put_columns(
         put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=add)
 
 
-def own_spans(gather: GatherProgram, rank: int, keys: int) -> OwnSpans | None:
-    """Return where a rank's own keys, ``keys`` in number, lie in its buffer.
+def own_spans(gather: GatherProgram, rank: int, tokens: int) -> tuple[OwnSpans, ...]:
+    """Return where a rank's own keys, ``tokens`` in number, lie in its buffer.
 
-    It is ``None`` if they are not all there, or not in spans of one size and equal distances.
+    It is one set of spans if these are of one size and equally far apart, else a set for each span;
+    and none if not all of the keys are in the buffer.
     """
     own_fetches = sorted(
         (fetch.source.start, fetch.source.stop, fetch.target.start)
         for fetch in gather.fetches
         if fetch.rank == rank
     )
-    sizes = {stop - start for start, stop, _ in own_fetches}
+    sizes = [stop - start for start, stop, _ in own_fetches]
+    if sum(sizes) != tokens:
+        return ()
     steps = {(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(own_fetches)}
-    if len(sizes) != 1 or len(steps) > 1 or len(own_fetches) * max(sizes) != keys:
-        return None
-    source_step, target_step = next(iter(steps), (0, 0))
-    start, _, target = own_fetches[0]
-    return OwnSpans(
-        len(own_fetches), max(sizes), start, source_step, target, target_step, gather.length
+    if len({*sizes}) == 1 and len(steps) < 2:
+        source_step, target_step = next(iter(steps), (0, 0))
+        start, _, target = own_fetches[0]
+        spans = (len(sizes), sizes[0], start, source_step, target, target_step, gather.length)
+        return (OwnSpans(*spans),)
+    return tuple(
+        OwnSpans(1, stop - start, start, 0, target, 0, gather.length)
+        for start, stop, target in own_fetches
     )
 
 
-def _in_turn(items: Sequence[WorkItem], rows: int) -> bool:
-    """Return True if items have all rows, one item after the other."""
+def _rows_in_turn(items: Sequence[WorkItem], rows: int) -> tuple[int, ...] | None:
+    """Return how many rows each item has, and how many are behind them, if any are.
+
+    It is ``None`` if items do not have the first rows, one item after the other.
+    """
     edges = [0, *(item.q_stop for item in items)]
-    return edges[-1] == rows and all(
-        item.q_start == start for item, start in zip(items, edges, strict=False)
-    )
+    if any(item.q_start != start for item, start in zip(items, edges, strict=False)):
+        return None
+    if edges[-1] < rows:
+        edges.append(rows)
+    return tuple(stop - start for start, stop in pairwise(edges))

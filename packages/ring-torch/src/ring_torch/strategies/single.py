@@ -41,17 +41,18 @@ class Single(Strategy):
         if (launches := self.launches.forward.get(key)) is not None:
             launches.run(q, k, v, state, sinks, lambda _: None)
             if params.needs_lse:
-                call.kernel.mark_nonfinite(state.lse)
+                lse = state.lse if fully_written else state.lse.narrow(2, 0, item.q_stop)
+                call.kernel.mark_nonfinite(lse)
             return state, ()
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         if sinks is not None:
             params = replace(params, sinks=sinks)
         dst, rows_in_item = state.take(item.q_slice), rows.take(item.q_slice)
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
+        if self.prepares and result.out.data_ptr() == dst.out.data_ptr():
+            launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
+            keep(self.launches.forward, key, launches)
         if fully_written:
-            if self.prepares and result.out.data_ptr() == state.out.data_ptr():
-                launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
-                keep(self.launches.forward, key, launches)
             return result, ()
         state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
         for target, source in zip(state.take(item.q_slice), result, strict=True):

@@ -1,0 +1,146 @@
+"""Grid of ranks: groups that trade tokens for heads, and between the groups a ring or a gather.
+
+Ranks of a group are consecutive. After the trade each of them has all tokens of its group, for a
+part of the heads, and goes on with the ranks of other groups that have the same part::
+
+    8 ranks, groups of 4                 trade heads with    then go on with
+    group 0   0 1 2 3    rank 1 of it    0 1 2 3             1 5
+    group 1   4 5 6 7    rank 6 of it    4 5 6 7             2 6
+
+The tokens of a group are those of one rank in the same layout over the groups, so the second step
+is a plan of that layout, whose work is as even as the layout makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Literal, get_args
+
+import numpy as np
+
+from ring_core.base.arguments import Ints, check_choice, check_size
+from ring_core.base.errors import UnsupportedError
+from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec
+from ring_core.programs.heads import too_many_ranks
+
+OuterName = Literal["ring", "gather"]
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks in groups of ``ulysses_size`` consecutive ones; see :func:`rank_grid`.
+
+    Attributes:
+        ranks: Number of ranks.
+        ulysses_size: Ranks of a group, which trade tokens for heads.
+    """
+
+    ranks: int
+    ulysses_size: int
+
+    @property
+    def outer_size(self) -> int:
+        """Number of groups."""
+        return self.ranks // self.ulysses_size
+
+    def inner_ranks(self, rank: int) -> range:
+        """Return the ranks with which a rank trades tokens for heads: those of its group."""
+        first = rank - rank % self.ulysses_size
+        return range(first, first + self.ulysses_size)
+
+    def outer_ranks(self, rank: int) -> range:
+        """Return the ranks with the same heads as a rank, one of each group, in order."""
+        return range(rank % self.ulysses_size, self.ranks, self.ulysses_size)
+
+    def outer_layout(self, layout: LayoutSpec) -> LayoutSpec:
+        """Return the layout over groups in which a group has the tokens that its ranks have."""
+        if not isinstance(layout, ChunkLayout):
+            return layout
+        groups = (
+            layout.chunks[first : first + self.ulysses_size]
+            for first in range(0, self.ranks, self.ulysses_size)
+        )
+        return ChunkLayout(tuple(tuple(sorted(chain.from_iterable(group))) for group in groups))
+
+    def places(self, layout: Layout, rank: int) -> Ints:
+        """Return where the tokens of a rank's group go: local indices in the layout over groups.
+
+        They are in the order in which ranks of the group hold the tokens, one rank's behind the
+        other's: int64 ``[ulysses_size * layout.local_len]``.
+        """
+        positions = np.concatenate([layout.positions(peer) for peer in self.inner_ranks(rank)])
+        return np.argsort(np.argsort(positions, kind="stable"), kind="stable")
+
+
+def rank_grid(
+    ranks: int,
+    q_heads: int,
+    layout: LayoutSpec,
+    *,
+    outer: OuterName = "ring",
+    ulysses_size: int | None = None,
+    hosts: Sequence[str] | None = None,
+) -> RankGrid:
+    """Return the grid of a call's ranks.
+
+    >>> from ring_core.programs.grid import rank_grid
+    >>> grid = rank_grid(8, 32, "zigzag", hosts=["a"] * 4 + ["b"] * 4)
+    >>> grid, list(grid.inner_ranks(6)), list(grid.outer_ranks(6))
+    (RankGrid(ranks=8, ulysses_size=4), [4, 5, 6, 7], [2, 6])
+
+    Args:
+        ranks: Number of ranks.
+        q_heads: Number of query heads.
+        layout: The layout of the tokens over all ranks.
+        outer: The strategy between groups.
+        ulysses_size: Ranks of a group; ``None`` takes the most that heads allow within a host.
+        hosts: The host of each rank; ``None`` if all are on one. Unused beside ``ulysses_size``.
+
+    Raises:
+        ValueError: Numbers are not positive, or there is no such strategy.
+        UnsupportedError: These ranks make no such grid; the message says which sizes they can have.
+    """
+    check_size("ranks", ranks)
+    check_size("q_heads", q_heads)
+    check_choice("outer", outer, get_args(OuterName))
+    if layout == "striped":
+        raise UnsupportedError(
+            f"layout 'striped' gives a group of ranks tokens that outer={outer!r} cannot take: they are "
+            f"not evenly spaced. Instead: use layout='zigzag' or 'contiguous', or strategy='ulysses'"
+        )
+    if ulysses_size is None:
+        local = ranks if hosts is None else _ranks_of_a_host(hosts, ranks)
+        return RankGrid(ranks, max(_legal_sizes(local, q_heads)))
+    check_size("ulysses_size", ulysses_size)
+    legal = _legal_sizes(ranks, q_heads)
+    if ulysses_size not in legal:
+        reason = too_many_ranks(q_heads, ulysses_size) or f"it does not divide {ranks} ranks"
+        raise UnsupportedError(
+            f"ulysses_size={ulysses_size}: {reason}. Instead: use one of {', '.join(map(str, legal))}"
+        )
+    return RankGrid(ranks, ulysses_size)
+
+
+def _legal_sizes(ranks: int, q_heads: int) -> list[int]:
+    """Return the divisors of a number of ranks for which there are enough query heads."""
+    return [n for n in range(1, min(ranks, q_heads) + 1) if ranks % n == 0]
+
+
+def _ranks_of_a_host(hosts: Sequence[str], ranks: int) -> int:
+    """Return how many ranks each host has.
+
+    Raises:
+        UnsupportedError: Hosts have unlike numbers of ranks, or a host's are not consecutive.
+    """
+    assert len(hosts) == ranks, "a host for each rank"
+    runs = [(host, len(list(group))) for host, group in groupby(hosts)]
+    if len(runs) > len(set(hosts)):
+        reason = f"ranks of one host are not consecutive: {', '.join(hosts)}"
+    elif len({count for _, count in runs}) > 1:
+        counts = ", ".join(f"{host} {count}" for host, count in runs)
+        reason = f"hosts have unlike numbers of ranks: {counts}"
+    else:
+        return runs[0][1]
+    raise UnsupportedError(f"{reason}. Instead: say how many ranks split heads, by ulysses_size")
