@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_core import UnsupportedError, WrongResultError
 from ring_torch import ContextParallel, hf
-from ring_torch.hf import scores, wiring
+from ring_torch.hf import mixers, scores, wiring
 from ring_torch.hf.models import hooks, releases
 from ring_torch.local import LocalRanks
 
@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[str, str, str, Callable[[], Any], str]] = {
     ),
     "recurrent": (
         "Qwen3NextForCausalLM", "qwen3_next", "plain",
-        lambda: changed(wiring._WholeLayer, "gather", next_token),
+        lambda: changed(mixers.WholeLayer, "gather", next_token),
         "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
     ),
     "batch split": (
