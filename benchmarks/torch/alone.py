@@ -21,7 +21,7 @@ from ring_torch.comm.ranks import Ranks
 from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
 from ring_torch.strategies import Way, ways
-from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec
+from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, nothing
 from ring_torch.transports.p2p import Messages
 
 
@@ -32,9 +32,12 @@ class Alone:
     spec: SessionSpec
     made: dict[tuple[object, ...], list[Tensor]]
 
-    def fetch(self, gather: GatherProgram, inputs: Inputs) -> Iterator[PendingKV]:
+    def fetch(
+        self, gather: GatherProgram, inputs: Inputs, meanwhile: Callable[[], object] = nothing
+    ) -> Iterator[PendingKV]:
         """Random keys, made once and on no time."""
         del inputs
+        meanwhile()
         keys, device = self.spec.keys, self.spec.device
         for n in range(self.spec.groups):
             place = (gather, keys, n)
