@@ -177,10 +177,10 @@ class Kernel(Protocol):
         """
 
     def prepare_forward(
-        self, _rows: QueryBlock, _columns: KeyBlock, _place: AttentionState, _item: WorkItem,
+        self, _rows: QueryBlock, _columns: KeyBlock, _dst: AttentionState, _item: WorkItem,
         _params: KernelParams, /,
     ) -> ForwardLaunch | None:  # fmt: skip
-        """Return an item's forward for later calls with tensors like these.
+        """Return an item's forward for later calls with tensors like these, ``_dst`` the results.
 
         It is asked after :meth:`attend` has run on such tensors, for items without documents whose
         rows all see something. ``None`` means that every call has to go through :meth:`attend`.
