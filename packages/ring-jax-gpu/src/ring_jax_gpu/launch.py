@@ -34,7 +34,7 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # a kernel for Hopper can do it
-    rectangles: tuple[Rectangle, ...] = ()  # those of the ``LaunchSpec``
+    rectangles: tuple[Rectangle, ...] = ()  # fully visible items, which kernels for Hopper split
     fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 

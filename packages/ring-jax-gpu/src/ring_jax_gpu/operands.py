@@ -68,7 +68,8 @@ class StepWork:
     Attributes:
         separate_kv: Keys and values, and their gradients, are separate arrays. In calls of several
             steps they travel, and lie, side by side.
-        blocks, roles: See ``TritonKernel``.
+        blocks: Table of block sizes; ``None`` is the package's own.
+        roles: On Hopper, use the warp-specialised kernels where they can do the step.
     """
 
     spec: LaunchSpec

@@ -188,7 +188,11 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
 
 def _call(table: Table, row: Row, tokens: int) -> Callable[[], tuple[Array, ...]]:
-    """Return a function that runs the kernel of a row on random inputs, with a table."""
+    """Return a function that runs the forward or backward that the kernel of ``row`` is part of.
+
+    Its inputs are random, and block sizes are those of ``table``. A backward starts from a forward
+    that has run here, once.
+    """
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(1, tokens, heads, row.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     q, k, v, dout = (

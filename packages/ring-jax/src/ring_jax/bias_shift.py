@@ -3,8 +3,8 @@
 Additive masks hold numbers like ``-1e10`` or ``finfo.min``. If every key that a row sees has one,
 float32 cannot hold ``-1e10 + log(n)``, and merges and the backward, which start from ``lse``, lose
 the ``log(n)``. Softmax does not change when one number is subtracted from all scores of a row. So
-the largest finite number of each row of the bias is subtracted from that row, and added back only
-to the ``lse`` that a call returns.
+the largest finite bias among the keys that a row sees is subtracted from that row, and added back
+only to the ``lse`` that a call returns.
 """
 
 from __future__ import annotations

@@ -301,6 +301,7 @@ class StrategySpec:
 
 @lru_cache(maxsize=256)
 def _positions_aligned8(plan: Plan, rank: int) -> bool:
+    """Return True if each group of eight of a rank's keys is contiguous from a multiple of 8 on."""
     return positions_aligned8(plan.k_positions(rank))
 
 

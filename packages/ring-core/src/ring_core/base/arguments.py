@@ -138,7 +138,7 @@ def as_positions(name: str, value: Any) -> Ints:
     """Return a one-dimensional array of integers as int64.
 
     Raises:
-        ValueError: It has another number of dimensions, or other numbers.
+        ValueError: It has another number of dimensions, or numbers that are no integers.
     """
     array = as_ints(name, value)
     if array.ndim != 1:

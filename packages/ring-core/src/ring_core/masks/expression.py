@@ -32,7 +32,7 @@ OPERATORS: Operators = {
 }  # fmt: skip
 
 _LIMIT = 1 << 31
-_MOST_OPERATORS = 256  # a shared part counts at each use, as a kernel would spell it out
+_MOST_PARTS = 256  # a shared part counts at each use, as a kernel would spell it out
 _SAMPLED = 64  # positions on each side at which an expression is compared with its mask
 
 
@@ -60,8 +60,8 @@ def expression_of(
     """Return a mask's rule as an expression, good for positions inside two spans ``[start, stop)``.
 
     All numbers in it fit into 32 bits there. The result is ``None`` if the rule is not made of
-    operators on integers alone, has more than 256 of them, has documents (``cu_seqlens``), or has
-    numbers that do not fit.
+    operators on integers alone, has more than 256 operators and operands together, has documents
+    (``cu_seqlens``), or has numbers that do not fit.
 
     >>> expression_of(Mask(causal=True), (0, 8), (0, 8))
     ('le', ('sub', 'k', 'q'), 0)
@@ -95,7 +95,7 @@ class _Traced:
     """An integer with bounds, or a truth value, with the expression that computes it.
 
     Operators on it make larger ones. The bounds ``low`` and ``high`` show that 32 bits suffice;
-    ``size`` counts operators.
+    ``size`` counts the operators and operands of the expression.
     """
 
     expression: Expression
@@ -110,7 +110,7 @@ class _Traced:
     def __post_init__(self) -> None:
         if not -_LIMIT <= self.low <= self.high < _LIMIT:
             raise OverflowError("does not fit in 32 bits")
-        if self.size > _MOST_OPERATORS:
+        if self.size > _MOST_PARTS:
             raise OverflowError("is too long")
 
     def __bool__(self) -> bool:

@@ -250,11 +250,11 @@ def mask_of(
     chunk_size: int | None,
     cu_seqlens: Sequence[int] | None,
 ) -> Mask:
-    """Return the :class:`Mask` of a call's options, the same object for equal options.
+    """Return the :class:`Mask` of a call's options, from a cache as it is called on every call.
 
-    It is called on every call, so masks are cached. Lists and arrays may be changed in place
-    between calls and are compared by their contents; tuples of integers cannot change and are
-    recognised by their identity.
+    Lists and arrays of ``cu_seqlens`` may be changed in place between calls and are compared by
+    their contents. Tuples of integers cannot change and are recognised by their identity: an equal
+    tuple that is another object gets another mask, which is equal too.
 
     Raises:
         ValueError: An option is malformed.

@@ -147,7 +147,7 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
 
 
 def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
-    """Return the memory that gathering takes in forward and backward, over what a ring takes.
+    """Return the memory that gathering takes in forward and backward, as a multiple of a ring's.
 
     A ring holds two slots of K/V, dQ and three times dK/dV. Gathering holds the keys in the longest
     buffer with their gradients, and the rank's own ones a second time. Gradients take 4 bytes per
@@ -335,7 +335,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
 
 
 def _from_tile(item: WorkItem, tile: int) -> WorkItem:
-    """Let an item begin with the tile that holds its first key, if its window hides that tile's.
+    """Let an item begin with the tile of its first key, if its window hides the keys before that.
 
     A window does so if it shows the first row no key before the item's first: then it shows none to
     any row. Documents, and windows that begin before the first key, hide nothing in front of it.

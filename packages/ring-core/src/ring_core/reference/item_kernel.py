@@ -23,7 +23,8 @@ Precision = Literal["float64", "float32", "bfloat16", "float16"]
 class Params:
     """The options that all items of a call share.
 
-    Inputs, probabilities and results are rounded to ``precision``; sums are float32 or float64.
+    The kernel rounds softmax weights and gradients of scores to ``precision``; the simulator rounds
+    inputs before it and results after it. Sums are float32 or float64.
     """
 
     mask: Mask

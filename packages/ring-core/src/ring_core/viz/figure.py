@@ -90,7 +90,8 @@ def _draw_program(program: RingProgram, figure: Figure) -> None:
     from matplotlib import colormaps, colors
 
     plan = program.plan
-    # Pale, so that black text reads on all of them; what lies under the ranks is WRONG.
+    # Ranks have pale colors, so that black text reads on all of them. WRONG, a number below all
+    # ranks, is black: there plan and mask disagree.
     pale = 0.7 * colormaps["turbo"](np.linspace(0.06, 0.94, plan.cp_size)) + 0.3
     of_rank = colors.ListedColormap(pale).with_extremes(under="black")
     parts = figure.add_gridspec(1, 2, width_ratios=(1, 1.08), wspace=0.04)

@@ -274,7 +274,8 @@ def _call(
 def _widest(options: CallOptions, q: Tensor, k: Tensor, cp_size: int) -> CallOptions:
     """Return the options without numbers that a plan depends on, so that queries see most keys.
 
-    Of the length without padding a bias still says how many keys there are.
+    Without ``seq_len`` padding counts as tokens. But a bias has no columns for padding, so where it
+    is given with ``seq_len`` its width stays the number of keys.
     """
     seq_len = None
     if options.seq_len is not None and options.bias is not None and options.bias.ndim == 4:
@@ -388,6 +389,7 @@ attention.register_autograd(_backward, setup_context=_setup)
 
 attention.register_vmap(refuse_batch)
 attention_backward.register_vmap(refuse_batch)
-# is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
+# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
+# one, whose dispatch key is "Batched".
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 _LIBRARY.impl("attention_backward", refuse_batch, "Batched")

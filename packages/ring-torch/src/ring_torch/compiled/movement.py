@@ -270,6 +270,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 move.register_autograd(_backward, setup_context=_keep)
 move.register_vmap(refuse_batch)
-# is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
+# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
+# one, whose dispatch key is "Batched".
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 _LIBRARY.impl("move", refuse_batch, "Batched")

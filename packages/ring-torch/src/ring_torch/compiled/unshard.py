@@ -109,6 +109,7 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
 unshard_backward.register_vmap(refuse_batch)
-# is_grads_batched=True uses an older vmap, which has a dispatch key of its own.
+# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
+# one, whose dispatch key is "Batched".
 _LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
 _LIBRARY.impl("unshard_backward", refuse_batch, "Batched")

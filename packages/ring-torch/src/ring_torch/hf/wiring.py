@@ -40,7 +40,11 @@ _Undo = Callable[[], object]
 
 
 def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
-    """Install the hooks that a model's report names; yield a function that removes each."""
+    """Install hooks on the modules of a model that need them; yield a function that removes each.
+
+    A module's class tells what it needs; hooks for positions and chunked masks are installed only
+    if the model's report names them, or for positions in an encoder-decoder.
+    """
     if (text := text_model(model)) is not None:
         hooks.takes_merged = True
         yield text.register_forward_pre_hook(hooks.split_text, with_kwargs=True).remove

@@ -177,15 +177,16 @@ class Kernel(Protocol):
         """
 
     def prepare_forward(
-        self, _rows: QueryBlock, _columns: KeyBlock, _place: AttentionState, _item: WorkItem,
+        self, _rows: QueryBlock, _columns: KeyBlock, _dst: AttentionState, _item: WorkItem,
         _params: KernelParams, /,
     ) -> ForwardLaunch | None:  # fmt: skip
         """Return an item's forward for later calls with tensors like these.
 
-        It is asked after :meth:`attend` has run on such tensors, for items without documents whose
-        rows all see something. ``None`` means that every call has to go through :meth:`attend`.
-        Such a launch leaves infinities in ``lse`` where scores are not finite; all launches of a
-        rank are followed by one :meth:`mark_nonfinite`.
+        ``_dst`` is like the results that it is to write. It is asked after :meth:`attend` has run
+        on such tensors, for items without documents whose rows all see something. ``None`` means
+        that every call has to go through :meth:`attend`. Such a launch leaves infinities in ``lse``
+        where scores are not finite; all launches of a rank are followed by one
+        :meth:`mark_nonfinite`.
         """
         return None
 

@@ -8,12 +8,15 @@ _MOST = 16  # kinds of tensors for which a cache keeps launches
 
 
 def tensors_key(*tensors: Tensor | None) -> object:
-    """Return a key of tensors: equal for tensors of equal strides and alignment to 16 bytes."""
+    """Return a key of tensors: equal for tensors of equal strides and alignment to 16 bytes.
+
+    Shapes are not part of it: the prepared call or the message layout of the tensors has them.
+    """
     return tuple([None if x is None else (x.stride(), x.data_ptr() % 16) for x in tensors])
 
 
 def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -> None:
-    """Keep launches, if there are any; those of other tensors may be dropped for them."""
+    """Keep launches under a key, if there are any; a full cache is emptied first."""
     if launches is None:
         return
     if len(launches_by_key) >= _MOST:

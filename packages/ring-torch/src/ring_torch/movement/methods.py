@@ -95,7 +95,10 @@ def relayout(
 
 
 def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
-    """Return the rows of all runs ``[B * R, ..., L, ...]`` as ``[B, ..., R * L, ...]``; a view."""
+    """Return the rows of all runs ``[B * R, ..., L, ...]`` as ``[B, ..., R * L, ...]``.
+
+    It is a view where that is possible.
+    """
     check_dim(y, dim, "y")
     check_consecutive(layout, size)
     dim, runs = dim % y.ndim, runs_a_rank(layout, size)

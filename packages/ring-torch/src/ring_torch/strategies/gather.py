@@ -488,8 +488,8 @@ def _in_place(
 def _resolve(resolution: Resolution) -> Strategy:
     """Return the gathering strategy for a rank: by one launch a row, or in two stages.
 
-    Kernels that cannot mask any band take two stages. Heads are not cut into groups with options
-    that belong to single heads or keys: bias, slopes, dropout, predicates, segment ids.
+    Kernels that can mask only some bands take two stages. Heads are not cut into groups with
+    options that belong to single heads or keys: bias, slopes, dropout, predicates, segment ids.
     """
     program = resolution.program
     if resolution.kernel.capabilities.bands != "any":

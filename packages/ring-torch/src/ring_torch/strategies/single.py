@@ -89,8 +89,8 @@ def only_item(
 ) -> WorkItem | None:
     """Return the single launch of a one-rank plan; ``None`` if a call needs more than that.
 
-    A call needs more with several ranks or items, an empty batch, a kernel that cannot mask any
-    band, or sinks that the launch cannot add.
+    A call needs more with several ranks or items, an empty batch, a kernel that can mask only some
+    bands, or sinks that the launch cannot add.
     """
     has_bands = kernel.capabilities.bands == "any"
     if plan.cp_size > 1 or not has_bands or batch == 0 or len(plan.items(0, 0)) != 1:

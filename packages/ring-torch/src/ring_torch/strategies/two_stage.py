@@ -1,4 +1,4 @@
-"""Strategy ``gather`` in two stages, for kernels that cannot mask any band.
+"""Strategy ``gather`` in two stages, for kernels that can mask only some bands.
 
 The forward attends to the rank's own K/V while those of other ranks arrive, then to these in full
 rectangles, and joins the parts. The backward goes over the other ranks' K/V first, and over its own
@@ -73,7 +73,7 @@ class TwoStageGather(Strategy):
         own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend_to_own_keys() -> None:
-            """Queue the launches that wait for no fetch, and hide them."""
+            """Queue the launches over own K/V, which run while the fetches are in flight."""
             if prepared is not None:
                 own_results.append(prepared.own.forward(inputs.q, inputs.k, inputs.v))
             elif work is not None:
@@ -149,7 +149,10 @@ class TwoStageGather(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
         prepared: PreparedParts,
     ) -> Grads:  # fmt: skip
-        """Run a backward by prepared launches, which leave nothing of the sums to be zeroed."""
+        """Run a backward by prepared launches.
+
+        The first launch that writes a column of the sums overwrites it, so none has to be zeroed.
+        """
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         sums, tensors = KeyGradBuffer(keys, head_major=False), (q, upstream.dout, upstream.out)
         (peer_sums,) = session.accumulators(gather, sums, zero=False)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in ("command", "rates", "seq_len") and value != bench_parser.get_default(name)
         ]:  # fmt: skip
             bench_parser.error(f"--rates takes --seq-len alone; leave out {', '.join(refused)}")
-        return _renew(args.rates, args.seq_len)
+        return _time_kernels(args.rates, args.seq_len)
     if args.command == "matrix":
         print(matrix())
         return 0
@@ -64,8 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if diagnosis.healthy else 1
 
 
-def _renew(path: Path, length: int | None) -> int:
-    """Run ``bench --rates``, and return the exit code."""
+def _time_kernels(path: Path, length: int | None) -> int:
+    """Run ``bench --rates``: time each kernel alone, and write the table; return the exit code.
+
+    ``length`` is the number of tokens that kernels are timed on, ``None`` for the default.
+    """
     try:
         rates.renew(path, length, versions())
     except (ValueError, OSError) as error:
@@ -76,7 +79,7 @@ def _renew(path: Path, length: int | None) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    """Run ``bench``, and return the exit code."""
+    """Run ``bench`` without ``--rates``: time a ring, and return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_torch.defaults())
         checks, results = _bench_torch.bench(setting, args.transport, args.seconds, ring_checks)

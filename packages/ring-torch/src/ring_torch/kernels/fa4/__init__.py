@@ -251,7 +251,10 @@ def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[private.Spli
 
 
 def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:
-    """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys."""
+    """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys.
+
+    Items must also have more than a tile of queries and of keys, and be of one document.
+    """
     programs = [
         gather_program(plan, rank, splits=splits, tile=tile) for rank in range(plan.cp_size)
     ]
