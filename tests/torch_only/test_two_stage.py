@@ -1,6 +1,6 @@
 """A gather in two stages: its launches are prepared, and a repeat gives the bits of the first call.
 
-The kernel masks no band but the causal one, and returns tensors of its own, as cuDNN does.
+The kernel masks no band but the causal one, and returns views of tensors of its own, as cuDNN does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Bandless(PlainFlash):
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             self.launched.append("forward")
-            return self.forward(q, k, v, options, None)
+            out, lse = self.forward(q, k, v, options, None)
+            # cuDNN has heads before tokens, in memory as the queries are.
+            return out.transpose(1, 2).clone().transpose(1, 2), lse.unsqueeze(3).squeeze(3)
 
         def backward(
             q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
@@ -147,3 +149,52 @@ def with_sinks_or_lse(rank: int) -> None:
 
 def test_sinks_and_lse(backend: Any) -> None:
     backend.pool(2).run(with_sinks_or_lse)
+
+
+def changed_in_place(rank: int) -> None:
+    """Results of a repeated call can be changed in place, as those of the first."""
+    del rank
+    q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
+    bias = torch.ones(DIM, requires_grad=True)
+    options: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_of([]), ())):
+        for grad in (True, False):
+            for _ in range(2):
+                with torch.set_grad_enabled(grad):
+                    out, lse = ring_attention(q, k, v, return_lse=True, **options)
+                out += bias
+                lse += 1
+    prepare._prepare.cache_clear()
+
+
+def test_results_may_be_changed_in_place(backend: Any) -> None:
+    backend.pool(2).run(changed_in_place)
+
+
+def with_odd_gradients(rank: int) -> None:
+    """A gradient of ``out`` may begin anywhere, and have any stride where it has one sequence."""
+    del rank
+    q, k, v = (torch.randn(1, 32, n, DIM).requires_grad_() for n in HEADS)
+    dout = torch.randn(1, 32, HEADS[0], DIM)
+    options: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_of([]), ())):
+        grads = [
+            torch.autograd.grad(ring_attention(q, k, v, **options), (q, k, v), x)
+            for x in (dout, _among(dout, before=0), _among(dout, before=1))
+        ]
+    prepare._prepare.cache_clear()
+    for others in grads[1:]:
+        torch.testing.assert_close(others, grads[0])
+
+
+def _among(x: Tensor, before: int) -> Tensor:
+    """Return a copy of a tensor of one sequence in a larger one: sequences are an odd way apart."""
+    apart = x.numel() + 1
+    strides = (apart, *x.stride()[1:])
+    return torch.zeros(2 * apart).as_strided(x.shape, strides, before).copy_(x)
+
+
+def test_gradients_of_odd_strides(backend: Any) -> None:
+    backend.pool(2).run(with_odd_gradients)

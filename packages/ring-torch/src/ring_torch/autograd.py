@@ -90,8 +90,9 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
                 # Rows of padding see nothing, not even a sink.
                 tokens = int(call.plan.q_layout.num_tokens(call.ranks.rank))
                 lse[:, :, tokens:].fill_(-torch.inf)
-        # Libraries may return results with the inputs' strides; callers get contiguous ones.
-        out, lse = out.to(call.dtype).contiguous(), lse.contiguous()
+        # Libraries may return results with the inputs' strides; callers get contiguous ones. And of
+        # views, which torch would not let callers change in place, what lies below.
+        out, lse = out.to(call.dtype).contiguous().detach(), lse.contiguous().detach()
         error_message = None
         if watch is not None:
             error_message = tripwire.forward_faults(

@@ -244,6 +244,15 @@ def has_unit_stride(x: Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
+def is_aligned(x: Tensor) -> bool:
+    """Return True if all rows of a tensor begin at multiples of 16 bytes."""
+    assert has_unit_stride(x)
+    offsets = x.data_ptr()  # or-ed with all strides: a bit below 16 is set if one of them has it
+    for stride in x.stride()[:-1]:
+        offsets |= stride * x.itemsize
+    return offsets % 16 == 0
+
+
 def with_unit_strides(inputs: Inputs) -> Inputs:
     """Copy the tensors whose last dimension is not contiguous: kernels would read other numbers."""
     return Inputs._make(

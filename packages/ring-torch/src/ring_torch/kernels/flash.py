@@ -42,7 +42,7 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
-    has_unit_stride,
+    is_aligned,
     unseen_state,
 )
 
@@ -338,15 +338,6 @@ def aligned(x: Tensor) -> Tensor:
     Rows are contiguous already (:func:`ring_torch.records.with_unit_strides`).
     """
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Return True if all rows of a tensor begin at multiples of 16 bytes."""
-    assert has_unit_stride(x)
-    offsets = x.data_ptr()  # or-ed with all strides: a bit below 16 is set if one of them has it
-    for stride in x.stride()[:-1]:
-        offsets |= stride * x.itemsize
-    return offsets % 16 == 0
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:

@@ -26,6 +26,7 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     empty_state,
+    is_aligned,
 )
 from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
 from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
@@ -108,8 +109,12 @@ class TwoStageGather(Strategy):
         """Return the gradients in the inputs' dtype or the accumulators'."""
         session = call.open_session(inputs, call.backward_signature, self.gather, groups=1)
         prepared = self.launches.get(tensors_key(*inputs[:3])) if self.prepares else None
-        is_aligned = (upstream.dout.data_ptr() | upstream.out.data_ptr()) % 16 == 0
-        if prepared is not None and is_aligned and upstream.delta is None:
+        rows_of_results = upstream.dout, upstream.out
+        if (
+            prepared is not None
+            and upstream.delta is None
+            and all(map(is_aligned, rows_of_results))
+        ):
             return self._repeat(call, inputs, upstream, saved, session, prepared)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())

@@ -19,7 +19,7 @@ from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather
 from ring_torch.kernels.api import BackwardLaunch, OwnSpans
 from ring_torch.kernels.fa4 import private, public
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel, aligned, is_aligned
+from ring_torch.kernels.flash import FlashKernel, aligned
 from ring_torch.kernels.library import (
     Direction,
     FlashLibrary,
@@ -31,7 +31,14 @@ from ring_torch.kernels.library import (
     padded_to,
 )
 from ring_torch.options import Window
-from ring_torch.records import AttentionState, BackwardInputs, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import (
+    AttentionState,
+    BackwardInputs,
+    KernelParams,
+    KeyBlock,
+    QueryBlock,
+    is_aligned,
+)
 
 KEYS = 128  # keys of a tile; inside one the sums have an order of their own and cannot be cut
 _WIDEST_COMMON = 128  # wider head dims have kernels of their own, on Hopper alone
