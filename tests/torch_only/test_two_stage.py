@@ -198,3 +198,33 @@ def _among(x: Tensor, before: int) -> Tensor:
 
 def test_gradients_of_odd_strides(backend: Any) -> None:
     backend.pool(2).run(with_odd_gradients)
+
+
+def with_infinities(rank: int, layout: Any) -> list[list[tuple[Tensor, Tensor]]]:
+    """``(out, lse)`` of the first call and of repeats where some rows' scores are not finite."""
+    del rank
+    cp = ContextParallel(layout=layout)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, LENGTH, n, DIM, generator=generator) for n in HEADS]
+    whole[0][0, 1, :, 0] = torch.inf
+    whole[1][0, :2, :, 0] = -1.0  # all scores of row 1 are -inf, and its lse with them
+    options: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
+    prepare._prepare.cache_clear()
+    with patch.object(prepare, "choose", lambda *_: Selection(kernel_of([]), ())):
+        calls = [
+            ring_attention(*map(cp.shard, whole), return_lse=True, layout=layout, **options)
+            for _ in range(3)
+        ]
+    prepare._prepare.cache_clear()
+    return [list(zip(calls[0], repeat, strict=True)) for repeat in calls[1:]]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_rows_whose_scores_are_not_finite(layout: str, backend: Any) -> None:
+    """They are NaN in every call, whatever the kernel has left in ``out``."""
+    ranks = backend.pool(3).run(with_infinities, layout)
+    for repeats in ranks:
+        for pair in (pair for repeat in repeats for pair in repeat):
+            torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
+    out, lse = ranks[0][0][0][0], ranks[0][0][1][0]
+    assert out[:, 1].isnan().all() and lse[:, :, 1].isnan().all()

@@ -86,7 +86,7 @@ class JoinOnGpu:
         """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all parts.
 
         Every row of a part sees something, so an infinity in ``lse`` says that a score is not
-        finite; it becomes NaN.
+        finite; it becomes NaN, and so do the row's numbers in ``out``.
         """
         self._merge(*(x for part in (*parts, *[parts[0]] * self._missing) for x in part))
 
@@ -218,6 +218,10 @@ def _merge_parts(
                 o2_head, l2_batch, l2_head,
             )  # fmt: skip
         tl.store(out_at, x.to(out.dtype.element_ty), mask=mask)
+    else:
+        # A row whose scores are not finite may have numbers in out: they become NaN, as in merges.
+        nan = tl.full((ROWS, PADDED), float("nan"), tl.float32).to(out.dtype.element_ty)
+        tl.store(out_at, nan, mask=mask & (top != top)[:, None])
     tl.store(lse_at, top, mask=inside)
 
 

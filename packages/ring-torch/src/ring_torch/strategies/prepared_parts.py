@@ -206,6 +206,7 @@ def _joins(
         for (start, n), (part_out, part_lse) in zip(spans[1:], others, strict=True):
             rows = slice(start, start + n)
             merge_into(into.take(rows), part_out, _mark(part_lse))
+        into.out.masked_fill_(lse.isnan().transpose(1, 2).unsqueeze(-1), torch.nan)
         out.copy_(into.out)
 
     def add(parts: Sequence[Tensor]) -> None:
