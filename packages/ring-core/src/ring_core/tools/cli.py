@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ring_core",
         description="Look at how attention is divided over ranks, without any hardware.",
+        epilog="example: python -m ring_core plan --seq-len 64k --cp 8",
     )
     parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

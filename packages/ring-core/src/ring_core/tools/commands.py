@@ -54,8 +54,9 @@ def framework_commands(
     """
     program, version = f"python -m {package}", f"{package.replace('_', '-')} {__version__}"
     parser = argparse.ArgumentParser(
-        prog=program, description=f"Exact context-parallel attention for {framework}."
-    )
+        prog=program, description=f"Exact context-parallel attention for {framework}.",
+        epilog=f"example: {program} doctor",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_command(
