@@ -204,7 +204,8 @@ def _merge_parts(
     lse_at = lse + batch * l_batch + head * l_head + row
     out_at = out + batch * o_batch + head * o_head + row[:, None] * o_row + column[None, :]
     top = tl.load(lse_at, mask=inside, other=0.0)
-    top = tl.where(tl.abs(top) == float("inf"), float("nan"), top)
+    is_finite = tl.abs(top) < float("inf")
+    top = tl.where(is_finite, top, float("nan"))
     if PARTS > 1:
         # Sums stay in registers, in float32, until they are rounded once.
         x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
@@ -221,7 +222,7 @@ def _merge_parts(
     else:
         # A row whose scores are not finite may have numbers in out: they become NaN, as in merges.
         nan = tl.full((ROWS, PADDED), float("nan"), tl.float32).to(out.dtype.element_ty)
-        tl.store(out_at, nan, mask=mask & (top != top)[:, None])
+        tl.store(out_at, nan, mask=mask & ~is_finite[:, None])
     tl.store(lse_at, top, mask=inside)
 
 

@@ -65,7 +65,7 @@ class TwoStageGather(Strategy):
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
         gather, keys = self.gather, session.spec.keys
-        # Prepared launches round every row. One that has sinks is rounded once, after they are added.
+        # Prepared launches round all rows. With sinks a row is rounded once, after they are added.
         key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
         prepared, work = self.launches.get(key), None
         if prepared is None:
