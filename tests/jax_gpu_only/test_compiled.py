@@ -48,7 +48,7 @@ def test_causal(arch: int) -> None:
         assert all(x["stack"] <= 32 for x in kernels), kernels  # bytes a thread keeps in memory
 
 
-@pytest.mark.nightly(unless=["fused", "odd", "predicate-bias"])
+@pytest.mark.nightly(unless=["fused", "odd"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options(name: str) -> None:
     kernels = compiled([CALLS[name]], 90)

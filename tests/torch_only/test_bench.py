@@ -148,7 +148,7 @@ def test_mistakes_about_rates(
     assert code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.nightly(unless=["bench"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", ["bench", "doctor"])
 def test_a_launcher_is_refused_once(command: str) -> None:
     """Each process that torchrun starts would run the command: rank 0 says so, for all."""

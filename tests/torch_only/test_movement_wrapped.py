@@ -154,7 +154,7 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
 
 
 @pytest.mark.nightly(
-    unless=["zigzag-autocast", "zigzag-fsdp", "contiguous-compiled checkpoint", "zigzag-reentrant",
+    unless=["zigzag-autocast", "zigzag-fsdp", "contiguous-compiled", "zigzag-reentrant",
             "contiguous-checkpoint"]
 )  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)

@@ -20,7 +20,7 @@ from ring_core import KernelConfig, Mask
 from ring_jax import ContextParallel, bias_shift, ring_attention
 
 
-@pytest.mark.nightly(only=["one device", "zigzag", "documents", "float64", "float16"])
+@pytest.mark.nightly(only=["one device", "zigzag", "full", "documents", "float64", "float16"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""

@@ -77,6 +77,7 @@ def run(case: Case, monkeypatch: pytest.MonkeyPatch, *, fused: bool) -> dict[str
         return JaxBackend().run(case, kernel=config)
 
 
+@pytest.mark.nightly
 def test_pieces(few_words: pytest.MonkeyPatch) -> None:
     """With every option, odd lengths and rows that see nothing: not a bit differs."""
     pieces = run(EVERYTHING, few_words, fused=True)
