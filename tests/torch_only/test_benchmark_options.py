@@ -34,6 +34,7 @@ def small(row: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.nightly(only=["softcap", "alibi", "predicate", "bias"])
 @pytest.mark.parametrize("option", COMPARED)
 def test_ours_is_right_in_each_row_and_what_forgets_the_option_is_not(
     option: str, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def _numbers(rank: int, attend: Callable[..., Tensor]) -> list[int]:
     return messages
 
 
+@pytest.mark.nightly(only=["_compiled"])
 @pytest.mark.parametrize("attend", [_attend, _compiled])
 def test_both_passes_are_of_one_number(attend: Callable[..., Tensor]) -> None:
     """A compiled backward is no call of its own: each third call is checked, both ways."""

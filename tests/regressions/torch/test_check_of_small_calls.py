@@ -80,6 +80,9 @@ def chosen(kernel: str) -> Iterator[None]:
     prepare._prepare.cache_clear()
 
 
+@pytest.mark.nightly(
+    unless=["eager-float32-0", "eager-bfloat16-0", "flash-float16-0", "flash-float64-0"]
+)
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
 )
@@ -127,6 +130,11 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.nightly(
+    unless=[
+        f"{fault}-{DTYPES[(n + i) % len(DTYPES)]}" for n, fault in enumerate(FAULTS) for i in (0, 2)
+    ]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_trips(fault: str, dtype: str) -> None:
