@@ -96,7 +96,8 @@ def _mesh(sizes: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("axis_type", "named"), [(AxisType.Auto, False), (AxisType.Explicit, True)]
+    ("axis_type", "named"),
+    [pytest.param(AxisType.Auto, False, marks=pytest.mark.nightly), (AxisType.Explicit, True)],
 )
 def test_global_arrays(axis_type: AxisType, *, named: bool) -> None:
     """On meshes with another axis, which splits batches or is the compiler's."""
@@ -125,7 +126,7 @@ def test_transformations() -> None:
     _compared(ring_of(local, in_specs=(tokens, tokens, tokens, rows)))
 
 
-@pytest.mark.nightly(unless=["balanced"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 def test_checked_calls_pass(strategy: str) -> None:
     """The check knows the shift, what helpers are sent, and the ids that are gathered."""
