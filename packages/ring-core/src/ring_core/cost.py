@@ -352,7 +352,8 @@ def bytes_sent(
             them.
 
     Raises:
-        ValueError: The strategy is none of these, or cannot run the plan.
+        ValueError: The strategy is none of these, or cannot run the plan; or ``fetches_again`` is
+            given for another than ``gather``, or without a backward.
     """
     for name, value, kind in (
         ("plan", plan, Plan), ("model", model, Model), ("strategy", strategy, str),
@@ -362,6 +363,8 @@ def bytes_sent(
     counts = {"ring": _ring_bytes, "gather": _gather_bytes, "ulysses": _ulysses_bytes}
     if strategy not in counts:
         raise ValueError(f"strategy must be one of {', '.join(counts)}, got {strategy!r}")
+    if fetches_again and (strategy != "gather" or not backward):
+        raise ValueError("fetches_again is for the backward of strategy 'gather': leave it out")
     passes = counts[strategy](plan, model, 1 + fetches_again)
     return tuple(
         forward + (grads if backward else 0) for forward, grads in zip(*passes, strict=True)

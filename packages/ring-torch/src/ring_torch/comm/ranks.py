@@ -107,7 +107,7 @@ class Ranks:
 
     @property
     def peers(self) -> list[int]:
-        """All ranks but this one, ascending."""
+        """Peers of this rank: the other ranks of the group, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def behind(self, distance: int) -> int:
