@@ -19,17 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import (
-    SIZE_LIMIT,
-    Ints,
-    check_index,
-    check_size,
-    describe_value,
-    is_finite,
-    is_integer,
-)
-from ring_core.base.errors import UnsupportedError
-from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.base.arguments import Ints, check_index
+from ring_core.layouts.layout import Layout
 from ring_core.layouts.run_table import (
     RunTable,
     counts_up,
@@ -39,6 +30,7 @@ from ring_core.layouts.run_table import (
     starts_of,
 )
 from ring_core.masks import mask as masks
+from ring_core.row_checks import check_halo, check_steps
 
 
 class RowCopy(NamedTuple):
@@ -338,8 +330,7 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
         ValueError: A side is no integer >= 0.
         UnsupportedError: The layout has no runs of consecutive tokens.
     """
-    check_sides(left, right)
-    check_consecutive(layout.name, layout.cp_size)
+    check_halo(left, right, layout.name, layout.cp_size)
     source = runs_of(layout)
     width = layout.run_length + left + right
     rows = layout.num_runs * width
@@ -442,69 +433,6 @@ def offsets_of_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> 
     return mask.document_offsets
 
 
-def check_steps(n: object) -> None:
-    """Check how far a shift moves tokens.
-
-    Raises:
-        ValueError: It is no integer, or out of range.
-    """
-    if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:  # type: ignore[operator] # integers
-        raise ValueError(
-            f"n must be an integer between -2**40 and 2**40, how many positions tokens move (to "
-            f"earlier ones if negative), got {describe_value(n)}"
-        )
-
-
-def check_sides(left: object, right: object) -> None:
-    """Check how many rows a halo has on each side.
-
-    Raises:
-        ValueError: A side is no integer >= 0.
-    """
-    check_size("left", left, low=0)
-    check_size("right", right, low=0)
-
-
-def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
-    """Check the number that a shift puts where no token comes from.
-
-    Args:
-        fill: The number.
-        dtype: Name of the dtype of the rows, for the message.
-        low: Lowest number of that dtype; an ``int`` if it holds integers alone.
-        high: Highest one, likewise.
-
-    Raises:
-        ValueError: It is no number, or not one of this dtype.
-    """
-    number = fill.item() if isinstance(fill, np.generic) else fill
-    whole = isinstance(low, int)
-    fits = (
-        isinstance(number, int | float)
-        and (low <= number <= high or (isinstance(number, float) and not is_finite(number)))
-        and not (whole and isinstance(number, float))
-    )
-    if not fits:
-        raise ValueError(
-            f"fill must be {'an integer' if whole else 'a number'} in [{low}, {high}], as x is of "
-            f"{dtype}, got {describe_value(fill)}"
-        )
-
-
-def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
-    """Refuse a layout whose ranks hold no consecutive tokens.
-
-    Raises:
-        UnsupportedError: It is striped.
-    """
-    if layout == "striped" and cp_size > 1:
-        raise UnsupportedError(
-            f"halo gives rows to runs of consecutive tokens, and in the {layout} layout over "
-            f"{cp_size} ranks no two neighbours are on one rank. Instead: relayout to "
-            f"'contiguous' around the layer, as in cp.relayout(x, to='contiguous')"
-        )
-
-
 def _by_peer(
     copies: RowCopy, peers: Ints, selected: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
@@ -520,6 +448,5 @@ def _by_peer(
 
 def _tokens_of(layout: Layout) -> RunTable | None:
     """Return the positions of tokens, if there is padding behind them; else ``None``."""
-    if layout.pad_to is None:
-        return None
-    return ranges_of(np.array([0]), np.array([layout.seq_len]))
+    is_padded = layout.pad_to is not None
+    return ranges_of(np.array([0]), np.array([layout.seq_len])) if is_padded else None

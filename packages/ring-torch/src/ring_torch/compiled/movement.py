@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
+from ring_core.row_checks import check_halo, offsets_of
 from ring_torch.comm.ranks import Ranks, members_of, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -27,12 +28,10 @@ from ring_torch.compiled.static import (
 from ring_torch.derivatives import refuse_batch
 from ring_torch.movement.methods import (
     Halo,
-    check_halo,
     check_of,
     check_shift,
     halo_ids_of,
     meeting_of,
-    offsets_of,
     rows_of_runs,
     runs_a_rank,
     tokens_of,

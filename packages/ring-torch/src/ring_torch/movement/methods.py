@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, divisor_of
 from ring_core.base.arguments import check_size
-from ring_core.masks.mask import mask_of
-from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
+from ring_core.movement import halo_ids
+from ring_core.row_checks import check_halo, check_rows, check_steps, offsets_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.settings import checked_every, number_checked
 from ring_torch.comm.ranks import Members, Ranks, ranks_of
@@ -99,15 +99,8 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
 
     It is a view where that is possible.
     """
-    check_dim(y, dim, "y")
-    check_consecutive(layout, size)
-    dim, runs = dim % y.ndim, runs_a_rank(layout, size)
-    if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs) or y.ndim < 2:
-        raise ValueError(
-            f"y must have a row for each of the {runs} runs that a rank holds in the {layout} layout "
-            f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "
-            f"them, got shape {list(y.shape)}"
-        )
+    dim = check_dim(y, dim, "y")
+    runs = check_rows(y.shape, dim, layout, size)
     if dim == 0:
         return y.flatten(0, 1)
     split: Tensor = y.unflatten(0, (y.shape[0] // runs, runs))
@@ -122,17 +115,6 @@ def check_shift(x: Tensor, n: object, fill: Any) -> float:
     """
     check_steps(n)
     return check_fill(x, fill)
-
-
-def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
-    """Check the sides of a halo, and that ranks hold consecutive tokens.
-
-    Raises:
-        ValueError: A side is no integer >= 0.
-        UnsupportedError: The layout is striped.
-    """
-    check_sides(left, right)
-    check_consecutive(layout, size)
 
 
 def meeting_of(
@@ -193,15 +175,6 @@ def tokens_of(
             f"many there are. Give seq_len, the length of the whole sequence, on all ranks"
         )
     return rows * holders
-
-
-def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the offsets of documents as a tuple of integers.
-
-    Raises:
-        ValueError: They are malformed.
-    """
-    return mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens).cu_seqlens
 
 
 def runs_a_rank(layout: LayoutSpec, size: int) -> int:

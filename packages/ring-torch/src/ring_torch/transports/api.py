@@ -108,21 +108,6 @@ class GatherSession(Protocol):
 Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if there is none
 
 
-def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
-    """Return no reason: the transport can run between processes of any machine."""
-    return ""
-
-
-def _no_head_refusals(_ranks: Ranks) -> Refusals:
-    """Return no reason: any ranks can trade tokens for heads."""
-    return ()
-
-
-def _never_short(_plan: Plan, _keys: KVPayload, _groups: int) -> bool:
-    """Return False: the transport treats short calls like long ones."""
-    return False
-
-
 class HeadSpec(NamedTuple):
     """Everything a transport needs to know about one pass in which tokens are traded for heads.
 
@@ -161,14 +146,15 @@ class Transport:
             the text of ``explain``.
         devices: Types of devices that it supports; empty means any.
         missing: Returns the reason why it cannot run between processes of this machine, or an
-            empty string. It gets the type of device and, for each GPU, the GPUs whose memory it
-            reaches.
+            empty string, the default. It gets the type of device and, for each GPU, the GPUs whose
+            memory it reaches.
         open_heads: Begins a pass in which tokens are traded for heads, and returns what moves them.
             Raises a ``RankMismatchError`` if a peer is making another call.
         head_refusals: Returns the reasons why these ranks cannot trade tokens for heads by it,
-            though they can use it; the same on all ranks.
+            though they can use it; the same on all ranks. By default there are none.
         is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short
-            that no work is done over own keys in place; the same on all ranks.
+            that no work is done over own keys in place; the same on all ranks. By default no call
+            is short.
     """
 
     name: str
@@ -176,11 +162,11 @@ class Transport:
     refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
     open_heads: Callable[[HeadSpec], HeadCarrier]
     sends_messages: bool
-    head_refusals: Callable[[Ranks], Refusals] = _no_head_refusals
+    head_refusals: Callable[[Ranks], Refusals] = lambda _ranks: ()
     asks: str = ""
     devices: tuple[str, ...] = ()
-    missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
-    is_short: Callable[[Plan, KVPayload, int], bool] = _never_short
+    missing: Callable[[str, Sequence[Sequence[int]]], str] = lambda _device, _reaches: ""
+    is_short: Callable[[Plan, KVPayload, int], bool] = lambda _plan, _keys, _groups: False
 
 
 @dataclass(frozen=True)
