@@ -16,13 +16,11 @@ import numpy as np
 
 from ring_core import Layout, LayoutSpec, row_checks
 from ring_core.checks import padded_layout
+from ring_core.hops import Hop, RowTable, hops
 from ring_core.layouts.layout import check_layout
 from ring_core.movement import (
-    Hop,
     Movement,
-    RowTable,
     halo as halo_movement,
-    hops,
     offsets_of_documents,
     relayout as relayout_movement,
     shift as shift_movement,
@@ -78,7 +76,7 @@ def shift(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
             layout.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     check_shift(x, n, fill)
     return _moved(
         x,
@@ -124,7 +122,7 @@ def halo(
             layout.
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     movement = halo_movement(sequence_layout, left, right)
     moved = _moved(x, dim, movement, axis_name, sequence_layout, 0).reshape(
         (*x.shape[:dim], sequence_layout.num_runs, -1, *x.shape[dim + 1 :])
@@ -207,7 +205,7 @@ def relayout(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in one of
             the layouts.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     make = Layout if seq_len is None else Layout.padded
     target = make(check_layout(to), sequence_layout.seq_len, sequence_layout.cp_size)
     return relaid(x, layout=sequence_layout, to=target, axis_name=axis_name, dim=dim)
@@ -245,10 +243,10 @@ def check_fill(x: Array, fill: object) -> None:
     low: float = 0
     high: float = 1
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]  # finfo has no types
         low = -high
     elif x.dtype != jnp.bool_:
-        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call] # and knows int4
+        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]  # has no types; it knows int4
         low, high = int(limits.min), int(limits.max)
     row_checks.check_fill(fill, str(x.dtype), low, high)
 
@@ -263,7 +261,7 @@ def check_dim(x: Array, dim: object, name: str = "x") -> int:
     return row_checks.check_dim(x.shape, dim, name)
 
 
-def _place(
+def _dim_and_layout(
     x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec, seq_len: int | None
 ) -> tuple[int, Layout]:
     """Return the checked dimension, and the layout of the whole sequence."""

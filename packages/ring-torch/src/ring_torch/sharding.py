@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
-from ring_torch.capture import on_device
+from ring_torch.capture import constant_in_graphs, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import (
     Group,
@@ -93,7 +93,7 @@ class Sharding:
         self._check_group(id(self))
 
     # A method, as torch 2.11 refuses objects of our classes as arguments of a constant function.
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+    @constant_in_graphs
     def _check_group(self, _: int) -> None:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.members  # noqa: B018 - the property checks

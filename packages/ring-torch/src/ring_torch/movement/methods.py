@@ -83,10 +83,10 @@ def relayout(
     sharding: Sharding, x: Tensor, to: Sharding, *, dim: int, seq_len: int | None
 ) -> Tensor:
     """Return this rank's rows in the layout of ``to``; see :meth:`ContextParallel.relayout`."""
-    ranks, source_ranks, target_ranks = meeting_of(sharding.members, to.members)
+    ranks, source_ranks, target_ranks = ranks_of_relayout(sharding.members, to.members)
     number = ranks.next_call()
     check_slice(x, dim)
-    tokens = tokens_of(x.shape[dim], ranks.size, source_ranks, seq_len)
+    tokens = seq_len_of(x.shape[dim], ranks.size, source_ranks, seq_len)
     stated = None if seq_len is None and source_ranks is None else tokens
     kind = RelayoutMove(
         sharding.layout, to.layout, source_ranks, target_ranks, stated, seq_len is not None
@@ -117,7 +117,7 @@ def check_shift(x: Tensor, n: object, fill: Any) -> float:
     return check_fill(x, fill)
 
 
-def meeting_of(
+def ranks_of_relayout(
     source: Members, target: Members
 ) -> tuple[Ranks, tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the ranks that exchange the rows of a relayout, and who of them holds which part.
@@ -152,7 +152,7 @@ def meeting_of(
     return ranks_of(wider.group), source_ranks, target_ranks
 
 
-def tokens_of(
+def seq_len_of(
     rows: int, size: int, source_ranks: tuple[int, ...] | None, seq_len: int | None
 ) -> int:
     """Return the length of a sequence that is relaid.
@@ -206,13 +206,13 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
     """Run a checked movement as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    every, checked = check_of(ranks, number)
-    call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, every, checked)
+    check_every, checked = check_of(ranks, number)
+    call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)
     moved: Tensor = move(x, call, tokens)
     return moved
 
 
 def check_of(ranks: Ranks, number: int) -> tuple[int, int]:
     """Return the interval of checked calls, and a number that is not 0 if this one is checked."""
-    every = checked_every() if ranks.size > 1 else 0
-    return every, every and number_checked(every, number)
+    check_every = checked_every() if ranks.size > 1 else 0
+    return check_every, check_every and number_checked(check_every, number)

@@ -157,6 +157,7 @@ class _Copy(NamedTuple):
 
     def run(self, out: Tensor, x: Tensor, *, add: bool) -> None:
         """Copy rows of ``x`` to rows of ``out``, or add them."""
+        # No two slices write the same row, except where copies are added.
         for read, written in self.slices or ():
             if add:
                 out[written].add_(x[read])

@@ -284,7 +284,7 @@ def put_key_grads(
 ) -> None:  # fmt: skip
     """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
     assert not sums.head_major
-    (packed,) = sums.parts(flat, length, span)
+    (packed,) = sums.strided_views(flat, length, span)
     if flat.is_cuda and has_triton():
         from ring_torch.memory_ops import pack_kv_on_gpu
 
@@ -315,7 +315,7 @@ def _put(
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:
     """Allocate buffers for the dK/dV that come home for what a peer fetched."""
     length = fetch.source.stop - fetch.source.start
-    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
+    return sums.strided_views(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
 def add_staged(totals: Sequence[torch.Tensor], received: Sequence[Sequence[torch.Tensor]]) -> None:
