@@ -1,4 +1,4 @@
-"""Triton kernel that packs or unpacks a :class:`ring_torch.buffers.HeadBuffer` in one launch."""
+"""Triton kernel that packs or unpacks the messages of a ``HeadBuffer`` in one launch."""
 
 # Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False

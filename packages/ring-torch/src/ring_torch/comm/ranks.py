@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from threading import Event, Thread
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -110,13 +111,15 @@ class Ranks:
         """Peers of this rank: the other ranks of the group, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def behind(self, distance: int) -> int:
-        """Return the rank ``distance`` before this one, round the ring."""
-        return (self.rank - distance) % self.size
+    @cached_property
+    def previous(self) -> int:
+        """The rank before this one, round the ring."""
+        return (self.rank - 1) % self.size
 
-    def ahead(self, distance: int) -> int:
-        """Return the rank ``distance`` after this one, round the ring."""
-        return (self.rank + distance) % self.size
+    @cached_property
+    def next(self) -> int:
+        """The rank after this one, round the ring."""
+        return (self.rank + 1) % self.size
 
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.

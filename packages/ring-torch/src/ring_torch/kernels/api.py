@@ -38,8 +38,6 @@ from ring_torch.records import (
     zero_bias_grad,
 )
 
-_MERGED_ROWS = 512
-
 
 class OwnSpans(NamedTuple):
     """Spans of a rank's own keys in a buffer of gathered keys: of one length, equally far apart.
@@ -74,7 +72,7 @@ class BackwardLaunch(Protocol):
 
         It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
-        :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
+        :class:`ring_torch.buffers.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
 
 
@@ -274,23 +272,13 @@ class Selection:
 
 
 def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge a kernel's ``(out, lse)`` into an accumulated state, in place.
-
-    It is the formula of :func:`ring_core.merge`. Rows with ``lse = -inf`` are ignored, whatever
-    numbers ``out`` has there, NaN included.
-    """
+    """Merge a kernel's ``(out, lse)`` into an accumulated state: :meth:`AttentionState.merge`."""
     if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
         from ring_torch.merge_ops import merge_on_gpu
 
         merge_on_gpu(into.out, into.lse, out, lse)
-        return
-    if out.shape[1] <= _MERGED_ROWS:
-        _merge_rows(into, out, lse)
-        return
-    # Some rows at a time, to bound the memory of temporaries.
-    for start in range(0, out.shape[1], _MERGED_ROWS):
-        rows = slice(start, start + _MERGED_ROWS)
-        _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+    else:
+        into.merge(out, lse)
 
 
 def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
@@ -316,18 +304,6 @@ def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, Att
             merge_into(into, results.out, lse)
 
     return merge_in_torch
-
-
-def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge in torch's operations: both results are scaled by ``exp(lse - merged)`` and added."""
-    lse = lse.to(into.lse.dtype)
-    merged = torch.logaddexp(into.lse, lse)
-    safe = merged.masked_fill(merged == -torch.inf, 0.0)
-    old = (into.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    into.out.mul_(old)
-    into.out.add_(torch.where(new > 0, out * new, 0.0))
-    into.lse.copy_(merged)
 
 
 class AccumulatingKernel(Kernel, Protocol):

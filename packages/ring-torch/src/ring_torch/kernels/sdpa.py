@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel, merge_into
+from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
@@ -75,9 +75,8 @@ class CpuFlashKernel(AccumulatingKernel):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, item.lo is not None, scale=params.scale
             )
-            merge_into(
-                AttentionState(into.out[:, :, heads], into.lse[:, heads]), out.transpose(1, 2), lse
-            )
+            own_heads = AttentionState(into.out[:, :, heads], into.lse[:, heads])
+            own_heads.merge(out.transpose(1, 2), lse)
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,

@@ -32,9 +32,9 @@ from ring_core import (
 )
 from ring_core.checks import Sizes
 from ring_core.programs.gather import Fetch
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import MAX_SAVED_BYTES, Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -284,7 +284,7 @@ class Gather(Strategy):
 
         Another plan may gather more keys, and then a compiled backward fetches them again.
         """
-        keys = KVPayload.of(inputs, self.groups.forward)
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
         if not plan_known or not self.saves:
             return []
         return keys.gathered_shapes(self.gather.length, self.groups.forward)
@@ -293,7 +293,7 @@ class Gather(Strategy):
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         fetches = forward or not saved
         return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
             forward=forward, fetches=fetches,
         )  # fmt: skip
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans
 from ring_torch.kernels.library import ForwardLaunch, ItemBackward
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
+from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import Kernel, merge_into
 from ring_torch.kernels.library import PartialBackward, PartialForward
 from ring_torch.optional import has_triton
-from ring_torch.payload import KVPayload
 from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
 from ring_torch.transports.api import Put, repeated_put
 

@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
+from ring_torch.buffers import KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -178,7 +178,7 @@ class TwoStageGather(Strategy):
 
     def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V; none if the plan is not known."""
-        keys = KVPayload.of(inputs)
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids)
         if not plan_known or not self.saves:
             return []
         return keys.gathered_shapes(self.gather.length, 1)
@@ -186,7 +186,7 @@ class TwoStageGather(Strategy):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
 

@@ -14,11 +14,10 @@ import torch
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch, moved_keys
 from ring_core.programs.intervals import Interval, union
-from ring_torch.buffers import HeadCarrier
+from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 
 _ALL = slice(None)
@@ -109,24 +108,26 @@ class GatherSession(Protocol):
 Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if there is none
 
 
-class HeadSpec(NamedTuple):
-    """Everything a transport needs to know about one pass in which tokens are traded for heads.
+class HeadOpener(Protocol):
+    """What begins a pass that trades tokens for heads."""
 
-    Attributes:
-        ranks: The ranks that exchange.
-        size: Bytes of the largest exchange: of the messages from one rank to all.
-        device: The device of all tensors.
-        signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
-        number: The call's number on its group.
-        seed: The call's dropout seed, or 0.
-    """
+    def __call__(
+        self, ranks: Ranks, number: int, seed: int, signature: CallSignature,
+        device: torch.device, size: int,
+    ) -> HeadCarrier:  # fmt: skip
+        """Compare a pass with the peers', and return what carries its exchanges.
 
-    ranks: Ranks
-    size: int
-    device: torch.device
-    signature: CallSignature
-    number: int
-    seed: int
+        Args:
+            ranks: The ranks that exchange.
+            number: The call's number on its group.
+            seed: The call's dropout seed, or 0.
+            signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
+            device: The device of all tensors.
+            size: Bytes of the largest exchange: of the messages from one rank to all.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Transport:
     name: str
     open: Callable[[SessionSpec], GatherSession]
     refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
-    open_heads: Callable[[HeadSpec], HeadCarrier]
+    open_heads: HeadOpener
     sends_messages: bool
     head_refusals: Callable[[Ranks], Refusals] = lambda _ranks: ()
     asks: str = ""

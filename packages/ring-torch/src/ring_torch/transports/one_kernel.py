@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ring_core import GatherProgram, Plan
-from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders, flat
+from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
 from ring_torch.launches.direct import has_launch_hooks
-from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel, head_kernel
 from ring_torch.transports.api import (
-    HeadSpec,
     IndexMap,
     PendingGrads,
     PendingKV,
@@ -367,11 +365,10 @@ class HeadTrade(HeadCarrier):
     digest: int  # identifies this pass of this call
 
     @classmethod
-    def of(cls, spec: HeadSpec) -> Self:
-        """Make the carrier of a pass."""
-        state = exchange_state_of(spec.ranks)
-        digest = spec.signature.as_int64(spec.number, spec.seed)
-        return cls(state, state.reserve(spec.size), digest)
+    def of(cls, ranks: Ranks, digest: int, size: int) -> Self:
+        """Make the carrier of a pass, for exchanges of at most ``size`` bytes a rank."""
+        state = exchange_state_of(ranks)
+        return cls(state, state.reserve(size), digest)
 
     def __call__(
         self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ring_core import GatherProgram
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.head_exchange import HeadMessages
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
-    HeadSpec,
     IndexMap,
     PendingGrads,
     PendingKV,
@@ -161,12 +160,6 @@ class Messages:
         return add_to
 
 
-def _open_heads(spec: HeadSpec) -> HeadMessages:
-    """Compare this call with the peers', and return what exchanges messages."""
-    agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-    return HeadMessages(spec.ranks)
-
-
 P2P = Transport(
-    "p2p", Messages.open, lambda _ranks, _device, _probe: (), _open_heads, sends_messages=True
+    "p2p", Messages.open, lambda _ranks, _device, _probe: (), HeadMessages.open, sends_messages=True
 )

@@ -13,9 +13,8 @@ from types import ModuleType
 import torch
 
 from ring_core import GatherProgram, Plan, longest_gather
-from ring_torch.buffers import flat
+from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     IndexMap,
