@@ -195,7 +195,7 @@ class KeyGradBuffer:
         dk, dv = self.views(flat, length)
         return dk[index], dv[index]
 
-    def parts(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
+    def strided_views(self, flat: Tensor, length: int, span: slice) -> list[Tensor]:
         """Return views that together are the sums of a span of tokens, as few as possible.
 
         Each is ``[rows, n, m]`` and contiguous in its last two dimensions, so it moves as one

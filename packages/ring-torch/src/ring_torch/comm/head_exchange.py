@@ -118,6 +118,8 @@ def _pack(
 ) -> None:  # fmt: skip
     """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
     dim = 2 if by_heads else 1
+    # Nothing is in flight yet: the message to a rank holds a block of each tensor, one behind the
+    # other, and is sent when all are packed.
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         ordered = x if order is None else x.index_select(1, order)
         block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
@@ -129,6 +131,7 @@ def _unpack(
 ) -> None:  # fmt: skip
     """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
     dim = 2 if by_heads else 1
+    # All messages have arrived. Every number of a result comes from exactly one of them.
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         if order is None:
             x.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0).copy_(block)

@@ -22,7 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartBackward, PartLaunch
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartialBackward, PartialForward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -77,11 +77,11 @@ class BackwardLaunch(Protocol):
 
 
 class SplitBackward(Protocol):
-    """Backward of a kernel in two parts, so that dK/dV are rounded once, after they are summed.
+    """Backward of a kernel in two stages, so that dK/dV are rounded once, after they are summed.
 
-    The first part adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``. The kernel may order
-    the numbers inside each of its tiles of keys as it likes: sums of several launches, and of
-    several ranks, are added number by number. The second part rounds them into gradients.
+    The first adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``. The kernel may order the
+    numbers inside each of its tiles of keys as it likes: sums of several launches, and of several
+    ranks, are added number by number. The second rounds them into gradients.
     """
 
     #: Keys of a tile. Sums of a part of a tile cannot be told from others of it.
@@ -144,7 +144,7 @@ class Kernel(Protocol):
     #: True if it reads values of tensors on the host, which a CUDA graph cannot hold.
     reads_on_host: bool = False
     #: The split backward, if it has one.
-    parts: SplitBackward | None = None
+    split_backward: SplitBackward | None = None
     #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
     predicate_compile_seconds: int = 0
 
@@ -213,9 +213,9 @@ class Kernel(Protocol):
         """
         return None
 
-    def prepare_part(
+    def prepare_partial(
         self, _rows: QueryBlock, _columns: KeyBlock, _item: WorkItem, _params: KernelParams, /
-    ) -> tuple[PartLaunch, PartBackward] | None:
+    ) -> tuple[PartialForward, PartialBackward] | None:
         """Return both launches of an item whose results are joined with those of other items.
 
         It is asked as :meth:`prepare_forward`, of kernels that return tensors of their own.

@@ -378,9 +378,11 @@ def _differentiate(
     for columns, item, overwrite in work:
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)
-        if sums.head_major and call.kernel.parts is not None:
+        if sums.head_major and call.kernel.split_backward is not None:
             totals = sums.of(grads, length, item.k_slice)
-            call.kernel.parts.accumulate(*operands, item, call.params, query_grads.dq, totals)
+            call.kernel.split_backward.accumulate(
+                *operands, item, call.params, query_grads.dq, totals
+            )
         else:
             result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
             if result.dq.data_ptr() != query_grads.dq.data_ptr():
@@ -430,8 +432,8 @@ def _finish_own_grads(
     # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
     if own_sums is not None:
         for fetch in own_fetches:
-            destinations = sums.parts(own_sums, keys.length, fetch.source)
-            add_staged(destinations, [sums.parts(grads, length, fetch.target)])
+            destinations = sums.strided_views(own_sums, keys.length, fetch.source)
+            add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
 
@@ -446,8 +448,8 @@ def _finish_own_grads(
     for fetch in own_fetches:
         fetched_sums = sums.of(grads, length, fetch.target)
         dst = key_grads.take(fetch.source)
-        if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.round(fetched_sums, dst, call.params)
+        if sums.head_major and call.kernel.split_backward is not None:
+            call.kernel.split_backward.round(fetched_sums, dst, call.params)
         else:
             for grad, x in zip(dst, fetched_sums, strict=True):
                 grad.copy_(x)
@@ -519,7 +521,7 @@ def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
     kernel, to which a gradient of ``lse`` may lead, reads the same gathered K/V, so programs of
     calls that return ``lse`` are as for any kernel.
     """
-    split_backward, request = resolution.kernel.parts, resolution.request
+    split_backward, request = resolution.kernel.split_backward, resolution.request
     if split_backward is None or not request.grad:
         return None
     tile = 1 if resolution.returns_lse else split_backward.tile

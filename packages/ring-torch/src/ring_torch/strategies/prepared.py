@@ -130,7 +130,7 @@ def prepare_backward(
     All of them have run on such tensors. ``own_tokens`` are the rank's own keys without padding.
     """
     spans = own_spans(gather, rank, own_tokens)
-    items, split_backward = gather.items, kernel.parts
+    items, split_backward = gather.items, kernel.split_backward
     sizes = _rows_in_turn(items, rows.q.shape[1])
     if not spans or sizes is None:
         return None

@@ -1,8 +1,8 @@
 """Strategy ``gather`` in two stages, for kernels that can mask only some bands.
 
 The forward attends to the rank's own K/V while those of other ranks arrive, then to these in full
-rectangles, and joins the parts. The backward goes over the other ranks' K/V first, and over its own
-while their dK/dV travel home.
+rectangles, and merges the partial results. The backward goes over the other ranks' K/V first, and
+over its own while their dK/dV travel home.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ring_torch.records import (
     empty_state,
     is_aligned,
 )
-from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
+from ring_torch.strategies.prepared_partials import PreparedPartials, prepare_partials
 from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
@@ -44,7 +44,7 @@ class TwoStageGather(Strategy):
     name: str = "gather"
     prepares: bool = False  # True if the kernel may prepare launches
     saves: bool = False  # True if the forward saves the gathered K/V
-    launches: dict[object, PreparedParts] = field(default_factory=dict, compare=False)
+    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
     depends_on_kernel = True
 
     @classmethod
@@ -101,7 +101,7 @@ class TwoStageGather(Strategy):
             saved = tuple(arriving.tensors)
         if key is not None and work is not None and state.out.numel() > 0:
             own_work, others = (own, self.own_items), (columns, gather)
-            prepared = prepare_parts(call.kernel, rows, own_work, others, keys, call.params)
+            prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
         return state, saved if self.saves else ()
 
@@ -152,7 +152,7 @@ class TwoStageGather(Strategy):
 
     def _repeat(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
-        prepared: PreparedParts,
+        prepared: PreparedPartials,
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches.
 

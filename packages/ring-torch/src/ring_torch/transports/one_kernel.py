@@ -281,12 +281,14 @@ class OneKernel:
             self.state.keep(kept, exchange)
         if is_counted():
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
-                note_reads(sums.parts(total, length, index_map(fetch.source)))
+                note_reads(sums.strided_views(total, length, index_map(fetch.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """Return the rows of the table by which :func:`exchange_keys` fetches a rank's K/V."""
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
+        # A row of a peer's batch is contiguous there and here. It is cut into chunks, which the
+        # programs of the kernel take in turns.
         for fetch in gather.fetches:
             for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                 size, offset = (
@@ -314,6 +316,8 @@ class OneKernel:
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         rows: list[list[Sequence[int]]] = []
+        # Each number of `total` is in one row of the table: one program adds all peers' sums to it,
+        # in the order of the requests, so sums are repeatable.
         for span, start in spans:
             tokens = span.stop - span.start
             peer_sums = []
@@ -323,9 +327,11 @@ class OneKernel:
                     first_column = fetch.target.start + span.start - fetch.source.start
                     flat = self._grads_of(peer, sums, peer_length)
                     peer_sums.append(
-                        sums.parts(flat, peer_length, slice(first_column, first_column + tokens))
+                        sums.strided_views(
+                            flat, peer_length, slice(first_column, first_column + tokens)
+                        )
                     )
-            own_sums = sums.parts(like, length, slice(start, start + tokens))
+            own_sums = sums.strided_views(like, length, slice(start, start + tokens))
             absent = [0] * (width - len(peer_sums))
             rows.append([
                 (

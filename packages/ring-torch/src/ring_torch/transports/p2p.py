@@ -134,7 +134,7 @@ class Messages:
             (block.contiguous(), fetch.rank)
             for fetch in some_fetches(gather, before_last_item)
             if fetch.rank != ranks.rank
-            for block in sums.parts(grads, gather.length, fetch.target)
+            for block in sums.strided_views(grads, gather.length, fetch.target)
         ]
         requests = requests_to(
             self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
@@ -153,7 +153,9 @@ class Messages:
             # All peers' parts are here; they are added in the plan's order, so sums are repeatable.
             transfer.wait()
             for (_, fetch), blocks_of_peer in zip(requests, staged, strict=True):
-                add_staged(sums.parts(total, length, index_map(fetch.source)), [blocks_of_peer])
+                add_staged(
+                    sums.strided_views(total, length, index_map(fetch.source)), [blocks_of_peer]
+                )
 
         return add_to
 

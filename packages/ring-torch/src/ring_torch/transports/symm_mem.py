@@ -84,7 +84,7 @@ def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
     return peer_copies.fits_one_kernel(plan, keys, groups, False)
 
 
-def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
+def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
     """Return why ranks cannot read each other's memory; ``None`` if that is not known yet.
 
     To find out, all ranks of the group exchange messages, once and only if ``probe`` is True.
@@ -117,7 +117,7 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 
 
 SYMM_MEM = Transport(
-    "symm_mem", _open, _refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
+    "symm_mem", _open, _peer_memory_refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
     missing=_missing_on_machine, is_short=_is_short,
 )  # fmt: skip

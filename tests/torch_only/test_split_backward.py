@@ -106,7 +106,7 @@ class TiledKernel(EagerKernel):
     prepares = True
 
     def __init__(self, used: list[bool]) -> None:
-        self.parts: SplitBackward = Tiled(used)
+        self.split_backward: SplitBackward = Tiled(used)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
