@@ -110,7 +110,7 @@ def judge(
         None if x is None else _worst([Difference(*row[n : n + 3]) for row in by_rank])
         for n, x in zip((5, 8, 11), reported, strict=True)
     ]
-    report = VerifyReport(*merged, modules=len({key[0] for key in outputs}))
+    report = VerifyReport(merged[0], merged[1], merged[2], len({key[0] for key in outputs}))
     _check_comparable(runner, report)
     if all(x is None or x.is_within for x in merged):
         return report

@@ -280,7 +280,8 @@ def compare_traces(
             continue
         floor = max(floor, whole_record.floor)  # later values are computed from this one
         keys.append(key)
-        values.append(_largest_errors(*(x.rows[dim] for x in three), tokens))
+        split_rows, whole_rows, other_rows = (x.rows[dim] for x in three)
+        values.append(_largest_errors(split_rows, whole_rows, other_rows, tokens))
         floors.append(floor)
     numbers = torch.stack(values).tolist() if values else []
     return {
