@@ -192,8 +192,7 @@ def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
     layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
-    batch = 1 if dim == 0 else x.shape[0]
-    return ids.repeat(1, batch, 1)  # a copy: the caller may write to it
+    return ids.repeat(1, 1 if dim == 0 else x.shape[0], 1)  # a copy: the caller may write to it
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence

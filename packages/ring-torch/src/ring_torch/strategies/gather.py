@@ -375,6 +375,7 @@ def _differentiate(
     launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
     the sums of ``length`` tokens.
     """
+    # Launches on a stream run one after the other, so each may add to what the one before wrote.
     for columns, item, overwrite in work:
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)

@@ -205,6 +205,8 @@ def _joins(
         (out, lse), *others = partials
         into = AttentionState(out.to(torch.promote_types(out.dtype, lse.dtype)), lse)
         _mark_nonfinite(lse)
+        # All launches have returned: their results are memory of their own, and those over own keys
+        # are overwritten by the merged ones.
         for (start, n), (part_out, part_lse) in zip(spans[1:], others, strict=True):
             rows = slice(start, start + n)
             merge_into(into.take(rows), part_out, _mark_nonfinite(part_lse))
@@ -213,6 +215,7 @@ def _joins(
 
     def add(partials: Sequence[Tensor]) -> None:
         dq, *others = partials
+        # Sums are wider than what the launches have rounded; dQ over own keys is added last.
         total = torch.zeros_like(dq, dtype=torch.promote_types(dq.dtype, torch.float32))
         for (start, n), partial_dq in zip(spans[1:], others, strict=True):
             total.narrow(1, start, n).add_(partial_dq)
