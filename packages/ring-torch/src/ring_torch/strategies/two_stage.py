@@ -64,45 +64,55 @@ class TwoStageGather(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
-        gather, keys = self.gather, session.spec.keys
         # Prepared launches round all rows. With sinks a row is rounded once, after they are added.
         key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
-        prepared, work = self.launches.get(key), None
-        if prepared is None:
-            rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
-            work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
-        own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if (prepared := self.launches.get(key)) is not None:
+            return self._repeat_forward(inputs, session, prepared)
+        gather, keys = self.gather, session.spec.keys
+        rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
+        work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
 
         def attend_to_own_keys() -> None:
             """Queue the launches over own K/V, which run while the fetches are in flight."""
-            if prepared is not None:
-                own_results.append(prepared.own.forward(inputs.q, inputs.k, inputs.v))
-            elif work is not None:
-                for item in self.own_items:
-                    work.attend(own, item)
+            for item in self.own_items:
+                work.attend(own, item)
 
         saved: Saved = ()
         # Fetches from all peers are in flight from here on, into one buffer. There is one group of
         # heads; the session goes on behind its launches, as sessions ask.
         for arriving in session.fetch(gather, inputs, attend_to_own_keys):
-            if prepared is not None:
-                kv = keys.split(arriving.tensors[0])
-                state = prepared.attend(own_results[0], inputs.q, kv, arriving.wait)
-            elif work is not None:
-                columns = call.gathered_columns(gather, keys, arriving.tensors)
-                # Each item of the buffer waits for its own fetches, while later ones still write
-                # other columns.
-                for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
-                    arriving.wait(waits_for)
-                    work.attend(columns, item)
-                state = work.into
+            columns = call.gathered_columns(gather, keys, arriving.tensors)
+            # Each item of the buffer waits for its own fetches, while later ones still write other
+            # columns.
+            for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
+                arriving.wait(waits_for)
+                work.attend(columns, item)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = tuple(arriving.tensors)
-        if key is not None and work is not None and state.out.numel() > 0:
+        if key is not None and rows.q.numel() > 0:
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
+        return work.into, saved if self.saves else ()
+
+    def _repeat_forward(
+        self, inputs: Inputs, session: GatherSession, prepared: PreparedPartials
+    ) -> tuple[AttentionState, Saved]:
+        """Run a forward by prepared launches: over own K/V while others arrive, then over these."""
+        q, k, v = inputs[:3]
+        own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def attend_to_own_keys() -> None:
+            own_results.append(prepared.own.forward(q, k, v))
+
+        saved: Saved = ()
+        for arriving in session.fetch(self.gather, inputs, attend_to_own_keys):
+            gathered = session.spec.keys.split(arriving.tensors[0])
+            state = prepared.attend(own_results[0], q, gathered, arriving.wait)
+            # All has arrived, and the rank's own K/V have been read: the caller may change them.
+            arriving.wait(None)
+            saved = tuple(arriving.tensors)
         return state, saved if self.saves else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
@@ -115,7 +125,7 @@ class TwoStageGather(Strategy):
             and upstream.delta is None
             and all(map(is_aligned, rows_of_results))
         ):
-            return self._repeat(call, inputs, upstream, saved, session, prepared)
+            return self._repeat_backward(call, inputs, upstream, saved, session, prepared)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
@@ -150,7 +160,7 @@ class TwoStageGather(Strategy):
         add_to(own_sums, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
-    def _repeat(
+    def _repeat_backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
         prepared: PreparedPartials,
     ) -> Grads:  # fmt: skip
