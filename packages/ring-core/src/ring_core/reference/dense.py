@@ -415,11 +415,9 @@ def dense_backward(dense: Dense, dout: Floats, dlse: Floats | None) -> Grads:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
         dsinks = (share * -delta).sum(axis=(0, 2)).reshape(sinks.shape)
-    dbias = None if bias is None else _add_to(dlogits, bias.shape)
+    dbias = None
+    if bias is not None:  # summed over the axes along which the bias was broadcast
+        axes = tuple(n for n, size in enumerate(bias.shape) if size == 1)
+        dbias = dlogits.sum(axis=axes, keepdims=True)
     dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
     return Grads(dq, dk, dv, dsinks, dbias)
-
-
-def _add_to(x: Floats, shape: tuple[int, ...]) -> Floats:
-    """Sum over the axes along which an array of this shape was broadcast."""
-    return x.sum(axis=tuple(n for n, size in enumerate(shape) if size == 1), keepdims=True)

@@ -172,8 +172,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """True if all checks passed and no versions clash."""
-        return is_healthy(self.clashes, self.checks)
+        """True if there are checks, all of them passed, and no versions clash."""
+        return not self.clashes and bool(self.checks) and all(x.passed for x in self.checks)
 
 
 def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bool) -> str:
@@ -182,11 +182,6 @@ def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bo
         return shown(diagnosis)
     facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
     return json.dumps(facts, indent=2)
-
-
-def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:
-    """Return True if there are checks, all of them passed, and no versions clash."""
-    return not clashes and bool(checks) and all(check.passed for check in checks)
 
 
 def diagnose() -> Diagnosis:

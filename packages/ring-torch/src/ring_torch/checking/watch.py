@@ -32,7 +32,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # as torch has it
+        super().__init__()  # type: ignore[no-untyped-call]  # the base has no types
         self.sent = self.read = 0
         self._device = device
         self._marks: list[Any] = []
@@ -41,11 +41,11 @@ class Watch(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._mark()
         self._reads.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # the base has no types
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # the base has no types
         self._reads.__exit__(None, None, None)
         self._mark()
 
