@@ -37,11 +37,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import silu
 from train_bytes_report import Config, Run, draw, explain, failures, report
 
 from ring_core import LAYOUTS, STRATEGIES, Layout, Mask
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, cross_entropy
 from ring_torch.local import LocalRanks
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -143,10 +143,11 @@ def train(config: Config, *, quiet: bool = False) -> Run:
         *whole, options = sequence(config, step)
         tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
         attend = partial(cp.attention, strategy=config.strategy, **options)
-        logits = model(tokens, positions, attend).flatten(0, 1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = loss / int((whole[1] != IGNORED).sum())  # this rank's part of the mean
+        logits = model(tokens, positions, attend)
+        count = int(
+            (whole[1] != IGNORED).sum()
+        )  # known here, so that ranks need not ask each other
+        loss = cross_entropy(cp, logits, labels, count=count)  # this rank's part of the mean
         optimizer.zero_grad()
         loss.backward()
         if cp.cp_size > 1:
