@@ -255,6 +255,7 @@ KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX
 #: Where else a name decides, and why.
 ALLOWED = {
     ("ring_core/base/config.py", "balanced"),  # the table of layouts that strategies need
+    ("ring_core/base/config.py", "hybrid"),  # the table of parameters that strategies have
     ("ring_core/programs/ring.py", "balanced"),  # the table of both programs of a ring
     *(("ring_core/cost.py", x) for x in ("ring", "gather", "ulysses")),  # the table of their bytes
     *(
