@@ -56,11 +56,11 @@ def test_fields_of_hybrid_are_checked() -> None:
         StrategyConfig("hybrid", local_size=2)
     for size in (0, -1, True, 2.0):
         wrong_size: Any = size
-        with pytest.raises(ValueError, match="^ulysses_size must be "):
+        with pytest.raises(ValueError, match=r"^ulysses_size must be "):
             StrategyConfig("hybrid", ulysses_size=wrong_size)
     for outer in ("balanced", "ulysses", None):
         wrong_outer: Any = outer
-        with pytest.raises(ValueError, match="outer .*known: ring, gather"):
+        with pytest.raises(ValueError, match=r"outer .*known: ring, gather"):
             StrategyConfig("hybrid", outer=wrong_outer)
 
 
