@@ -380,7 +380,7 @@ def _in_groups() -> Patches:
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return _torch("payload").HeadGroups(
+        return _torch("buffers").HeadGroups(
             *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), before_last_item=True
         )
 

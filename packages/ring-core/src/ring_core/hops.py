@@ -64,6 +64,8 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
     """
     sent: dict[int, dict[int, RowCopy]] = {}
     received: dict[int, dict[int, RowCopy]] = {}
+    # Sender and receiver find the same slices in the same order, so neither has to be told what a
+    # message holds.
     for rank in range(cp_size):
         part = movement.exchange(rank)
         for peer, copies in _messages(part.pack, part.pack.target, part.sent):
@@ -108,6 +110,7 @@ def _targets_by_rank(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
     slices = max(len(x.length) for x in copies.values())
     start, offset = np.zeros((2, cp_size, slices), dtype=np.int64)
     rows, step = np.zeros(cp_size, dtype=np.int64), 1
+    # A program looks its rank's row up, so all rows are as long as the longest.
     for rank, x in copies.items():
         missing = (0, slices - len(x.length))
         start[rank] = np.pad(x.target, missing, mode="edge")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +229,7 @@ def attention(
         dropout_p, dropout_seed,
     )  # fmt: skip
     rows = dense.inputs.padding[0]
-    return _with_padding(dense.out, 1, rows), _with_padding(dense.lse, 2, rows, fill=-np.inf)
+    return with_padding(dense.out, 1, rows), with_padding(dense.lse, 2, rows, fill=-np.inf)
 
 
 @refuse_foreign_options
@@ -286,19 +286,19 @@ def attention_grads(
     grads = dense_backward(dense, *dense.inputs.upstream(dout, dlse))
     rows, columns = dense.inputs.padding
     return Grads(
-        _with_padding(grads.dq, 1, rows),
-        _with_padding(grads.dk, 1, columns),
-        _with_padding(grads.dv, 1, columns),
+        with_padding(grads.dq, 1, rows),
+        with_padding(grads.dk, 1, columns),
+        with_padding(grads.dv, 1, columns),
         grads.dsinks,
-        None if grads.dbias is None else _with_padding(grads.dbias, 2, rows),
+        None if grads.dbias is None else with_padding(grads.dbias, 2, rows),
     )
 
 
-def _with_padding(x: Floats, axis: int, padding: int, fill: float = 0.0) -> Floats:
-    """Return a result with what it has in the padding behind its tokens."""
+def with_padding[T: npt.NDArray[Any]](x: T, axis: int, padding: int, fill: float = 0.0) -> T:
+    """Return an array with ``padding`` tokens behind those along ``axis``, which are ``fill``."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, padding
-    return np.pad(x, widths, constant_values=fill) if padding else x
+    return cast("T", np.pad(x, widths, constant_values=fill)) if padding else x
 
 
 @dataclass(frozen=True)

@@ -120,10 +120,11 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
         libraries: Names of libraries; those that are missing are left out.
         ours: Names of packages of this project, which may be used without being installed.
     """
-    by_name = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for name in ours:
-        by_name[name] = installed(name) or f"{ring_core.__version__} (not installed)"
-    return by_name | {name: current for name in libraries if (current := installed(name))}
+    return {
+        "python": platform.python_version(), "platform": platform.platform(terse=True),
+        **{name: installed(name) or f"{ring_core.__version__} (not installed)" for name in ours},
+        **{name: current for name in libraries if (current := installed(name))},
+    }  # fmt: skip
 
 
 def installed(library: str) -> str | None:

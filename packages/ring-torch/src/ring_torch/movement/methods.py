@@ -192,8 +192,7 @@ def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
     layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
-    batch = 1 if dim == 0 else x.shape[0]
-    return ids.repeat(1, batch, 1)  # a copy: the caller may write to it
+    return ids.repeat(1, 1 if dim == 0 else x.shape[0], 1)  # a copy: the caller may write to it
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
@@ -208,8 +207,7 @@ def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, token
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     check_every, checked = check_of(ranks, number)
     call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)
-    moved: Tensor = move(x, call, tokens)
-    return moved
+    return move(x, call, tokens)
 
 
 def check_of(ranks: Ranks, number: int) -> tuple[int, int]:

@@ -158,7 +158,7 @@ class Gather(Strategy):
             group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
             # Each launch waits for the fetches that it needs; later ones go on beside it.
             results.append(
-                _attend(call, group_rows, columns, in_place, gather, arriving, group_state)
+                _attend_group(call, group_rows, columns, in_place, gather, arriving, group_state)
             )
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
@@ -298,7 +298,7 @@ class Gather(Strategy):
         )  # fmt: skip
 
 
-def _attend(
+def _attend_group(
     call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
     gather: GatherProgram, arriving: PendingKV, state: AttentionState,
 ) -> AttentionState:  # fmt: skip
@@ -375,6 +375,7 @@ def _differentiate(
     launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
     the sums of ``length`` tokens.
     """
+    # Launches on a stream run one after the other, so each may add to what the one before wrote.
     for columns, item, overwrite in work:
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)

@@ -13,6 +13,7 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch, moved_keys
+from ring_core.programs.intervals import Interval, union
 from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
@@ -237,13 +238,7 @@ def requests_to(
 
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     """Return the union of the fetches' source spans, ascending; touching spans are joined."""
-    spans: list[slice] = []
-    for start, stop in sorted({(fetch.source.start, fetch.source.stop) for fetch in fetches}):
-        if spans and start <= spans[-1].stop:
-            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
-        else:
-            spans.append(slice(start, stop))
-    return spans
+    return [slice(*x) for x in union(Interval(y.source.start, y.source.stop) for y in fetches)]
 
 
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:

@@ -386,6 +386,5 @@ def _weight(lse: Tensor, total_lse: Tensor) -> Tensor:
 
 def _slices_of_rows(length: int, *sides: Tensor) -> Iterator[slice]:
     """Return slices of ``length`` rows whose numbers in ``sides`` take at most ``_BLOCK_BYTES``."""
-    row = sum(x[:1].numel() for x in sides)
-    size = max(_BLOCK_BYTES // max(8 * row, 1), 1)
+    size = max(_BLOCK_BYTES // max(8 * sum(x[:1].numel() for x in sides), 1), 1)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -387,9 +387,7 @@ def _can_record(*tensors: Tensor | None) -> bool:
 
 def _documents_key(documents: Documents | None) -> object:
     """Return a key of documents: their number and largest lengths."""
-    if documents is None:
-        return None
-    return len(documents.cu_q), documents.max_q, documents.max_k
+    return None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k)
 
 
 def _forward_of(
