@@ -87,14 +87,19 @@ class Model(nn.Module):
                 std = 1.0 if part is self.embedding else 0.02
                 nn.init.normal_(part.weight, std=std, generator=random)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the head reads, ``[B, T, dim]``, of ``tokens [B, T]`` at ``positions [T]``."""
         x = self.embedding(tokens)
         exponents = torch.arange(0, 1, 2 / HEAD_DIM, dtype=torch.float64, device=x.device)
         angles = positions[:, None, None] * 10000.0**-exponents  # [T, 1, D / 2]
         for block in self.blocks:
             x = block(x, angles, attend)
-        logits: Tensor = self.head(self.norm(x))
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+        logits: Tensor = self.head(self.hidden(tokens, positions, attend))
         return logits
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from ring_core import RankMismatchError
+from ring_core import Mask, RankMismatchError, make_plan, ring_program
 from ring_torch import ContextParallel, dataloader
 from ring_torch.local import LocalRanks
 
@@ -91,6 +91,32 @@ def _packed_for_each_ring(rank: int) -> None:
 
 def test_documents_are_packed_for_each_ring(pool: LocalRanks) -> None:
     pool.run(_packed_for_each_ring)
+
+
+def _balanced(rank: int) -> None:
+    del rank
+    cp = ContextParallel()
+    lengths = (40, 1400, 30, 70, 300, 150)
+    docs = [torch.arange(n) for n in lengths]
+    (batch,) = dataloader(cp, [docs], balanced=True)
+    tokens = sum(lengths)
+    assert batch.cu_seqlens is not None
+    assert (batch.seq_len, batch.cu_seqlens[-2:]) == (2048, (tokens, 2048))
+    joined = batch.cp.unshard(batch.tokens)[:, :tokens]
+    assert joined.tolist() == [torch.cat(docs).tolist()]
+    assert batch.count == tokens - len(lengths)  # none in the padding
+    mask = Mask(causal=True, cu_seqlens=batch.cu_seqlens)
+    imbalance = {
+        name: ring_program(make_plan(mask, seq_len=2048, cp_size=4, layout=layout)).imbalance
+        for name, layout in (("zigzag", cp.layout), ("balanced", batch.cp.layout))
+    }  # fmt: skip
+    assert imbalance["balanced"] < 1.1 < imbalance["zigzag"]
+    with pytest.raises(ValueError, match="balanced=True is for batches of documents"):
+        next(iter(dataloader(cp, [torch.ones(1, 8).long()], balanced=True)))
+
+
+def test_each_batch_has_a_balanced_layout(pool: LocalRanks) -> None:
+    pool.run(_balanced)
 
 
 def _rows_with_labels(rank: int) -> None:

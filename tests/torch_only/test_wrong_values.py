@@ -246,6 +246,7 @@ SUBJECTS: dict[str, Subject] = {
             "cp": CONTEXT, "ignore_index": INTEGER,
             "loader": {"none": None, "word": "x", "number": 1, "mapping": batch, "class": list},
             "dp": {name: x for name, x in GROUP.items() if x is not None},
+            "balanced": FLAG,
         },
     ),
     "ring_torch.check": Subject(

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ring_core import RankMismatchError
-from ring_core.base.arguments import check_size, is_integer
+from ring_core import Mask, RankMismatchError, balanced_layout
+from ring_core.base.arguments import check_flag, check_size, is_integer
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.gradients import default_device
@@ -51,6 +51,7 @@ class Batch:
         cu_seqlens: ``(0, ..., T)``, bounds of packed documents; ``None`` for rows of one document.
         seq_len: ``T``, length of the whole sequence without the layout's padding.
         count: Number of labels that are not ignored, in the batches of all rings of this step.
+        cp: The ranks, and the layout in which this batch is sharded.
     """
 
     tokens: Tensor
@@ -59,6 +60,7 @@ class Batch:
     cu_seqlens: tuple[int, ...] | None
     seq_len: int
     count: int
+    cp: ContextParallel
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on a device."""
@@ -72,9 +74,16 @@ class ShardedLoader:
     """Iterable over this rank's part of a loader's batches; see :func:`dataloader`."""
 
     def __init__(
-        self, cp: ContextParallel, loader: Iterable[Any], dp: Group, ignore_index: int
+        self,
+        cp: ContextParallel,
+        loader: Iterable[Any],
+        dp: Group,
+        ignore_index: int,
+        *,
+        balanced: bool,
     ) -> None:
-        self._cp, self._loader, self._dp, self._ignore_index = cp, loader, dp, ignore_index
+        self._cp, self._loader, self._dp = cp, loader, dp
+        self._ignore_index, self._balanced = ignore_index, balanced
         self._batches = 0  # of this rank, in this pass over the loader
         self._digest = b""  # of all batches of all rings that were read in this pass
         self._resumes = False
@@ -188,19 +197,25 @@ class ShardedLoader:
     def _sharded(self, step: Sequence[_Item]) -> Batch:
         """Return this rank's part of its ring's batch."""
         ignored, cp = self._ignore_index, self._cp
+        if self._balanced:  # the layout is made for the padded length: no other padding moves it
+            step = [item.padded(128 * cp.cp_size, ignored) for item in step]
         whole_labels = [item.shifted_labels(ignored) for item in step]
         ring = 0 if self._dp is None else ranks_of(self._dp).rank
         item, labels = step[ring], whole_labels[ring]
+        if self._balanced:
+            mask = Mask(causal=True, cu_seqlens=item.cu_seqlens)
+            layout = balanced_layout(mask, seq_len=item.tokens.shape[1], cp_size=cp.cp_size)
+            cp = ContextParallel(cp.group, layout)
         return Batch(
             cp.shard(item.tokens, pad=True), cp.shard(labels, pad=True, fill=ignored),
             cp.shard(item.positions(), dim=0, pad=True), item.cu_seqlens, item.tokens.shape[1],
-            sum(int((x != ignored).sum()) for x in whole_labels),
+            sum(int((x != ignored).sum()) for x in whole_labels), cp,
         )  # fmt: skip
 
 
 def dataloader(
     cp: ContextParallel, loader: Iterable[Any], *, dp: Group | str = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORED, balanced: bool = False,
 ) -> ShardedLoader:  # fmt: skip
     """Return this rank's part of each batch of token ids: the same batches on the ranks of a ring.
 
@@ -220,6 +235,10 @@ def dataloader(
             take turns. ``"own"`` if each ring's loader has batches of its own, as with a
             ``DistributedSampler``; ``None`` if there is one ring.
         ignore_index: Label of tokens that have nothing to predict.
+        balanced: Shard each batch of documents in a layout of its own, in which causal attention
+            gives every rank equally much work, whatever the documents' lengths: use the batch's
+            ``cp``. Their last document is padding, if any is needed. A compiled model is compiled
+            for each layout.
 
     Raises:
         ValueError: An argument is malformed, or there are more ranks than those of one ring and no
@@ -230,7 +249,7 @@ def dataloader(
         loader = DataLoader(documents, 8, shuffle=True, generator=generator, collate_fn=list)
         for batch in ring_torch.dataloader(cp, loader, dp=mesh["dp"]):
             logits = model(batch.tokens, batch.positions, batch.cu_seqlens)
-            loss = ring_torch.cross_entropy(cp, logits, batch.labels, count=batch.count)
+            loss = ring_torch.cross_entropy(batch.cp, logits, batch.labels, count=batch.count)
     """
     check_context(cp)
     if not isinstance(loader, Iterable) or isinstance(loader, str | bytes | Mapping):
@@ -252,7 +271,8 @@ def dataloader(
             f"dp has {ranks_of(rings).size} ranks and cp {cp.cp_size}, of {world}: they must have no other "
             f"rank than this one in common"
         )
-    return ShardedLoader(cp, loader, rings, ignore_index)
+    check_flag("balanced", balanced)
+    return ShardedLoader(cp, loader, rings, ignore_index, balanced=balanced)
 
 
 @dataclass(frozen=True)
@@ -278,6 +298,23 @@ class _Item:
         labels = pad(self.labels[:, 1:], (0, 1), value=ignored)
         labels[:, torch.tensor(self._bounds()[1:], device=labels.device) - 1] = ignored
         return labels
+
+    def padded(self, unit: int, ignored: int) -> _Item:
+        """Return documents with a further one of padding, so that ``unit`` divides their length.
+
+        Raises:
+            ValueError: They are rows of one document.
+        """
+        if self.cu_seqlens is None:
+            raise ValueError(
+                "balanced=True is for batches of documents, a list of int64 [length], and this one "
+                "is [B, T]: the zigzag layout balances that; leave balanced out"
+            )
+        more = -self.cu_seqlens[-1] % unit
+        bounds = tuple(sorted({*self.cu_seqlens, self.cu_seqlens[-1] + more}))
+        return _Item(
+            pad(self.tokens, (0, more)), pad(self.labels, (0, more), value=ignored), bounds
+        )
 
     def positions(self) -> Tensor:
         """Return the place of each token in its document, int64 ``[T]``."""
