@@ -146,7 +146,7 @@ class Case:
         """The word for its layout and strategy."""
         return "balanced" if self.strategy == "balanced" else str(self.layout)
 
-    def moved(self, strategy: str | StrategyConfig) -> str | StrategyConfig:
+    def moved[S: str | StrategyConfig](self, strategy: S) -> S | str:
         """A call's strategy: the case's, where it has one, else this."""
         return "balanced" if self.strategy == "balanced" else strategy
 

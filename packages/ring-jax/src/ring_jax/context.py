@@ -383,7 +383,7 @@ class ContextParallel:
             and the plan.
         """
         call, _, choice = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        return f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n{viz.describe(call.program, pictures=False)}"
+        return explained(call, choice)
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
@@ -548,3 +548,11 @@ def _advice(what: str, name: str) -> str:
     if name == "q":
         return alone
     return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
+
+
+def explained(call: CallSpec, choice: Selection) -> str:
+    """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
+    return (
+        f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n"
+        f"{viz.describe(call.program, pictures=False)}"
+    )
