@@ -60,6 +60,7 @@ def test_faults_are_found_and_simplified() -> None:
     assert campaign.run_failed_again() == campaign.tally.failures == []
 
 
+@pytest.mark.nightly(only=["ring-reversed"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant: str) -> None:
     """Wrong results are not taken for bad luck."""

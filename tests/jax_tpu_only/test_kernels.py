@@ -252,7 +252,7 @@ def compile_for(
     jax.jit(both).lower(q, k, v, dout, more).compile()
 
 
-@pytest.mark.nightly(unless=["v5p:2x2x1-True", "v6e:2x2-False"])
+@pytest.mark.nightly(unless=["v6e:2x2-False"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiles(topology: str, *, fused: bool) -> None:

@@ -79,6 +79,7 @@ def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compil
         (jax.jit(function) if compiled else function)(Q)
 
 
+@pytest.mark.nightly(only=["shard_map"])
 @pytest.mark.parametrize("call", [CALLS["one device"], sharded], ids=["one device", "shard_map"])
 def test_gradients_stay(call: Callable[..., Any]) -> None:
     """In a batch, in a loop, recomputed, and inside of a loss that does not differentiate them."""

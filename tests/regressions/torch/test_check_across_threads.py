@@ -79,6 +79,7 @@ def _called(rank: int, attend: Callable[..., Tensor], forward: int, backward: in
         return _in_a_thread(run)
 
 
+@pytest.mark.nightly(only=["compiled-2"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_forward_decides(way: str, size: int, backend: Any) -> None:

@@ -161,7 +161,8 @@ def _compiled_first(rank: int, folder: str) -> list[bool]:
     "order",
     [
         _object_first, _used_first, _destroyed, _another_size, _inference_first, _two_objects,
-        _chunks_first, _compiled_first, _compiled_for_another,
+        _chunks_first, _compiled_first,
+        pytest.param(_compiled_for_another, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_shards_and_attention_are_of_one_group(order: Any, tmp_path: Any) -> None:

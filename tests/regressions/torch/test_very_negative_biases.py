@@ -128,7 +128,7 @@ def _run(_: int, way: str, strategy: str, low: float) -> None:
     torch.testing.assert_close(rows.grad.sum(dim=-1)[0, 0], added, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.nightly(unless=["compiled-ring", "checked-balanced", "checkpoint-gather"])
+@pytest.mark.nightly(unless=["checked-balanced", "checkpoint-gather"])
 @pytest.mark.parametrize("strategy", ["ring", "balanced", "gather"])
 @pytest.mark.parametrize("way", ["compiled", "checkpoint", "checked"])
 def test_ways_to_call(way: str, strategy: str, pool: LocalRanks) -> None:
