@@ -20,7 +20,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(collections|jax|numpy|torch)\..*"),  # their documentation is elsewhere
     ("py:(class|mod)", r"ring_\w+(\.\w+)*\._\w+(\.\w+)*"),  # private
-    ("py:class", r"ring_core\.(programs\.intervals\.Interval|plan\.\w+\.\w+Geometry)"),  # of no page
+    (
+        "py:class",
+        r"ring_core\.(programs\.intervals\.Interval|plan\.\w+\.\w+Geometry)",
+    ),  # of no page
 ]
 
 autodoc_mock_imports = ["transformers"]

@@ -11,7 +11,7 @@ class Sent(TorchDispatchMode):
     """Bytes of the messages that a block sends, but for the header of its one pass."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # the base has no types
         self.sent = -2048
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:

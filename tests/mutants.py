@@ -119,13 +119,13 @@ def _merge_without_rescale() -> Patches:
         return out_a + np.where(visible, out_b, 0), np.logaddexp(lse_a, lse_b)
 
     patches: Patches = [(simulator, "merge", merge)]
-    if sdpa := _torch("kernels.sdpa"):
+    if records := _torch("records"):
 
         def merge_into(into: Any, out: Any, lse: Any) -> None:
             into.out.add_(out)
             into.lse.copy_(into.lse.logaddexp(lse))
 
-        patches.append((sdpa, "merge_into", merge_into))
+        patches.append((records.AttentionState, "merge", merge_into))
     if ring := _jax("strategies.ring"):
         import jax.numpy as jnp
 
@@ -212,11 +212,10 @@ def _lse_in_base_2() -> Patches:
         return out, lse / math.log(2)
 
     patches: Patches = [(item_kernel, "forward", wrong)]
-    if sdpa := _torch("kernels.sdpa"):
-        merge = sdpa.merge_into
-        patches.append(
-            (sdpa, "merge_into", lambda into, out, lse: merge(into, out, lse / math.log(2)))
-        )
+    if records := _torch("records"):
+        state = records.AttentionState
+        merge = state.merge
+        patches.append((state, "merge", lambda into, out, lse: merge(into, out, lse / math.log(2))))
     if xla := _jax("kernels.xla"):
         attend = xla.XlaKernel.attend_into
 
@@ -381,7 +380,7 @@ def _in_groups() -> Patches:
 
     def groups_of(plan: Any, sizes: Any, itemsize: int) -> Any:
         del plan, itemsize
-        return _torch("payload").HeadGroups(
+        return _torch("buffers").HeadGroups(
             *(math.gcd(n, sizes.kv_heads) for n in (2, 4)), before_last_item=True
         )
 

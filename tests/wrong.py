@@ -128,7 +128,7 @@ def problems(subject: Subject, argument: str) -> Iterator[str]:
                 re.search(rf"(?<![A-Za-z_]){re.escape(n)}(?![A-Za-z_])", text) for n in names
             ):
                 yield f"{argument} {word}: {type(error).__name__} without the name: {text[:300]}"
-        except Exception as error:  # noqa: BLE001 - any other is what we look for
+        except Exception as error:  # noqa: BLE001 - any other error is the finding
             yield f"{argument} {word}: {type(error).__name__}: {str(error)[:300]}"
         else:
             yield f"{argument} {word}: a result: {str(result)[:100]}"

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_core import GatherProgram
 from ring_torch import autograd, prepare, transports
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.comm.ranks import Ranks
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs
 from ring_torch.strategies import Way, ways
 from ring_torch.transports.api import PendingGrads, PendingKV, SessionSpec, nothing

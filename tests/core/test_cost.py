@@ -53,7 +53,9 @@ def test_plain_ring_by_hand() -> None:
     )
 
 
-def test_balanced_ring_by_hand() -> None:
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_balanced_ring_by_hand(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ring_core.cost.offload_pieces", lambda _rows: pieces)
     # Rank 0 takes half of the block below the diagonal. Pairs: [[10, 10], [8, 8]].
     program = ring_program(
         make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous"), "balanced"
@@ -62,19 +64,21 @@ def test_balanced_ring_by_hand() -> None:
     q, dout, dq = 3 * 4 * 2 * 4 * 2, 3 * 4 * 2 * 6 * 2, 3 * 4 * 2 * 4 * 4
     out, lse = 3 * 4 * 2 * 6 * 4, 3 * 4 * 2 * 4
     shipped = q + dout + 2 * lse
-    # What is helped travels in four pieces, one ahead of the kernels; results come home behind.
+    # What is helped travels in pieces, one ahead of the kernels; results come home behind.
     # Forward: K/V and a piece of q under the own block; the last out and lse under nothing.
-    ship, home = q / 4, (out + lse) / 4
-    forward = (2 + (240 + ship) / 24) + (6 + 3 * (ship + home) / 24) + (1 + home / 24)
+    ship, home, more = q / pieces, (out + lse) / pieces, pieces - 1
+    helping = max(8, more * (2 + (ship + home) / 24))
+    forward = (2 + (240 + ship) / 24) + helping + (1 + home / 24)
     # Backward: the first q, dO, lse, delta leave before anything runs; dK/dV and the last dQ go
     # home under the own block.
-    ship, home = shipped / 4, dq / 4
-    backward = (1 + ship / 24) + (6 + 3 * (ship + home) / 24) + (2 + (480 + home) / 24)
+    ship, home = shipped / pieces, dq / pieces
+    helping = max(8, more * (2 + (ship + home) / 24))
+    backward = (1 + ship / 24) + helping + (2 + (480 + home) / 24)
     assert asdict(estimate(program, MODEL, SLOW)) == pytest.approx(
         {
             "flops": 18 * 120 * 3.5,
             "bytes_sent": 240 + q + out + lse + shipped + 480 + dq,
-            "messages": 9 + 9,
+            "messages": 2 * (3 + 2 * more),
             "active_steps": 2,
             "imbalance": 1,
             "memory_bytes": 2 * 240 + dq + 3 * 480 + q + dout + dq,

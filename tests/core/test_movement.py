@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ring_core import ChunkLayout, Layout, LayoutSpec, UnsupportedError
+from ring_core.hops import hops
 from ring_core.movement import (
     Movement,
     RowCopy,
     halo,
     halo_ids,
-    hops,
     pack_documents,
     relayout,
     shift,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import backends.triton_interpreter  # noqa: F401  # runs the kernels
+import backends.triton_interpreter  # noqa: F401 - imported for its effect: it interprets the kernels
 import pytest
 
 from ring_core.triton import tile_configs as table

@@ -67,7 +67,7 @@ def compare(rank: int, name: str, model_type: str) -> Outcome:
         return Outcome("does not build", _words(error))
     try:
         batch = batch_of(model)
-    except Exception:  # noqa: BLE001 - no model of tokens, which is refused
+    except Exception:  # noqa: BLE001 - it is no model of tokens; such are refused
         batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
     cp, outcome = ContextParallel(), Outcome("exact")
     try:
@@ -112,7 +112,7 @@ def _judged(cp: ContextParallel, model: Any, batch: dict[str, Any], real: Tensor
     expected, failure = None, ""
     try:
         expected = run(model, batch, real)
-    except Exception as error:  # noqa: BLE001 - the whole model's own
+    except Exception as error:  # noqa: BLE001 - the error of the whole model itself
         failure = _words(error)
     try:
         with ring(cp, model) as split:

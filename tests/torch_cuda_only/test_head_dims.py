@@ -59,7 +59,7 @@ def test_fa4(case: Case, backend: Any) -> None:
 def test_the_library_is_still_wrong_there(dim: int) -> None:
     """A release that mends this needs no zeros at these head dims."""
     (kernel,) = (known for known in KERNELS if known.capabilities.name == "fa4")
-    flash: Any = kernel.flash  # type: ignore[attr-defined]  # of this kernel
+    flash: Any = kernel.flash  # type: ignore[attr-defined]  # only a FlashKernel has it
     torch.manual_seed(0)
     shape = (1, 256, 2, dim)
     leaves = [

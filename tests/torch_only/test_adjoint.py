@@ -16,11 +16,11 @@ from torch import Tensor
 from ring_core import gather_program, head_plan
 from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.comm import head_exchange
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compat.documents import PackMove
 from ring_torch.options import CallOptions
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.prepare import check_call
 from ring_torch.strategies.ulysses import exchanges_of, tables_of
 

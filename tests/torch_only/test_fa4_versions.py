@@ -41,7 +41,7 @@ def pieces(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> Iterator[tupl
         yield from ((n, n) for n in range(len(q)))
         return
     for n in range(len(cu_q) - 1):
-        yield tuple(slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))  # type: ignore[misc]  # of two
+        yield tuple(slice(int(cu[n]), int(cu[n + 1])) for cu in (cu_q, cu_k))  # type: ignore[misc]  # a tuple of two
 
 
 def scores(q: Tensor, k: Tensor, scale: float, window: Window) -> Tensor:
@@ -102,15 +102,15 @@ class Library:
             self.asked["forward"] += 1
             causal, window = resolved(window_size_left, window_size_right)
             key = (q.dtype, causal, *(side is None for side in window), lse is None)
-            if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]  # of a function
-                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]  # of a function
-            flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
+            if key not in flash_attn_fwd.compile_cache:  # type: ignore[attr-defined]  # set on a function
+                flash_attn_fwd.compile_cache[key] = self._compiled_forward(causal=causal)  # type: ignore[attr-defined]  # set on a function
+            flash_attn_fwd.compile_cache[key](  # type: ignore[attr-defined]  # set on a function
                 q, as_it_reads(k), v, out.detach(), lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None,
                 None, None, *window, learnable_sink, None, (None, None), self.extra, None,
             )  # fmt: skip
             return out, lse
 
-        flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]  # of a function
+        flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]  # set on a function
         return flash_attn_fwd
 
     def _compiled_forward(self, *, causal: bool) -> Callable[..., None]:
@@ -149,7 +149,7 @@ class Library:
 
     def _prepare(self) -> Any:
         def bwd_preprocess(out: Tensor, *args: Any) -> None:
-            cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]  # of a function
+            cache = bwd_preprocess.compile_cache  # type: ignore[attr-defined]  # set on a function
             cache.setdefault(out.dtype, prepare) if isinstance(cache, dict) else None
             cache[out.dtype](out, *args, None, None, None, None, 1.0, None, None)
 
@@ -162,12 +162,12 @@ class Library:
             lse_log2[..., :n] = lse * LOG2_E
             dq_sums.zero_()
 
-        bwd_preprocess.compile_cache = {torch.float32: prepare}  # type: ignore[attr-defined]  # of a function
+        bwd_preprocess.compile_cache = {torch.float32: prepare}  # type: ignore[attr-defined]  # set on a function
         return bwd_preprocess
 
     def _round(self) -> Any:
         def bwd_postprocess_convert(sums: Tensor, grad: Tensor, scale: float, cu: Any) -> None:
-            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]  # of a function
+            cache = bwd_postprocess_convert.compile_cache  # type: ignore[attr-defined]  # set on a function
             cache[grad.dtype](sums, grad, scale, cu, None, None, None)
 
         def round_to(
@@ -179,7 +179,7 @@ class Library:
             in_rows = sums.unflatten(-1, (-1, grad.shape[-1]))[..., : grad.shape[-3], :]
             grad.copy_(in_rows.transpose(-2, -3) * scale)
 
-        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}  # type: ignore[attr-defined]  # of a function
+        bwd_postprocess_convert.compile_cache = {torch.float32: round_to}  # type: ignore[attr-defined]  # set on a function
         return bwd_postprocess_convert
 
     def _backward(self) -> Any:
@@ -208,9 +208,9 @@ class Library:
             semaphores = order, order if grouped else None, order if grouped else None
             self.module._bwd_preprocess(out, dout, delta, lse, lse_log2, dq_sums, cu_seqlens_q)
             key = (q.dtype, causal, *(side is None for side in window), grouped, deterministic)
-            if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]  # of a function
-                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]  # of a function
-            flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]  # of a function
+            if key not in flash_attn_bwd.compile_cache:  # type: ignore[attr-defined]  # set on a function
+                flash_attn_bwd.compile_cache[key] = self._compiled_backward(causal=causal)  # type: ignore[attr-defined]  # set on a function
+            flash_attn_bwd.compile_cache[key](  # type: ignore[attr-defined]  # set on a function
                 q.detach(), as_it_reads(k).detach(), v.detach(), dout, lse_log2, delta, dq_sums, *sums,
                 softmax_scale, cu_seqlens_q, cu_seqlens_k, None, None, *window, *semaphores, (None, None),
                 None, self.extra,
@@ -221,7 +221,7 @@ class Library:
                     self.module._bwd_postprocess_convert(x, grad, scale, cu_seqlens_k)
             return dq, dk, dv
 
-        flash_attn_bwd.compile_cache = {}  # type: ignore[attr-defined]  # of a function
+        flash_attn_bwd.compile_cache = {}  # type: ignore[attr-defined]  # set on a function
         return flash_attn_bwd
 
     def _compiled_backward(self, *, causal: bool) -> Callable[..., None]:
@@ -304,7 +304,7 @@ def public_functions(asked: Counter[str]) -> SimpleNamespace:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Library]]:
     """Install a version of the library, on a GPU of Hopper's capability."""
-    caches = fa4.private.is_known, fa4.private._interface, fa4.public._module, fa4._missing
+    caches = fa4.private.is_known, fa4.private.interface, fa4.public._module, fa4._missing
 
     def forget() -> None:
         for cached in caches:
@@ -614,11 +614,12 @@ def test_other_versions_refuse_what_has_no_public_function(
         assert all(version in why for version, why in zip(expected, reasons, strict=True))
 
 
-def test_other_versions_have_no_backward_by_parts(install: Callable[[str], Library]) -> None:
-    parts, plan = fa4.FA4.parts, make_plan(Mask(causal=True), seq_len=1024, cp_size=2)
-    assert parts is not None
+def test_other_versions_have_no_split_backward(install: Callable[[str], Library]) -> None:
+    split_backward = fa4.FA4.split_backward
+    plan = make_plan(Mask(causal=True), seq_len=1024, cp_size=2)
+    assert split_backward is not None
     request = Request("cuda", "bfloat16", 64, 64, grad=True, q_heads=4, kv_heads=2)
     for version in (KNOWN, UNKNOWN):
         install(version)
-        applies = parts.applies(plan, request, splits=True, tile=parts.tile)
+        applies = split_backward.applies(plan, request, splits=True, tile=split_backward.tile)
         assert applies == (version == KNOWN)

@@ -6,7 +6,7 @@ import pytest
 
 from ring_core import Mask, make_plan, ring_program
 from ring_core.checks import Sizes
-from ring_torch.payload import ONE_GROUP, HeadGroups
+from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.strategies.gather import head_groups_of
 
 K = 1024

@@ -17,9 +17,9 @@ from tolerances import assert_close
 
 import ring_torch
 from ring_torch import prepare
+from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRankError
-from ring_torch.payload import ONE_GROUP, HeadGroups
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import peer_copies, symm_buffer

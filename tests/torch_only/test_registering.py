@@ -54,7 +54,9 @@ class Everywhere(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, tuple[Tensor, ...]]:
         """Attend to each rank's keys in turn, and merge."""
-        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
+        )
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         into = empty_state(rows.q, inputs.v.shape[3])
         for item in self.items:
@@ -67,7 +69,9 @@ class Everywhere(Strategy):
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, _saved: tuple[Tensor, ...], /
     ) -> Grads:
         """Compute the gradients of all keys, and send each rank its own."""
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
+        )
         keys, rows = self._keys(call, inputs), call.rows(inputs)
         row_grads = zero_row_grads(call, rows)
         sums = [

@@ -17,12 +17,12 @@ import torch
 import ring_torch
 from ring_core.programs import ring as ring_module
 from ring_torch import RankMismatchError, WrongResultError
+from ring_torch.buffers import HeadGroups
 from ring_torch.call import Call
 from ring_torch.checking import settings as check_settings, watch
 from ring_torch.comm.ranks import Ranks, Transfer
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.payload import HeadGroups
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
@@ -138,8 +138,8 @@ def gradients_to_the_wrong_owner() -> Patches:
         grads, ring = right(self, call, *args), call.ranks
         came = grads._replace(dk=torch.empty_like(grads.dk), dv=torch.empty_like(grads.dv))
         ring.start(
-            [(grads.dk, ring.ahead(1)), (grads.dv, ring.ahead(1))],
-            [(came.dk, ring.behind(1)), (came.dv, ring.behind(1))],
+            [(grads.dk, ring.next), (grads.dv, ring.next)],
+            [(came.dk, ring.previous), (came.dv, ring.previous)],
         ).wait()
         return came
 

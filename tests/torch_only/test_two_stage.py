@@ -19,8 +19,8 @@ from ring_core import Capabilities
 from ring_torch import ContextParallel, call, prepare, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.flash import FlashKernel
-from ring_torch.kernels.library import LaunchOptions, PartBackward, PartLaunch, rounded_to_8
-from ring_torch.strategies.prepared_parts import PreparedParts
+from ring_torch.kernels.library import LaunchOptions, PartialBackward, PartialForward, rounded_to_8
+from ring_torch.strategies.prepared_partials import PreparedPartials
 
 LENGTH, HEADS, DIM = 96, (4, 2, 2), 8
 
@@ -31,9 +31,9 @@ class Bandless(PlainFlash):
 
     launched: list[str]
 
-    def prepare_part(
+    def prepare_partial(
         self, q: Tensor, k: Tensor, options: LaunchOptions
-    ) -> tuple[PartLaunch, PartBackward]:
+    ) -> tuple[PartialForward, PartialBackward]:
         del q, k
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def with_sinks_or_lse(rank: int) -> None:
     options: dict[str, Any] = {"causal": True, "strategy": "gather", "transport": "p2p"}
     with (
         patch.object(prepare, "choose", lambda *_: Selection(kernel_of(launched), ())),
-        patch.object(PreparedParts, "attend", side_effect=AssertionError),
+        patch.object(PreparedPartials, "attend", side_effect=AssertionError),
     ):
         for _ in range(2):
             ring_attention(q, k, v, sinks=torch.zeros(HEADS[0]), **options)

@@ -24,11 +24,10 @@ from triton.runtime.errors import InterpreterError
 import ring_torch
 from ring_core import gather_refusals
 from ring_torch import prepare
-from ring_torch.buffers import BufferSpec
+from ring_torch.buffers import BufferSpec, KVPayload
 from ring_torch.comm import ranks as _comm
 from ring_torch.comm.handshake import agree
 from ring_torch.local import LocalRankError, LocalRanks
-from ring_torch.payload import KVPayload
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies

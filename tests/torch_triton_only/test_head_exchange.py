@@ -40,7 +40,7 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
         (x.length, RANKS * x.heads) if by_heads else (RANKS * x.length, x.heads) for x in parts
     ]
     tensors = [
-        x.empty(*shape, torch.device("cpu")).normal_()
+        head_exchange._empty(x, *shape, torch.device("cpu")).normal_()
         for x, shape in zip(parts, shapes, strict=True)
     ]
     size = (RANKS, layout.message.size)

@@ -22,12 +22,13 @@ from ring_core import Mask
 from ring_torch import prepare
 from ring_torch.buffers import HeadCarrier
 from ring_torch.comm.handshake import agree
+from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
 from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports import head_kernel, one_kernel
-from ring_torch.transports.api import HeadSpec
 from ring_torch.transports.one_kernel import HeadTrade
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.symm_mem import SYMM_MEM
@@ -61,9 +62,11 @@ def on_a_rank(
     """A rank's part of a case, and how many kernels ran."""
     ran = []
 
-    def opened(spec: HeadSpec) -> HeadCarrier:
-        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-        trade = HeadTrade.of(spec)
+    def opened(
+        ranks: Ranks, number: int, seed: int, signature: CallSignature, device: Any, size: int
+    ) -> HeadCarrier:
+        agree(ranks, number, seed, signature, device)
+        trade = HeadTrade.of(ranks, signature.as_int64(number, seed), size)
         return replace(trade, digest=trade.digest + (rank if wrong == "digest" else 0))
 
     trade_heads = head_kernel.trade_heads

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
-from ring_core import movement as plans
-from ring_core.movement import Hop
+from ring_core import hops as plans
+from ring_core.hops import Hop
 from ring_jax import ContextParallel, WrongResultError, movement
 from ring_jax.collectives import Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import backends.triton_interpreter  # noqa: F401 - it sees to all that is called here
+import backends.triton_interpreter  # noqa: F401 - imported for its effect: it interprets the kernels
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -314,13 +314,13 @@ def check_bias(bias: Tensor | None, sizes: Sizes, kv_seq_len: int, device: str) 
     """
     if bias is not None:
         batch, heads, rows = sizes.batch, sizes.q_heads, sizes.q_len
-        words = (
+        expected = (
             f"[{batch} or 1, {heads} or 1, {rows}, {kv_seq_len}] (rows: this rank's queries in layout "
             f"order; columns: all keys in natural order)"
         )
-        words += _key_mask_advice(bias.shape, batch)
+        expected += _key_mask_advice(bias.shape, batch)
         fits = _is_score_shape(bias.shape, batch, heads, rows, kv_seq_len)
-        _check_option("bias", bias, device, fits, words)
+        _check_option("bias", bias, device, fits, expected)
 
 
 def check_dense_mask(

@@ -26,7 +26,7 @@ from ring_core.masks.mask import Mask, check_documents
 from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.gather import gather_program, gather_refusals, moved_keys
 from ring_core.programs.heads import head_plan
-from ring_core.programs.ring import OFFLOAD_PIECES, RingProgram, Stage, ring_program
+from ring_core.programs.ring import RingProgram, Stage, offload_pieces, ring_program
 
 BACKWARD_FLOPS = 2.5  # matmul FLOPs of the backward over those of the forward
 _FLOAT32 = 4  # bytes of an accumulator, lse or delta
@@ -231,11 +231,12 @@ def estimate(
     flops = float(busiest * model.flops_per_pair)
     rate = model.flops_per_pair / (hardware.matmul_tflops * 1e12)
     forward_bytes, backward_bytes = _message_bytes(program.plan, model)
-    passes = [_run(program.forward, longest * rate, forward_bytes, hardware)]
+    pieces = offload_pieces(program.plan.q_layout.local_len)
+    passes = [_run(program.forward, longest * rate, forward_bytes, pieces, hardware)]
     if backward:
         flops *= 1 + BACKWARD_FLOPS
         rate = BACKWARD_FLOPS * model.flops_per_pair / (hardware.backward_tflops * 1e12)
-        passes.append(_run(program.backward, longest * rate, backward_bytes, hardware))
+        passes.append(_run(program.backward, longest * rate, backward_bytes, pieces, hardware))
     compute_s, time_s, bytes_sent, messages = map(sum, zip(*passes, strict=True))
     return Cost(
         flops=flops,
@@ -451,6 +452,7 @@ def _run(
     stages: Sequence[Stage],
     step_s: Floats,
     sizes: _Bytes,
+    pieces: int,
     hardware: Hardware,
 ) -> tuple[float, float, int, int]:
     """Return ``(compute_s, time_s, bytes_sent, messages)`` of a pass.
@@ -462,21 +464,22 @@ def _run(
         stages: The stages of the pass.
         step_s: Seconds that the slowest rank computes in each step, ``[num_steps]``.
         sizes: Bytes of messages.
+        pieces: Pieces in which offloaded queries travel.
         hardware: Rates.
     """
     kv = np.array([s.kv_hop is not None for s in stages])
     grad = np.array([s.grad_hop is not None for s in stages])
     offloads = np.array([s.offloads for s in stages])
     # The first piece for a helper travels in the slot before, the last result in the slot after.
-    ship, results = sizes.ship / OFFLOAD_PIECES, sizes.results / OFFLOAD_PIECES
+    ship, results = sizes.ship / pieces, sizes.results / pieces
     # Rows: messages that a rank sends in each slot, and their bytes. K/V of the next stage travel
     # in a stage's own slot, dK/dV in the slot after it.
     messages, sent = np.zeros((2, len(stages) + 2))
     messages[:-2] += offloads
-    messages[1:-1] += kv + 2 * (OFFLOAD_PIECES - 1) * offloads
+    messages[1:-1] += kv + 2 * (pieces - 1) * offloads
     messages[2:] += grad.astype(int) + offloads
     sent[:-2] += offloads * ship
-    sent[1:-1] += kv * sizes.kv + (OFFLOAD_PIECES - 1) * offloads * (ship + results)
+    sent[1:-1] += kv * sizes.kv + (pieces - 1) * offloads * (ship + results)
     sent[2:] += grad * sizes.grad + offloads * results
     compute = np.zeros(len(stages) + 2)
     compute[1:-1] = step_s[[s.step for s in stages]]

@@ -19,17 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import (
-    SIZE_LIMIT,
-    Ints,
-    check_index,
-    check_size,
-    describe_value,
-    is_finite,
-    is_integer,
-)
-from ring_core.base.errors import UnsupportedError
-from ring_core.layouts.layout import Layout, LayoutSpec
+from ring_core.base.arguments import Ints, check_index
+from ring_core.layouts.layout import Layout
 from ring_core.layouts.run_table import (
     RunTable,
     counts_up,
@@ -39,6 +30,7 @@ from ring_core.layouts.run_table import (
     starts_of,
 )
 from ring_core.masks import mask as masks
+from ring_core.row_checks import check_halo, check_steps
 
 
 class RowCopy(NamedTuple):
@@ -109,47 +101,6 @@ class Exchange(NamedTuple):
             self.local.reversed(), self.unpack.reversed(), self.pack.reversed(),
             self.received, self.sent,
         )  # fmt: skip
-
-
-class RowTable(NamedTuple):
-    """Rows of all ranks' messages over one distance, as tables of slices for one traced program.
-
-    Row ``i`` of rank ``r``'s message, if ``offset[r, s]`` is the last one that is at most ``i``, is
-    row ``start[r, s] + step * (i - offset[r, s])``. A rank with fewer slices repeats its last one.
-
-    Attributes:
-        start: First row of each slice, int64 ``[P, S]``.
-        offset: Where each slice begins in the message, likewise, ascending.
-        rows: Number of rows of each rank's message, int64 ``[P]``.
-        step: Distance of the rows.
-    """
-
-    start: Ints
-    offset: Ints
-    rows: Ints
-    step: int
-
-
-class Hop(NamedTuple):
-    """Messages of a movement to the ranks ``distance`` ahead; of distance 0 rows that stay.
-
-    Attributes:
-        distance: How far the receivers are ahead, round the ring.
-        pieces: ``(start, stop, receivers)``, ascending: rows of the message that the same ranks
-            get. Messages are of unequal lengths, and a program sends pieces of one length.
-        read: Rows of the operand that each rank sends.
-        written: Rows of the result in which each rank puts what arrives.
-    """
-
-    distance: int
-    pieces: tuple[tuple[int, int, tuple[int, ...]], ...]
-    read: RowTable
-    written: RowTable
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of the longest message."""
-        return self.pieces[-1][1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,68 +189,6 @@ class Movement:
         return RunTable(rank, parts.local_a, parts.length, parts.start, runs.stride)
 
 
-def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
-    """Return a movement as messages of all ranks, by distance.
-
-    >>> from ring_core import Layout
-    >>> moves = hops(shift(Layout("contiguous", seq_len=8, cp_size=2), 1), 2)
-    >>> [(hop.distance, hop.pieces) for hop in moves]
-    [(0, ((0, 3, (0, 1)),)), (1, ((0, 1, (1,)),))]
-    """
-    sent: dict[int, dict[int, RowCopy]] = {}
-    received: dict[int, dict[int, RowCopy]] = {}
-    for rank in range(cp_size):
-        part = movement.exchange(rank)
-        for peer, copies in _messages(part.pack, part.pack.target, part.sent):
-            sent.setdefault((peer - rank) % cp_size, {})[rank] = copies
-        for peer, copies in _messages(part.unpack, part.unpack.source, part.received):
-            received.setdefault((rank - peer) % cp_size, {})[rank] = copies
-        if len(part.local.length):
-            sent.setdefault(0, {})[rank] = received.setdefault(0, {})[rank] = part.local
-    return tuple(
-        Hop(
-            distance, _pieces({rank: x.rows for rank, x in received[distance].items()}),
-            _targets_by_rank({rank: x.reversed() for rank, x in sent[distance].items()}, cp_size),
-            _targets_by_rank(received[distance], cp_size),
-        )
-        for distance in sorted(received)
-    )  # fmt: skip
-
-
-def _messages(
-    copies: RowCopy, offsets: Ints, counts: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[int, RowCopy]]:
-    """Yield each peer with its slices, of those whose ``offsets`` in a buffer are by peer."""
-    start = 0
-    for peer, rows in counts:
-        first, stop = np.searchsorted(offsets, (start, start + rows))
-        source, target, length = (x[first:stop] for x in copies[:3])
-        yield peer, RowCopy(source, target, length, *copies[3:])
-        start += rows
-
-
-def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Cut messages at the ends of the shorter ones, from the rows that each rank gets."""
-    ends = sorted(set(rows.values()))
-    return tuple(
-        (start, stop, tuple(sorted(rank for rank, count in rows.items() if count >= stop)))
-        for start, stop in zip([0, *ends], ends, strict=False)
-    )
-
-
-def _targets_by_rank(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
-    """Return where messages are written, by rank; ranks without one have no rows."""
-    slices = max(len(x.length) for x in copies.values())
-    start, offset = np.zeros((2, cp_size, slices), dtype=np.int64)
-    rows, step = np.zeros(cp_size, dtype=np.int64), 1
-    for rank, x in copies.items():
-        missing = (0, slices - len(x.length))
-        start[rank] = np.pad(x.target, missing, mode="edge")
-        offset[rank] = np.pad(starts_of(x.length), missing, mode="edge")
-        rows[rank], step = x.rows, x.target_step
-    return RowTable(start, offset, rows, step)
-
-
 def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> Movement:
     """Return the movement ``out[t] = x[t - n]`` over positions, inside of documents.
 
@@ -338,8 +227,7 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
         ValueError: A side is no integer >= 0.
         UnsupportedError: The layout has no runs of consecutive tokens.
     """
-    check_sides(left, right)
-    check_consecutive(layout.name, layout.cp_size)
+    check_halo(left, right, layout.name, layout.cp_size)
     source = runs_of(layout)
     width = layout.run_length + left + right
     rows = layout.num_runs * width
@@ -442,69 +330,6 @@ def offsets_of_documents(layout: Layout, cu_seqlens: tuple[int, ...] | None) -> 
     return mask.document_offsets
 
 
-def check_steps(n: object) -> None:
-    """Check how far a shift moves tokens.
-
-    Raises:
-        ValueError: It is no integer, or out of range.
-    """
-    if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:  # type: ignore[operator] # integers
-        raise ValueError(
-            f"n must be an integer between -2**40 and 2**40, how many positions tokens move (to "
-            f"earlier ones if negative), got {describe_value(n)}"
-        )
-
-
-def check_sides(left: object, right: object) -> None:
-    """Check how many rows a halo has on each side.
-
-    Raises:
-        ValueError: A side is no integer >= 0.
-    """
-    check_size("left", left, low=0)
-    check_size("right", right, low=0)
-
-
-def check_fill(fill: object, dtype: str, low: float, high: float) -> None:
-    """Check the number that a shift puts where no token comes from.
-
-    Args:
-        fill: The number.
-        dtype: Name of the dtype of the rows, for the message.
-        low: Lowest number of that dtype; an ``int`` if it holds integers alone.
-        high: Highest one, likewise.
-
-    Raises:
-        ValueError: It is no number, or not one of this dtype.
-    """
-    number = fill.item() if isinstance(fill, np.generic) else fill
-    whole = isinstance(low, int)
-    fits = (
-        isinstance(number, int | float)
-        and (low <= number <= high or (isinstance(number, float) and not is_finite(number)))
-        and not (whole and isinstance(number, float))
-    )
-    if not fits:
-        raise ValueError(
-            f"fill must be {'an integer' if whole else 'a number'} in [{low}, {high}], as x is of "
-            f"{dtype}, got {describe_value(fill)}"
-        )
-
-
-def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
-    """Refuse a layout whose ranks hold no consecutive tokens.
-
-    Raises:
-        UnsupportedError: It is striped.
-    """
-    if layout == "striped" and cp_size > 1:
-        raise UnsupportedError(
-            f"halo gives rows to runs of consecutive tokens, and in the {layout} layout over "
-            f"{cp_size} ranks no two neighbours are on one rank. Instead: relayout to "
-            f"'contiguous' around the layer, as in cp.relayout(x, to='contiguous')"
-        )
-
-
 def _by_peer(
     copies: RowCopy, peers: Ints, selected: np.ndarray[tuple[int], np.dtype[np.bool_]]
 ) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
@@ -520,6 +345,5 @@ def _by_peer(
 
 def _tokens_of(layout: Layout) -> RunTable | None:
     """Return the positions of tokens, if there is padding behind them; else ``None``."""
-    if layout.pad_to is None:
-        return None
-    return ranges_of(np.array([0]), np.array([layout.seq_len]))
+    is_padded = layout.pad_to is not None
+    return ranges_of(np.array([0]), np.array([layout.seq_len])) if is_padded else None

@@ -115,9 +115,9 @@ def found_binding() -> Binding | str:
         from jax._src.cudnn import fused_attention_stablehlo as module
 
         forward = inspect.signature(module._dot_product_attention_fwd_cuda_lowering)  # noqa: SLF001 - what JAX checks by itself
-        backward = inspect.signature(module._dot_product_attention_bwd_cuda_lowering)  # noqa: SLF001 - likewise
+        backward = inspect.signature(module._dot_product_attention_bwd_cuda_lowering)  # noqa: SLF001 - JAX has no public way
         binding = Binding(
-            module._dot_product_attention_fwd_p, module._dot_product_attention_bwd_p,  # noqa: SLF001 - likewise
+            module._dot_product_attention_fwd_p, module._dot_product_attention_bwd_p,  # noqa: SLF001 - JAX has no public way
             module.MaskType.NO_MASK, module.MaskType.CAUSAL, module.AttentionLayout.BTNH.value,
             tuple(name for name in _SCORE_MOD[1:] if name in forward.parameters),
         )  # fmt: skip

@@ -67,11 +67,11 @@ def _call_triton(
     if launch.hopper and capability == HOPPER and has_gluon():
         from ring_jax_gpu.hopper.run import run as run_on_hopper
 
-        updated = run_on_hopper(launch, by_name)
-        return [updated[name] for name in changed]
-    # Launches in plain Triton run one after another, each on the arrays that it has parameters for.
-    for plain in launches_of(launch):
-        by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
+        by_name |= run_on_hopper(launch, by_name)
+    else:
+        # In plain Triton one launch follows another, each on the arrays it has parameters for.
+        for plain in launches_of(launch):
+            by_name |= _call_plain(plain, arrays_of(plain, by_name, changed), changed, capability)
     return [by_name[name] for name in changed]
 
 

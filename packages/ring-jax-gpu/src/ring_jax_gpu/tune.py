@@ -66,8 +66,7 @@ def _tune_table(options: argparse.Namespace) -> int:
         for row in chosen:
             print(f"{name_of(row)}, on {gpu}", flush=True)
             say = print if options.verbose else lambda _: None
-            seconds = timer(table, row, options.tokens, options.rounds, say)
-            best, ratio = tuned(row, seconds)
+            best, ratio = tuned(row, timer(table, row, options.tokens, options.rounds, say))
             print(f"  {row.blocks} -> {best.blocks}: {ratio:.2f} times as fast", flush=True)
             table = tuple(best if x == row else x for x in table)
             path.write_text(written(table))  # an interrupted run keeps the rows tuned so far

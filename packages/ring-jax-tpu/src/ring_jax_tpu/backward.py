@@ -196,6 +196,8 @@ def _bwd_dq(
     def _start() -> None:
         acc[...] = old[...]
 
+    # One of these runs, or none for an empty block. All of a row's visits follow one another, so
+    # that `acc` stays on the chip between them.
     for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
@@ -220,6 +222,8 @@ def _bwd_dkv(
     def _start() -> None:
         dk[...], dv[...] = split(old, tile.consts.call.head_dim)
 
+    # All of a column's visits follow one another: `dk` and `dv` stay on the chip, over all query
+    # heads of the group.
     for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)
@@ -284,6 +288,7 @@ def _bwd_dbias(
     def _start() -> None:
         acc[...] = old[...]
 
+    # `for_every_batch` leaves these kinds, and EMPTY.
     for kind in (FULL, PARTIAL):
 
         @pl.when(tile.visit.kind == kind)

@@ -72,6 +72,8 @@ def _fwd(
         total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
+    # One of these runs, or none for an empty block. All of a row's visits follow one another, so
+    # that the running softmax stays on the chip between them.
     for kind in (FULL, PARTIAL, NONFINITE):
 
         @pl.when(tile.visit.kind == kind)

@@ -19,6 +19,7 @@ from ring_core import (
     UnsupportedError,
     checks,
     divisor_of,
+    row_checks,
     viz,
 )
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
@@ -192,7 +193,7 @@ class ContextParallel:
         """
         dim = self._check_move(x, dim, seq_len)
         movement.check_shift(x, n, fill)
-        documents = movement.offsets_of(cu_seqlens)
+        documents = row_checks.offsets_of(cu_seqlens)
         options = {"n": int(n), "fill": fill, "cu_seqlens": documents, "seq_len": seq_len}
         spec = self._spec(x, dim)
         return cast("Array", self._over_shards(movement.shift, x, dim, options, spec, spec))
@@ -213,8 +214,8 @@ class ContextParallel:
             y = cp.join(convolution(rows))
         """
         dim = self._check_move(x, dim, seq_len)
-        movement.check_halo(left, right, self.layout, self.cp_size)
-        documents = movement.offsets_of(cu_seqlens)
+        row_checks.check_halo(left, right, self.layout, self.cp_size)
+        documents = row_checks.offsets_of(cu_seqlens)
         options = {
             "left": int(left), "right": int(right), "cu_seqlens": documents, "seq_len": seq_len,
         }  # fmt: skip
@@ -232,7 +233,7 @@ class ContextParallel:
         """
         self._check_not_in_shard_map()
         dim = movement.check_dim(y, dim, "y")
-        movement.check_rows(y, dim, self.layout, self.cp_size, self.cp_size)
+        row_checks.check_rows(y.shape, dim, self.layout, self.cp_size, self.cp_size)
         parts = list(self._spec(y, 0))
         batch = axes_along(y, self.mesh, 0, self.axis_name) if self._is_explicit else None
         if dim == 0:

@@ -14,20 +14,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ring_core import Layout, LayoutSpec, divisor_of
+from ring_core import Layout, LayoutSpec, row_checks
 from ring_core.checks import padded_layout
+from ring_core.hops import Hop, RowTable, hops
 from ring_core.layouts.layout import check_layout
-from ring_core.masks.mask import mask_of
 from ring_core.movement import (
-    Hop,
     Movement,
-    RowTable,
-    check_consecutive,
-    check_fill as check_fill_of,
-    check_sides,
-    check_steps,
     halo as halo_movement,
-    hops,
     offsets_of_documents,
     relayout as relayout_movement,
     shift as shift_movement,
@@ -83,12 +76,12 @@ def shift(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
             layout.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     check_shift(x, n, fill)
     return _moved(
         x,
         dim,
-        shift_movement(sequence_layout, n, offsets_of(cu_seqlens)),
+        shift_movement(sequence_layout, n, row_checks.offsets_of(cu_seqlens)),
         axis_name,
         sequence_layout,
         fill,
@@ -129,7 +122,7 @@ def halo(
             layout.
         UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     movement = halo_movement(sequence_layout, left, right)
     moved = _moved(x, dim, movement, axis_name, sequence_layout, 0).reshape(
         (*x.shape[:dim], sequence_layout.num_runs, -1, *x.shape[dim + 1 :])
@@ -150,7 +143,7 @@ def _halo_ids(
     The device computes them, as :func:`ring_core.movement.halo_ids` does. As constants of the
     program they would be megabytes.
     """
-    offsets = offsets_of_documents(layout, offsets_of(cu_seqlens))
+    offsets = offsets_of_documents(layout, row_checks.offsets_of(cu_seqlens))
     starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)), jnp.int32)[rank]
     steps = jnp.arange(layout.run_length + left + right, dtype=jnp.int32) - left
     positions = starts[:, None] + steps[None]
@@ -179,9 +172,8 @@ def join(
         ValueError: ``y`` has no such dimension, or not a row for each run.
         UnsupportedError: The layout is ``striped``.
     """
-    size = axis_size(axis_name)
     dim = check_dim(y, dim, "y")
-    runs = check_rows(y, dim, layout, size, 1)
+    runs = row_checks.check_rows(y.shape, dim, check_layout(layout), axis_size(axis_name))
     if dim == 0:
         return y.reshape((-1, *y.shape[2:]))
     split = y.reshape((y.shape[0] // runs, runs, *y.shape[1:]))
@@ -213,7 +205,7 @@ def relayout(
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in one of
             the layouts.
     """
-    dim, sequence_layout = _place(x, dim, axis_name, layout, seq_len)
+    dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     make = Layout if seq_len is None else Layout.padded
     target = make(check_layout(to), sequence_layout.seq_len, sequence_layout.cp_size)
     return relaid(x, layout=sequence_layout, to=target, axis_name=axis_name, dim=dim)
@@ -238,7 +230,7 @@ def check_shift(x: Array, n: object, fill: object) -> None:
     Raises:
         ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
     """
-    check_steps(n)
+    row_checks.check_steps(n)
     check_fill(x, fill)
 
 
@@ -251,12 +243,12 @@ def check_fill(x: Array, fill: object) -> None:
     low: float = 0
     high: float = 1
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]
+        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]  # finfo has no types
         low = -high
     elif x.dtype != jnp.bool_:
-        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call] # and knows int4
+        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]  # has no types; it knows int4
         low, high = int(limits.min), int(limits.max)
-    check_fill_of(fill, str(x.dtype), low, high)
+    row_checks.check_fill(fill, str(x.dtype), low, high)
 
 
 def check_dim(x: Array, dim: object, name: str = "x") -> int:
@@ -266,51 +258,10 @@ def check_dim(x: Array, dim: object, name: str = "x") -> int:
         ValueError: It is no dimension of ``x``.
     """
     described_as(name, x)
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-        )
-    return dim % x.ndim
+    return row_checks.check_dim(x.shape, dim, name)
 
 
-def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
-    """Check the sides of a halo, and that devices hold consecutive tokens.
-
-    Raises:
-        ValueError: A side is no integer >= 0.
-        UnsupportedError: The layout is striped.
-    """
-    check_sides(left, right)
-    check_consecutive(layout, size)
-
-
-def check_rows(y: Array, dim: int, layout: LayoutSpec, size: int, devices: int) -> int:
-    """Check that ``y`` has a row for each run, and return the number of runs a device.
-
-    Args:
-        y: The rows.
-        dim: Dimension of the tokens, not negative.
-        layout: The layout.
-        size: Number of devices that share a sequence.
-        devices: Number of devices whose rows these are.
-
-    Raises:
-        ValueError: ``y`` has another number of rows.
-        UnsupportedError: The layout is striped.
-    """
-    check_consecutive(check_layout(layout), size)
-    runs = divisor_of(layout, size) // size
-    rows = runs * devices
-    if y.shape[0] % rows or (dim == 0 and y.shape[0] != rows) or y.ndim < 2:
-        raise ValueError(
-            f"y must have a row for each of the {rows} runs of the {layout} layout "
-            f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "
-            f"them, got shape {list(y.shape)}"
-        )
-    return runs
-
-
-def _place(
+def _dim_and_layout(
     x: Array, dim: int, axis_name: Hashable | None, layout: LayoutSpec, seq_len: int | None
 ) -> tuple[int, Layout]:
     """Return the checked dimension, and the layout of the whole sequence."""
@@ -318,11 +269,6 @@ def _place(
     if seq_len is not None:
         return dim, padded_layout(seq_len, x.shape[dim], check_layout(layout), size)
     return dim, Layout(check_layout(layout), x.shape[dim] * size, size)
-
-
-def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the offsets of documents as a tuple of integers."""
-    return mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens).cu_seqlens
 
 
 def _merged(x: Array, dim: int) -> Array:

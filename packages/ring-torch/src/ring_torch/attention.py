@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import AttentionFunction
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.options import AttentionOptions, CallOptions, Window
@@ -225,7 +226,7 @@ def _described(x: Tensor) -> checks.Tensor:
     return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def _size_of(group: Group) -> int:
     """Return the number of ranks of a group, which the compiler takes for a constant."""
     return ranks_of(group).size

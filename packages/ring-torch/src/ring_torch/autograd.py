@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ring_core import WrongResultError
 from ring_torch import tripwire
+from ring_torch.buffers import Shapes
 from ring_torch.call import Call, Saved, attend
 from ring_torch.capture import as_own, on_device
 from ring_torch.checking.watch import Watch
 from ring_torch.comm.handshake import check_graph, with_peer_errors
 from ring_torch.derivatives import check_backward
 from ring_torch.optional import has_triton
-from ring_torch.payload import Shapes
 from ring_torch.records import GIVEN, BackwardInputs, Inputs, folded, with_unit_strides
 from ring_torch.strategies.bias_shift import bias_shift, sent_for_shift
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from ring_core import GatherProgram, Plan, Request, RingProgram, longest_gather
 from ring_core.checks import Sizes
 from ring_core.triton.tile_configs import positions_aligned8
-from ring_torch.buffers import HeadCarrier
+from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
-from ring_torch.payload import KVPayload, Shapes
 from ring_torch.positions import (
     gathered_positions,
     gathered_runs,
@@ -37,14 +36,7 @@ from ring_torch.records import (
     folded,
     zero_bias_grad,
 )
-from ring_torch.transports.api import (
-    GatherSession,
-    HeadSpec,
-    Refusals,
-    SessionSpec,
-    Traffic,
-    Transport,
-)
+from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Traffic, Transport
 
 #: Gathered keys of up to this many bytes are kept from the forward for the backward, which
 #: otherwise fetches them again.
@@ -127,11 +119,6 @@ class Call(NamedTuple):
     checked: int = 0  # not 0 if the tripwire checks this call: the number that picks its samples
     prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``
 
-    @property
-    def seed(self) -> int:
-        """Seed of dropout, or 0."""
-        return self.params.dropout_seed
-
     def with_lse_grad(self) -> Call:
         """Return this call for a backward with a gradient of ``lse``, maybe with another kernel.
 
@@ -143,7 +130,7 @@ class Call(NamedTuple):
         call = self.prepare_lse_grad()
         if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
-        params = replace(call.params, dropout_seed=self.seed)
+        params = replace(call.params, dropout_seed=self.params.dropout_seed)
         return call._replace(number=self.number, checked=self.checked, params=params)
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -193,8 +180,8 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ranks, self.plan, gather, KVPayload.of(inputs, groups), groups, self.device,
-            self.acc_dtype, self.needs_grad, signature, self.number, self.seed,
+            self.ranks, self.plan, gather, KVPayload.of(inputs.k, inputs.v, inputs.k_ids, groups), groups, self.device,
+            self.acc_dtype, self.needs_grad, signature, self.number, self.params.dropout_seed,
         ))  # fmt: skip
 
     def open_heads(self, signature: CallSignature, size: int) -> HeadCarrier:
@@ -204,7 +191,7 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open_heads(
-            HeadSpec(self.ranks, size, self.device, signature, self.number, self.seed)
+            self.ranks, self.number, self.params.dropout_seed, signature, self.device, size
         )
 
     def gathered_columns(
@@ -327,4 +314,6 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionState:
 def zero_row_grads(call: Call, rows: QueryBlock) -> QueryGrads:
     """Allocate accumulators, filled with zeros, of the gradients of query rows."""
     dq = torch.zeros(rows.q.shape, dtype=call.acc_dtype, device=call.device)
+    if rows.bias is None:
+        return QueryGrads(dq, None)
     return QueryGrads(dq, zero_bias_grad(rows, call.params, call.acc_dtype))

@@ -39,6 +39,12 @@ def untraced[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     return decorated
 
 
+def constant_in_graphs[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function while ``torch.compile`` traces, and put its result into the graph."""
+    decorated: Callable[P, T] = torch._dynamo.assume_constant_result(function)  # noqa: SLF001 - no public way
+    return decorated
+
+
 def capture_safe_cache[**P, T](maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Return a decorator like ``lru_cache`` for functions that make tensors, safe with CUDA graphs.
 

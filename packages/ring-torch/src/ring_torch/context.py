@@ -341,7 +341,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
-            other._sharding.check_group()  # noqa: SLF001 - of the same class
+            other._sharding.check_group()  # noqa: SLF001 - a field of this class
             layout = to.layout if isinstance(to, ContextParallel) else to
             groups = (self.group, other.group)
             return relayout_in_graph(groups, self.layout, x, layout, dim=dim, seq_len=seq_len)

@@ -258,12 +258,12 @@ class _Guard:
         """Return True if this is the gradient that was summed, and it was not zeroed since."""
         return gradient is not None and self.summed is gradient and self._sums.hold(self._key)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]
+    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
     def before(self, _: Tensor) -> None:
         """Note, before a gradient is accumulated, if the parameter's gradient is a sum."""
         self._held = not is_capturing() and self.holds(self.summed)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]
+    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
     def after(self, weight: Tensor) -> None:
         """Refuse a gradient that was added to a sum.
 

@@ -75,7 +75,7 @@ class LocalRanks:
         for name, seconds in (("timeout", timeout), ("patience", patience)):
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if (seconds is not None or name == "timeout") and not (
-                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]  # is_number
+                is_number and 0 < seconds <= timedelta.max.days  # type: ignore[operator]  # is_number says that it is one
             ):
                 raise ValueError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         checks.check_flag("cuda", cuda)

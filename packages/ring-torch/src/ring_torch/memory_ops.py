@@ -1,6 +1,8 @@
 """Triton kernels of memory-bound passes: packing of K/V, sums, row dots, NaN marks, bias maxima."""
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _pack_token(
     k, v, packed, k_batch, k_token, k_head, v_batch, v_token, v_head, batch_stride, token_stride,
     K: tl.constexpr, V: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, SIZE: tl.constexpr,
@@ -169,7 +171,7 @@ def _pack_token(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add(
     total, a, b, c, d, total_row, a_row, b_row, c_row, d_row, size,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,
@@ -199,7 +201,7 @@ def _add(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _largest_bias(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
     shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -235,7 +237,7 @@ def _largest_bias(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROWS: tl.constexpr):
     """Write NaN into lse of rows whose scores are not finite, for a stretch of one head's rows."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -245,12 +247,12 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
     unseen = (x == float("-inf")) & (row < rows)
     out_at = out + batch * out_batch + head * out_head + row * out_row
     y = tl.load(out_at, mask=unseen, other=0.0).to(tl.float32)
-    is_nonfinite = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - is no number
+    is_nonfinite = (x == float("inf")) | (unseen & (y != y))  # noqa: PLR0124 - true for NaN alone
     tl.store(dst, float("nan"), mask=is_nonfinite & (row < rows))
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _row_dots(
     x, y, dots, rows, x_batch, x_row, x_head, y_batch, y_row, y_head, dots_batch, dots_head,
     DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -270,7 +272,7 @@ def _row_dots(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _sum_sinks(
     sinks, lse, delta, grads, batch, rows, lse_batch, lse_head, delta_batch, delta_head,
     ROWS: tl.constexpr,

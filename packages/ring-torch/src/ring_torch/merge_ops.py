@@ -1,6 +1,8 @@
 """Triton kernels that join partial results: attention over some keys, and partial gradients."""
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from ring_torch.launches.direct import (
     assert_unit_strides,
 )
 
-#: Most parts that :class:`JoinOnGpu` joins: those of a zigzag layout over own keys, keys of earlier
-#: tokens and, for half of the rows, keys of later ones.
-MOST_PARTS = 3
+#: Most partial results that :class:`JoinOnGpu` merges: those of a zigzag layout over own keys, keys
+#: of earlier tokens and, for half of the rows, keys of later ones.
+MOST_PARTIALS = 3
 _ROWS = 16
 _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
 
@@ -65,43 +67,44 @@ def _merge_arguments(
 
 
 class JoinOnGpu:
-    """A join of parts in one launch: each number is read once, and rounded once, for tensors alike.
+    """A merge of partial results in one launch, for tensors alike.
 
-    The first part has all rows, and holds the results afterwards; others have a span of the rows
-    each. The order of additions is that of merging, or adding, part by part in float32.
+    Each number is read once, and rounded once. The first result has all rows, and is the merged one
+    afterwards; others have a span of the rows each. The order of additions is that of merging, or
+    adding, one by one in float32.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """Prepare for parts of these rows, of which the first has all."""
-        assert 1 <= len(spans) <= MOST_PARTS
+        """Prepare for partial results of these rows, of which the first has all."""
+        assert 1 <= len(spans) <= MOST_PARTIALS
         assert spans[0][0] == 0
         assert all(start + n <= spans[0][1] for start, n in spans)
-        self._missing = MOST_PARTS - len(spans)
+        self._missing = MOST_PARTIALS - len(spans)
         bounds = [bound for start, n in spans[1:] for bound in (start, start + n)]
         bounds += [0, 0] * self._missing
-        self._merge = RepeatedLaunch(_merge_parts, partial(_join_arguments, bounds, len(spans)))
-        self._sum = RepeatedLaunch(_sum_parts, partial(_join_arguments, bounds, len(spans)))
+        self._merge = RepeatedLaunch(_merge_partials, partial(_join_arguments, bounds, len(spans)))
+        self._sum = RepeatedLaunch(_sum_partials, partial(_join_arguments, bounds, len(spans)))
 
-    def merge(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all parts.
+    def merge(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all partial results.
 
-        Every row of a part sees something, so an infinity in ``lse`` says that a score is not
+        Every row of them sees something, so an infinity in ``lse`` says that a score is not
         finite; it becomes NaN, and so do the row's numbers in ``out``.
         """
-        self._merge(*(x for part in (*parts, *[parts[0]] * self._missing) for x in part))
+        self._merge(*(x for y in (*partials, *[partials[0]] * self._missing) for x in y))
 
-    def sum(self, parts: Sequence[Tensor]) -> None:
-        """Add up ``[B, n, H, D]`` of all parts, the first one last; there are two at least."""
-        self._sum(*parts, *[parts[0]] * self._missing)
+    def sum(self, partials: Sequence[Tensor]) -> None:
+        """Add up ``[B, n, H, D]`` of two or more partial results, the first one last."""
+        self._sum(*partials, *[partials[0]] * self._missing)
 
 
-def _join_arguments(bounds: Sequence[int], num_parts: int, *tensors: Tensor) -> Arguments:
-    """Return the arguments behind the tensors of parts; a kernel reads ``num_parts`` of them."""
+def _join_arguments(bounds: Sequence[int], num_partials: int, *tensors: Tensor) -> Arguments:
+    """Return a kernel's arguments behind the tensors, ``num_partials`` of which it reads."""
     assert_unit_strides(*tensors)
     batch, rows, heads, dim = tensors[0].shape
     integers = rows, *bounds, *(stride for x in tensors for stride in x.stride()[:-1])
     constants = {
-        "PARTS": num_parts,
+        "PARTIALS": num_partials,
         "DIM": dim,
         "PADDED": triton.next_power_of_2(dim),
         "ROWS": _ROWS,
@@ -111,9 +114,9 @@ def _join_arguments(bounds: Sequence[int], num_parts: int, *tensors: Tensor) -> 
 
 @triton.jit
 def _weights(old, new):
-    """Return the weights of two parts of rows, and their joint lse, from the lse of each.
+    """Return the weights of two partial results of rows, and their joint lse, from the lse of each.
 
-    Weights are relative to the larger lse; a row that neither part has seen gets weights of 0.
+    Weights are relative to the larger lse; a row that neither has seen gets weights of 0.
     """
     top = tl.maximum(old, new)
     safe = tl.where(top == float("-inf"), 0.0, top)
@@ -132,7 +135,7 @@ def _weighted(x, x_weight, y, y_weight):
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _merge(
     acc, acc_lse, out, lse, rows,
     acc_batch, acc_row, acc_head, acc_lse_batch, acc_lse_head,
@@ -172,30 +175,30 @@ def _merge(
 
 
 @triton.jit
-def _add_part(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
+def _add_partial(x, old, out, lse, row, start, stop, mask, batch, head, column, o_batch, o_row, o_head,
               l_batch, l_head):  # fmt: skip
-    """Return ``(x, lse)`` of a few rows after a merge with a part that has rows start to stop."""
-    in_part = (row >= start) & (row < stop)
+    """Return ``(x, lse)`` of a few rows after a merge with a result of rows start to stop."""
+    in_span = (row >= start) & (row < stop)
     local_row = row - start
-    new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_part, other=0.0)
+    new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_span, other=0.0)
     new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
-    new = tl.where(in_part, new, float("-inf"))
+    new = tl.where(in_span, new, float("-inf"))
     old_weight, new_weight, both = _weights(old, new)
     out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    # A row outside of the part stays as it is, bit for bit: it would be divided by 1.
+    # A row outside of the span stays as it is, bit for bit: it would be divided by 1.
     return _weighted(x, old_weight, y, new_weight), both
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
-def _merge_parts(
+@triton.jit
+def _merge_partials(
     out, lse, out1, lse1, out2, lse2, rows, start1, stop1, start2, stop2,
     o_batch, o_row, o_head, l_batch, l_head, o1_batch, o1_row, o1_head, l1_batch, l1_head,
     o2_batch, o2_row, o2_head, l2_batch, l2_head,
-    PARTS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge up to two parts into a first one that has all rows, for a few rows of one head."""
+    """Merge up to two partial results into one that has all rows, for a few rows of one head."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
@@ -206,15 +209,15 @@ def _merge_parts(
     top = tl.load(lse_at, mask=inside, other=0.0)
     is_finite = tl.abs(top) < float("inf")
     top = tl.where(is_finite, top, float("nan"))
-    if PARTS > 1:
+    if PARTIALS > 1:
         # Sums stay in registers, in float32, until they are rounded once.
         x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-        x, top = _add_part(
+        x, top = _add_partial(
             x, top, out1, lse1, row, start1, stop1, mask, batch, head, column, o1_batch, o1_row,
             o1_head, l1_batch, l1_head,
         )  # fmt: skip
-        if PARTS > 2:
-            x, top = _add_part(
+        if PARTIALS > 2:
+            x, top = _add_partial(
                 x, top, out2, lse2, row, start2, stop2, mask, batch, head, column, o2_batch, o2_row,
                 o2_head, l2_batch, l2_head,
             )  # fmt: skip
@@ -227,27 +230,27 @@ def _merge_parts(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_parts(
+@triton.jit
+def _sum_partials(
     x, x1, x2, rows, start1, stop1, start2, stop2,
     x_batch, x_row, x_head, x1_batch, x1_row, x1_head, x2_batch, x2_row, x2_head,
-    PARTS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up to two parts, and then ``x``, which has all rows, for a few rows of one head."""
+    """Add up to two partial sums, and then ``x``, which has all rows, in a few rows of a head."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (column < DIM)[None, :]
-    in_part = (row >= start1) & (row < stop1)
+    in_span = (row >= start1) & (row < stop1)
     address = (
         x1 + batch * x1_batch + head * x1_head + (row - start1)[:, None] * x1_row + column[None, :]
     )
-    total = tl.load(address, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
-    if PARTS > 2:
-        in_part = (row >= start2) & (row < stop2)
+    total = tl.load(address, mask=mask & in_span[:, None], other=0.0).to(tl.float32)
+    if PARTIALS > 2:
+        in_span = (row >= start2) & (row < stop2)
         address = x2 + batch * x2_batch + head * x2_head + (row - start2)[:, None] * x2_row
         address += column[None, :]
-        total += tl.load(address, mask=mask & in_part[:, None], other=0.0).to(tl.float32)
+        total += tl.load(address, mask=mask & in_span[:, None], other=0.0).to(tl.float32)
     address = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     total += tl.load(address, mask=mask, other=0.0).to(tl.float32)
     tl.store(address, total.to(x.dtype.element_ty), mask=mask)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -34,14 +35,15 @@ from ring_core import (
 )
 from ring_core.base.config import kernel_config, strategy_config
 from ring_core.choose.rates import default as rates_in_use
+from ring_core.tripwire import VARIABLE, every_of
+from ring_torch.buffers import KVPayload
 from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
-from ring_torch.checking.settings import checked_every, number_checked
+from ring_torch.checking.settings import SETTING, number_checked
 from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
-from ring_torch.payload import KVPayload
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, resolve, strategy_names
 from ring_torch.transports import transport_names
@@ -115,7 +117,8 @@ def check_call(
             fact is not None and fact.requires_grad for fact in facts[:-1]
         ]
         bias_grad = grad and bias is not None and bias.requires_grad
-    check_every = checked_every() if check is None else check[0]
+    every = SETTING.get() if check is None else check[0]
+    setting = os.environ.get(VARIABLE) if every is None else every
     seed = options.dropout_seed
     if seed is not None:
         checks.check_seed(seed)
@@ -123,16 +126,17 @@ def check_call(
     if seed is not None or facts[3:] != _NO_FACTS:
         options = options._replace(**_NO_TENSORS, dropout_seed=None if seed is None else 0)
     option_types = _types_in(options)
+    # Options that may change in place, lists and arrays, are known again by what they say.
     is_plain = _VALUES.issuperset(option_types)
-    as_key = _as_key if is_plain else _as_key.__wrapped__
     arguments = (
         ranks,
         layout,
         facts,
-        as_key(options, option_types),
+        options if is_plain else _in_normal_form(options),
+        is_plain,
         option_types,
         (grad, bias_grad),
-        check_every,
+        setting,
         number > 0,
     )
     # A call with options that have no hash is prepared anew each time.
@@ -140,11 +144,11 @@ def check_call(
     prepare = _prepare if is_known_again else _prepare.__wrapped__
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*arguments)
-    if is_capturing():
+    if q.is_cuda and is_capturing():
         _check_capture(call)
     changes: dict[str, Any] = {
         "number": number,
-        "checked": (check_every and number_checked(check_every, number))
+        "checked": (call.check_every and number_checked(call.check_every, number))
         if check is None
         else check[1],
     }
@@ -175,12 +179,11 @@ def _types_in(options: CallOptions) -> tuple[type, ...]:
     return tuple(types)
 
 
-@lru_cache(maxsize=256)
-def _as_key(options: CallOptions, _types: tuple[type, ...]) -> CallOptions:
+def _in_normal_form(options: CallOptions) -> CallOptions:
     """Check the options of the mask and of dropout, and return the options in a normal form.
 
-    All options that make up the mask become one ``Mask``, and the seed is left out, so that equal
-    calls are known again. ``causal`` stays, as it is also checked against the lengths of q and k.
+    All options that make up the mask become one ``Mask``, and the seed is left out. ``causal``
+    stays, as it is also checked against the lengths of q and k.
 
     Raises:
         ValueError: One of these options is malformed.
@@ -234,9 +237,10 @@ def _prepare(
     layout: LayoutSpec,
     facts: tuple[TensorSpec | None, ...],
     options: CallOptions,
+    as_given: bool,
     types: tuple[type, ...],
     grads: tuple[bool, bool],
-    check_every: int,
+    setting: str | int | None,
     probe: bool,
     *,
     lse_grad: bool = False,
@@ -248,15 +252,19 @@ def _prepare(
         ranks: The ranks that hold one sequence.
         layout: The layout, as given.
         facts: Properties of each field of :class:`Inputs` that is given.
-        options: The options in their normal form (:func:`_as_key`).
+        options: The options.
+        as_given: True if they are as the caller gave them, not in their normal form.
         types: Types of the options, part of the key alone.
         grads: True if there will be a backward, and if it is to have the bias's gradient.
-        check_every: The tripwire's setting, on which ranks have to agree.
+        setting: The tripwire's setting, of a block or of the environment.
         probe: True if ranks may communicate to find out which transports they can use.
         lse_grad: True for the backward of a call whose ``lse`` has a gradient.
         lengths: Queries and keys without padding, for the inner call of a strategy that splits
             heads; ``None`` asks the option ``seq_len``.
     """
+    check_every = every_of(setting)  # ranks have to agree on it
+    if as_given:
+        options = _in_normal_form(options)
     sizes, tensors = _check_tensors(facts)
     if lengths is None:
         lengths = checks.check_seq_len(
@@ -294,7 +302,7 @@ def _prepare(
         split = head_plan(request.q_heads, request.kv_heads, ranks.size)
         inner = _prepare(
             ALONE, "contiguous", _facts_of_heads(facts, split),
-            options._replace(strategy="auto", transport="auto"), types, grads, check_every, False,
+            options._replace(strategy="auto", transport="auto"), False, types, grads, setting, False,
             lse_grad=lse_grad, lengths=lengths,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice

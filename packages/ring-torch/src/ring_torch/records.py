@@ -18,6 +18,8 @@ from torch import Tensor
 from ring_core import Mask
 from ring_core.plan.tile_mask import BlockGeometry
 
+_MERGED_ROWS = 512
+
 
 @dataclass(frozen=True)
 class KernelParams:
@@ -132,6 +134,28 @@ class AttentionState(NamedTuple):
     def take(self, tokens: slice) -> AttentionState:
         """Return the record of a slice of the rows, as views."""
         return AttentionState(self.out[:, tokens], self.lse[:, :, tokens])
+
+    def merge(self, out: Tensor, lse: Tensor) -> None:
+        """Merge attention over other keys into this, in place, by torch's operations.
+
+        It is the formula of :func:`ring_core.merge`: both are scaled by ``exp(lse - merged)`` and
+        added. Rows with ``lse = -inf`` are ignored, whatever numbers ``out`` has there, NaN
+        included.
+        """
+        rows = out.shape[1]
+        if rows > _MERGED_ROWS:  # some rows at a time, to bound the memory of temporaries
+            for start in range(0, rows, _MERGED_ROWS):
+                some = slice(start, start + _MERGED_ROWS)
+                self.take(some).merge(out[:, some], lse[:, :, some])
+            return
+        lse = lse.to(self.lse.dtype)
+        merged = torch.logaddexp(self.lse, lse)
+        safe = merged.masked_fill(merged == -torch.inf, 0.0)
+        old = (self.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+        new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
+        self.out.mul_(old)
+        self.out.add_(torch.where(new > 0, out * new, 0.0))
+        self.lse.copy_(merged)
 
 
 class BackwardInputs(NamedTuple):

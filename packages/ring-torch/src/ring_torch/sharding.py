@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ring_core import Layout, LayoutSpec, checks, divisor_of, movement
+from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
-from ring_torch.capture import on_device
+from ring_torch.capture import constant_in_graphs, on_device
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
 from ring_torch.comm.ranks import (
     Group,
@@ -93,7 +93,7 @@ class Sharding:
         self._check_group(id(self))
 
     # A method, as torch 2.11 refuses objects of our classes as arguments of a constant function.
-    @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+    @constant_in_graphs
     def _check_group(self, _: int) -> None:
         """Check the group; the argument, an id, ties a compiled graph to this object."""
         self.members  # noqa: B018 - the property checks
@@ -183,7 +183,7 @@ class Unsharding:
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
         """
         signature = self._signature(x)
-        self._agree(signature, x.device)
+        agree_on_call(self.ranks, self.number, signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = self._layout_of_slices(x.shape[self.dim])
         slices = [x.contiguous()]
@@ -193,7 +193,10 @@ class Unsharding:
                 slices,
                 [torch.empty_like(slices[0]) for _ in range(self.ranks.size)],
             )
-            with self._guard(signature, x.device), peer_errors(self.ranks.peers):
+            with (
+                guarded(self.ranks, self.number, signature, x.device),
+                peer_errors(self.ranks.peers),
+            ):
                 dist.all_gather(
                     [_as_bytes(rank_slice) for rank_slice in slices],
                     _as_bytes(local_slice),
@@ -223,13 +226,16 @@ class Unsharding:
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ranks.rank)
         signature = self._signature(grad)
-        self._agree(signature, grad.device)
+        agree_on_call(self.ranks, self.number, signature, grad.device)
         # Put the slices in the order of ranks. A reduce-scatter in float32 or wider adds them up,
         # and gives each rank the sum of its own.
         slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
         slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
         total = torch.empty_like(slices[0])
-        with self._guard(signature, grad.device), peer_errors(self.ranks.peers):
+        with (
+            guarded(self.ranks, self.number, signature, grad.device),
+            peer_errors(self.ranks.peers),
+        ):
             dist.reduce_scatter_tensor(total.view(-1), slices.view(-1), group=self.ranks.group)
         return total.to(grad.dtype)
 
@@ -243,20 +249,30 @@ class Unsharding:
             }, "unshard" + " backward" * self.order,
         )  # fmt: skip
 
-    def _agree(self, signature: CallSignature, device: torch.device) -> None:
-        """Check that all ranks make this call with equal arguments, before tensors are sent."""
-        if self.ranks.size == 1:
-            return
-        check_device(self.ranks, device)
-        check_graph(self.ranks, signature, device)
-        with self._guard(signature, device):
-            agree(self.ranks, self.number, 0, signature, device)
 
-    @contextmanager
-    def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
-        """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
-        with on_device(device), with_peer_errors(self.ranks, self.number, signature):
-            yield
+def agree_on_call(
+    ranks: Ranks, number: int, signature: CallSignature, device: torch.device
+) -> None:
+    """Check that all ranks make this call with equal arguments, before tensors are sent.
+
+    Raises:
+        RankMismatchError: They do not.
+    """
+    if ranks.size == 1:
+        return
+    check_device(ranks, device)
+    check_graph(ranks, signature, device)
+    with guarded(ranks, number, signature, device):
+        agree(ranks, number, 0, signature, device)
+
+
+@contextmanager
+def guarded(
+    ranks: Ranks, number: int, signature: CallSignature, device: torch.device
+) -> Iterator[None]:
+    """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
+    with on_device(device), with_peer_errors(ranks, number, signature):
+        yield
 
 
 class _Unshard(torch.autograd.Function):
@@ -281,18 +297,15 @@ class _Unshard(torch.autograd.Function):
 _unshard = torch.compiler.disable(_Unshard.apply)
 
 
-def check_dim(x: object, dim: object, name: str = "x") -> None:
-    """Check that ``dim`` is a dimension of the tensor ``x``, the argument of that ``name``.
+def check_dim(x: object, dim: object, name: str = "x") -> int:
+    """Return ``dim``, not negative, after checking that it is one of ``x``, an argument's ``name``.
 
     Raises:
         ValueError: ``x`` is no tensor, or has no such dimension.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"dim must be a dimension of {name}, an integer in [{-x.ndim}, {x.ndim}), got {dim!r}"
-        )
+    return row_checks.check_dim(x.shape, dim, name)
 
 
 def check_slice(x: object, dim: object) -> None:
@@ -321,7 +334,7 @@ def check_fill(x: Tensor, fill: Any) -> float:
         low, high = torch.finfo(x.dtype).min, torch.finfo(x.dtype).max
     elif x.dtype != torch.bool:
         low, high = torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max
-    movement.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
+    row_checks.check_fill(fill, str(x.dtype).removeprefix("torch."), low, high)
     # 0, 0.0 and False are equal keys, but not equal texts of a call.
     return float(fill) if isinstance(low, float) else int(fill)
 

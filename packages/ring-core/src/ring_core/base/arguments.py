@@ -33,9 +33,7 @@ def is_integer(value: object) -> bool:
 def describe_value(value: object) -> str:
     """Return a wrong argument as messages show it: arrays by type and shape, the rest by repr."""
     shape = getattr(value, "shape", None)
-    if shape is None:
-        return repr(value)
-    return f"a {type(value).__name__} of shape {list(shape)}"
+    return repr(value) if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
 
 
 def check_size(name: str, value: Any, *, low: int = 1, high: int = SIZE_LIMIT) -> int:

@@ -68,8 +68,7 @@ def overlap_of(a: RunTable, b: RunTable) -> Overlap:
     # Which pairs overlap: of the runs b, in the order of their starts, one range for each run a.
     order = np.argsort(b.start, kind="stable")
     first = np.searchsorted(b.last[order], a.start, side="left")
-    stop = np.searchsorted(b.start[order], a.last, side="right")
-    counts = np.maximum(stop - first, 0)
+    counts = np.maximum(np.searchsorted(b.start[order], a.last, side="right") - first, 0)
     i = np.repeat(np.arange(len(counts)), counts)
     j = order[np.repeat(first, counts) + counts_up(counts)]
     # Of which positions: those that both spacings hit, from the later start to the earlier end.

@@ -189,7 +189,7 @@ class _Traced:
     __gt__ = partialmethod(_compared, "lt", turned=True)
     __ge__ = partialmethod(_compared, "le", turned=True)
     __eq__ = partialmethod(_compared, "eq")  # type: ignore[assignment]  # returns no bool
-    __ne__ = partialmethod(_compared, "ne")  # type: ignore[assignment]  # likewise
+    __ne__ = partialmethod(_compared, "ne")  # type: ignore[assignment]  # returns no bool
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
 

@@ -266,7 +266,7 @@ def mask_of(
     try:
         return _mask_of(options, types, None if cu_seqlens is None else _Offsets.of(cu_seqlens))
     except (TypeError, ValueError, RuntimeError):  # malformed, or of no kind that can be a key
-        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]  # checked by it
+        return Mask(causal=causal, window=window, chunk_size=chunk_size, cu_seqlens=cu_seqlens)  # type: ignore[arg-type]  # Mask checks them
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class GatherProgram:
         """
         written: list[Interval] = []
         overwritten = []
+        # Until a launch writes its columns, they hold gradients of an earlier call, or garbage.
         for item in reversed(self.items):
             columns = Interval(item.k_start, item.k_stop)
             overwritten.append(tuple(slice(*span) for span in subtract(columns, written)))
@@ -320,6 +321,7 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
         plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
     )
     rows = geometry.rows_between(rank, *span)
+    # The keys are counted by position, as if one rank held them all, in order.
     for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         cu_q = cu_k = None

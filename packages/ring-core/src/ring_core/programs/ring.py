@@ -35,7 +35,8 @@ from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.plan.tile_mask import Geometry
 
-OFFLOAD_PIECES = 4  # pieces of rows in which offloaded queries travel
+_MOST_PIECES = 4  # in which offloaded queries travel
+_PIECE_ROWS = 256  # least query rows of a shard for each of them: smaller launches are mostly cost
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,25 @@ class Stage:
         grad_hop: Backward: after computing, add the step's dK/dV to those that arrived and start
             moving them to the rank this far ahead.
         offloads: In this step ranks also compute for the queries of others, after their own items.
-            Those queries travel to the rank ``steps[step].shift`` ahead in ``OFFLOAD_PIECES``
-            pieces of rows (``WorkItem.cut``): the first during the stage before, each other one
-            while the piece before it is computed. The results go back piece by piece.
+            Those queries travel to the rank ``steps[step].shift`` ahead in
+            :func:`offload_pieces` pieces of rows (``WorkItem.cut``): the first during the stage
+            before, each other one while the piece before it is computed. The results go back piece
+            by piece.
     """
 
     step: int
     kv_hop: int | None = None
     grad_hop: int | None = None
     offloads: bool = False
+
+
+def offload_pieces(rows: int) -> int:
+    """Return the number of pieces in which queries of shards of so many rows travel to helpers.
+
+    >>> offload_pieces(64), offload_pieces(600), offload_pieces(4096)
+    (1, 2, 4)
+    """
+    return min(max(rows // _PIECE_ROWS, 1), _MOST_PIECES)
 
 
 Offload = Literal["none", "mirror", "half"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +229,7 @@ def attention(
         dropout_p, dropout_seed,
     )  # fmt: skip
     rows = dense.inputs.padding[0]
-    return _with_padding(dense.out, 1, rows), _with_padding(dense.lse, 2, rows, fill=-np.inf)
+    return with_padding(dense.out, 1, rows), with_padding(dense.lse, 2, rows, fill=-np.inf)
 
 
 @refuse_foreign_options
@@ -286,19 +286,19 @@ def attention_grads(
     grads = dense_backward(dense, *dense.inputs.upstream(dout, dlse))
     rows, columns = dense.inputs.padding
     return Grads(
-        _with_padding(grads.dq, 1, rows),
-        _with_padding(grads.dk, 1, columns),
-        _with_padding(grads.dv, 1, columns),
+        with_padding(grads.dq, 1, rows),
+        with_padding(grads.dk, 1, columns),
+        with_padding(grads.dv, 1, columns),
         grads.dsinks,
-        None if grads.dbias is None else _with_padding(grads.dbias, 2, rows),
+        None if grads.dbias is None else with_padding(grads.dbias, 2, rows),
     )
 
 
-def _with_padding(x: Floats, axis: int, padding: int, fill: float = 0.0) -> Floats:
-    """Return a result with what it has in the padding behind its tokens."""
+def with_padding[T: npt.NDArray[Any]](x: T, axis: int, padding: int, fill: float = 0.0) -> T:
+    """Return an array with ``padding`` tokens behind those along ``axis``, which are ``fill``."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = 0, padding
-    return np.pad(x, widths, constant_values=fill) if padding else x
+    return cast("T", np.pad(x, widths, constant_values=fill)) if padding else x
 
 
 @dataclass(frozen=True)
@@ -415,11 +415,9 @@ def dense_backward(dense: Dense, dout: Floats, dlse: Floats | None) -> Grads:
         safe = np.where(np.isneginf(dense.lse), 0, dense.lse)  # only where a sink is -inf itself
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
         dsinks = (share * -delta).sum(axis=(0, 2)).reshape(sinks.shape)
-    dbias = None if bias is None else _add_to(dlogits, bias.shape)
+    dbias = None
+    if bias is not None:  # summed over the axes along which the bias was broadcast
+        axes = tuple(n for n, size in enumerate(bias.shape) if size == 1)
+        dbias = dlogits.sum(axis=axes, keepdims=True)
     dq, dk, dv = (x.transpose(0, 2, 1, 3) for x in (dq, dk, dv))
     return Grads(dq, dk, dv, dsinks, dbias)
-
-
-def _add_to(x: Floats, shape: tuple[int, ...]) -> Floats:
-    """Sum over the axes along which an array of this shape was broadcast."""
-    return x.sum(axis=tuple(n for n, size in enumerate(shape) if size == 1), keepdims=True)

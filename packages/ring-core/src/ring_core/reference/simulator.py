@@ -26,6 +26,7 @@ from ring_core.reference.dense import (
     bias_shift,
     check_inputs,
     visible_pairs,
+    with_padding,
 )
 from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
@@ -379,9 +380,7 @@ def _zero_grad(message: Message) -> Grad:
 
 def _padded(x: npt.NDArray[Any], layout: Layout, *, axis: int, fill: float) -> npt.NDArray[Any]:
     """Return a global array with the padding of a layout behind its tokens."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = 0, layout.padded_len - layout.seq_len
-    return np.pad(x, widths, constant_values=fill)
+    return with_padding(x, axis, layout.padded_len - layout.seq_len, fill)
 
 
 def _gather(layout: Layout, parts: Sequence[Floats], axis: int) -> Floats:

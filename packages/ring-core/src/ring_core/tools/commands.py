@@ -90,11 +90,11 @@ def is_refused(package: str, command: str) -> bool:
         if size == "1":
             continue
         if os.environ.get(rank_name, "0") == "0":  # one process speaks for all
-            words = f"python -m {package} {command}"
+            command_line = f"python -m {package} {command}"
             sys.stderr.write(
-                f"{package}: error: {words} starts its ranks itself, and {launcher} has started "
+                f"{package}: error: {command_line} starts its ranks itself, and {launcher} has started "
                 f"{size} processes ({size_name}={size}), each of which would run it. Instead: run "
-                f"`{words}` once on a machine, without a launcher\n"
+                f"`{command_line}` once on a machine, without a launcher\n"
             )
         return True
     return False

@@ -120,10 +120,11 @@ def versions(libraries: Iterable[str], ours: Iterable[str]) -> dict[str, str]:
         libraries: Names of libraries; those that are missing are left out.
         ours: Names of packages of this project, which may be used without being installed.
     """
-    by_name = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for name in ours:
-        by_name[name] = installed(name) or f"{ring_core.__version__} (not installed)"
-    return by_name | {name: current for name in libraries if (current := installed(name))}
+    return {
+        "python": platform.python_version(), "platform": platform.platform(terse=True),
+        **{name: installed(name) or f"{ring_core.__version__} (not installed)" for name in ours},
+        **{name: current for name in libraries if (current := installed(name))},
+    }  # fmt: skip
 
 
 def installed(library: str) -> str | None:
@@ -172,8 +173,8 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """True if all checks passed and no versions clash."""
-        return is_healthy(self.clashes, self.checks)
+        """True if there are checks, all of them passed, and no versions clash."""
+        return not self.clashes and bool(self.checks) and all(x.passed for x in self.checks)
 
 
 def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bool) -> str:
@@ -182,11 +183,6 @@ def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bo
         return shown(diagnosis)
     facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
     return json.dumps(facts, indent=2)
-
-
-def is_healthy(clashes: Sequence[str], checks: Sequence[Check]) -> bool:
-    """Return True if there are checks, all of them passed, and no versions clash."""
-    return not clashes and bool(checks) and all(check.passed for check in checks)
 
 
 def diagnose() -> Diagnosis:

@@ -101,6 +101,7 @@ def bwd_loop_over_k(
     gradient = load_gradient(dout, flat, row_start, x.q_len, consts)
     lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED), tl.float32)
+    # Q, dO and the sum of dQ stay on the chip while blocks of keys stream past.
     for n in range(1 if consts.INDEXED else consts.ITEMS):
         if consts.INDEXED:
             num_k_blocks = (x.k_len + consts.BLOCK_K - 1) // consts.BLOCK_K
@@ -264,6 +265,7 @@ def bwd_dkv_nan_safe(
     With ``ADD`` also add to dQ.
     """
     start = block * consts.BLOCK_K
+    # This thread block alone stores dK and dV of these keys. Additions to dQ are atomic.
     for begin in range(start, tl.minimum(start + consts.BLOCK_K, x.k_len), nan_safe.BLOCK_K):
         k_part, v_part = loop_over_q(
             x, strides, nan_safe, q, k, v, dout, lse, delta, dq, block_index, counts,
@@ -416,6 +418,8 @@ def bwd_dbias(
     rows = q_start + tl.arange(0, consts.BLOCK_Q)
     row, col = rows[:, None], (k_start + tl.arange(0, consts.BLOCK_K))[None, :]
     acc = tl.zeros((consts.BLOCK_Q, consts.BLOCK_K), tl.float32)
+    # One block of dbias stays on the chip while the batch rows and heads that share it come by; no
+    # other thread block adds to it.
     for n in range(shared_batch * shared_heads):
         batch = (bias_flat // bias_heads) * shared_batch + n // shared_heads
         head = (bias_flat % bias_heads) * shared_heads + n % shared_heads

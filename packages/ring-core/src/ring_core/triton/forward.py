@@ -116,6 +116,7 @@ def fwd_nan_safe(
     flat, heads, group, start, size,
 ):  # fmt: skip
     """Compute a block of queries in smaller ones, without reading values that no query sees."""
+    # Nothing of the block is in memory yet: each smaller one is computed whole, and stored once.
     for begin in range(start, tl.minimum(start + size, x.q_len), nan_safe.BLOCK_Q):
         top, total, part = fwd_loop_over_k(
             x, strides, nan_safe, q, k, v, block_index, counts, block_index_batch, block, flat,
@@ -145,8 +146,9 @@ def fwd_loop_over_k(
     top = tl.full((consts.BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((consts.BLOCK_Q,), tl.float32)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED_V), tl.float32)
-    # A block index lists the blocks of all items together; without one each item is a range of
-    # blocks [start, end), of which [full_start, full_stop) need no mask.
+    # The queries and all sums stay on the chip while blocks of keys stream past. A block index
+    # lists the blocks of all items together; without one each item is a range of blocks [start,
+    # end), of which [full_start, full_stop) need no mask.
     for n in range(1 if consts.INDEXED else consts.ITEMS):
         if consts.INDEXED:
             # The list is as a range, too: partial blocks [0, full_start), then the full ones.
@@ -244,6 +246,7 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     if consts.OVERWRITE:
         result, merged = acc * factor[:, None], part
     else:
+        # No other thread block has these rows of this head, so they may be read and written again.
         old = tl.load(lse + rows, mask=real, other=-float("inf"))
         high = tl.maximum(old, part)
         high = tl.where(high == -float("inf"), 0.0, high)

@@ -476,7 +476,7 @@ def dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROW
 @triton.jit
 def has_nan(x):
     """Return True if any element is NaN."""
-    return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124 - is NaN
+    return tl.max(tl.where(x != x, 1, 0)) > 0  # noqa: PLR0124 - true for NaN alone
 
 
 @triton.jit

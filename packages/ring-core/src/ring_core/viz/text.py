@@ -154,8 +154,8 @@ def _work_lines(program: RingProgram, color: bool, max_steps: int) -> list[str]:
         cells = "".join(f"{percent(n * share):>4}" for n in work[:steps, rank].tolist())
         lines.append(f"{name}{cells}  {percent(float(total[rank])):>5}")
     left_out = ((cp_size - ranks, "ranks"), (program.num_steps - steps, "steps"))
-    if words := [f"{n} more {name}" for n, name in left_out if n]:
-        lines.append(f"  ... {', '.join(words)}")
+    if counts := [f"{n} more {name}" for n, name in left_out if n]:
+        lines.append(f"  ... {', '.join(counts)}")
     return lines
 
 

@@ -70,6 +70,8 @@ def bwd_hopper(
     s_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_tile = gl.allocate_shared_memory(q.dtype, [KEYS, consts.BLOCK], s_layout)
     dq_tile = gl.allocate_shared_memory(gl.float32, [consts.BLOCK, consts.D], dq.layout)
+    # The producer waits for `free` before it overwrites a tile, the consumers for `full` before
+    # they read it. dO and delta have barriers of their own, as they are free before the queries.
     kv_full, kv_free = mbarrier.allocate_mbarrier(), mbarrier.allocate_mbarrier()
     q_full, q_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     g_full, g_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
@@ -208,6 +210,8 @@ def bwd_producer(
     kv_heads = heads // group
     padded = (q_len + consts.BLOCK - 1) // consts.BLOCK * consts.BLOCK
     tile, pieces, begin, end, skipped, length = work_of(sizes, consts)
+    # Blocks of queries are numbered through all pieces by `count`, here and by the consumers, so
+    # that both find a block's slot and phase. The producer is ahead by as many as there are slots.
     count = 0
     for n in range(pieces):
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
@@ -269,6 +273,7 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         dk = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
         dv = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
+        # Keys and values stay in shared memory until the piece is done; queries stream past.
         mbarrier.wait(kv_full, n & 1)
         nonfinite = has_nonfinite(k_tile, consts)
         # dK and dV stay in registers over all query heads of the group.
@@ -296,6 +301,7 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
         # The producer may fetch the next piece's keys and values.
         mbarrier.arrive(kv_free, count=1)
         is_whole = True
+        # Other programs add to a split tile, too; the one that is last stores the sums.
         if consts.STREAM_K:
             whole, split, own, helpers = stream_k_of(sizes)
             if (tile + n >= whole) & (tile + n < whole + split):
@@ -351,7 +357,7 @@ def store_key_grads(
     blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group
     b, kv_head = flat // kv_heads, flat % kv_heads
-    is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124 - is NaN
+    is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124 - true for NaN alone
     left_out = gl.where(nonfinite > 0, 2, gl.max(gl.max(is_nan, 1), 0))
     gl.store(flags + flat * blocks + block, left_out)
     if left_out == 0:

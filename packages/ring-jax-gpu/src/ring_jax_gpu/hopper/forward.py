@@ -135,6 +135,8 @@ def fwd_hopper(
     k_tiles = gl.allocate_shared_memory(k.dtype, [stages, consts.BLOCK, consts.D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [stages, consts.BLOCK, consts.D], v.layout)
     tile_ids = gl.allocate_shared_memory(gl.int32, [HELD, 1], number)
+    # The producer waits for `free` before it overwrites a tile: both groups of consumers have read
+    # it. They wait for `full` before they read. By `pingpong` they take turns on the tensor cores.
     q_full, q_free = mbarrier.allocate_mbarrier(HELD), mbarrier.allocate_mbarrier(HELD)
     k_full, k_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     v_full, v_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
@@ -579,7 +581,7 @@ def store_result(
     part = block * GROUPS + WHICH
     rows = part * ROWS + gl.arange(0, ROWS, layout=o_rows)
     real = rows < q_len
-    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124 - is NaN
+    is_nan = (acc != acc) & real[:, None]  # noqa: PLR0124 - true for NaN alone
     has_nan = gl.max(gl.max(gl.where(is_nan, 1, 0), 1), 0)
     if has_nan == 0:
         mean = acc * (1.0 / gl.where(total == 0, 1.0, total))[:, None]

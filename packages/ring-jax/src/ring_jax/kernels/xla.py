@@ -330,6 +330,7 @@ def _attend_row_block(
         values = _visible_dot(weights, visible, v[:, :, None], acc.dtype)
         return new_max, total, acc * shrink[..., None] + values
 
+    # Rows of other blocks, and `into` itself, are not touched until the loop has ended.
     start = (lse, has_keys, jnp.where(has_keys[..., None] > 0, out, 0.0))
     row_max, total, acc = blocks.for_column_blocks(bounds, i_number, merge_column_block, start)
     # Normalise, and overwrite the rows that the loop started from.
@@ -377,6 +378,7 @@ def _differentiate_row_block(
         dkv = lax.dynamic_update_slice_in_dim(grads.dkv, part, j.start, axis=2)
         return dq, Grads(grads.dq, dkv, dbias)
 
+    # The whole of dK/dV is carried through the loop, so that XLA can update it in place.
     start = (blocks.take_rows(into.dq, i), into)
     dq, grads = blocks.for_column_blocks(bounds, i_number, add_column_block, start)
     return grads._replace(dq=blocks.put_rows(grads.dq, dq, i))

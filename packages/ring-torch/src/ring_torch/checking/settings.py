@@ -13,7 +13,8 @@ from ring_core.base.arguments import check_size
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.capture import is_capturing
 
-_every: ContextVar[int | None] = ContextVar("every", default=None)
+#: The setting of :func:`check`, ``None`` outside of its blocks, where the environment's holds.
+SETTING: ContextVar[int | None] = ContextVar("every", default=None)
 _ALONE = itertools.count(1)  # numbers of calls without a group, which are not counted elsewhere
 
 
@@ -47,11 +48,11 @@ def check(every: int = 1) -> Iterator[None]:
         with ring_torch.check(every=100):
             train()
     """
-    token = _every.set(check_size("every", every, low=0))
+    token = SETTING.set(check_size("every", every, low=0))
     try:
         yield
     finally:
-        _every.reset(token)
+        SETTING.reset(token)
 
 
 def checked_every() -> int:
@@ -60,7 +61,7 @@ def checked_every() -> int:
     Raises:
         ValueError: ``RING_CHECK`` has an unknown value.
     """
-    every = _every.get()
+    every = SETTING.get()
     return every_of(os.environ.get(VARIABLE)) if every is None else every
 
 

@@ -32,7 +32,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call] # as torch has it
+        super().__init__()  # type: ignore[no-untyped-call]  # the base has no types
         self.sent = self.read = 0
         self._device = device
         self._marks: list[Any] = []
@@ -41,11 +41,11 @@ class Watch(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._mark()
         self._reads.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # the base has no types
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # the base has no types
         self._reads.__exit__(None, None, None)
         self._mark()
 
@@ -83,8 +83,7 @@ def _bytes_for_others(sent: Tensor, group: dist.ProcessGroup, sizes: Sequence[in
     """Return how many bytes of an all-to-all leave this rank; without ``sizes`` parts are equal."""
     if not sizes:
         return sent.nbytes // group.size() * (group.size() - 1)
-    row = sent.nbytes // max(len(sent), 1)
-    return row * (sum(sizes) - sizes[group.rank()])
+    return sent.nbytes // max(len(sent), 1) * (sum(sizes) - sizes[group.rank()])
 
 
 def shared_findings(ranks: Ranks, messages: Sequence[str], device: torch.device) -> str | None:
@@ -105,5 +104,4 @@ def shared_findings(ranks: Ranks, messages: Sequence[str], device: torch.device)
     local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(device)
     by_rank = exchange(ranks, [[local] * ranks.size], device)[0]
     notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
-    lines = [f"rank {n}: {text}" for n, text in enumerate(notes) if text]
-    return "; ".join(lines) or None
+    return "; ".join(f"rank {n}: {text}" for n, text in enumerate(notes) if text) or None

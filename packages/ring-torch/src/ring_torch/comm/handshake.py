@@ -203,7 +203,7 @@ def _compare(
     if peer_header is not None and _are_same(own_header, peer_header, signature):
         return
     message = (
-        f"ranks {ranks.behind(1)} and {ranks.rank} of the group make different calls: "
+        f"ranks {ranks.previous} and {ranks.rank} of the group make different calls: "
         f"{own_header.mismatch(peer_header)}. All ranks must make the same calls in the same order "
         f"with equal local shapes, dtypes and options"
     )
@@ -232,7 +232,7 @@ def _exchange_headers(ranks: Ranks, header: Header, device: torch.device) -> tup
     """
     state = ranks.state
     arriving = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-    receives = [(arriving, ranks.behind(1))]
+    receives = [(arriving, ranks.previous)]
     is_first, is_origin = state.nonce is None, ranks.rank == 0
     if is_first and is_origin:
         assert ranks.group is not None
@@ -247,7 +247,7 @@ def _exchange_headers(ranks: Ranks, header: Header, device: torch.device) -> tup
     sent = header._replace(nonce=state.nonce).bytes()
     message = torch.frombuffer(sent, dtype=torch.uint8).to(device)
     # Later headers are sent and received together: every rank does both at the same time.
-    ranks.start([(message, ranks.ahead(1))], [] if is_first else receives).wait()
+    ranks.start([(message, ranks.next)], [] if is_first else receives).wait()
     # The nonce has gone round: the last rank sends now.
     if is_first and is_origin:
         ranks.start([], receives).wait()

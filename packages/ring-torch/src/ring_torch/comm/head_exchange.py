@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders
+from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart, Orders
+from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
 
 
@@ -37,7 +40,7 @@ def to_heads(
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
     device = tensors[0].device
-    results = [x.empty(layout.ranks * x.length, x.heads, device) for x in layout.parts]
+    results = [_empty(x, layout.ranks * x.length, x.heads, device) for x in layout.parts]
     carry(layout, tensors, results, orders, splits_heads=True)
     return results
 
@@ -50,9 +53,18 @@ def to_tokens(
     The arguments and errors are those of :func:`to_heads`.
     """
     device = tensors[0].device
-    results = [x.empty(x.length, layout.ranks * x.heads, device) for x in layout.parts]
+    results = [_empty(x, x.length, layout.ranks * x.heads, device) for x in layout.parts]
     carry(layout, tensors, results, orders, splits_heads=False)
     return results
+
+
+def _empty(part: HeadPart, tokens: int, heads: int, device: torch.device) -> Tensor:
+    """Allocate a result ``[B, tokens, heads, D]``, in the order of memory asked for."""
+    shape = (part.batch, tokens, heads, part.dim)
+    if not part.head_major:
+        return torch.empty(shape, dtype=part.dtype, device=device)
+    shape = (part.batch, heads, tokens, part.dim)
+    return torch.empty(shape, dtype=part.dtype, device=device).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,20 @@ class HeadMessages(HeadCarrier):
     """A carrier that packs messages, exchanges them between these ranks, and unpacks them."""
 
     ranks: Ranks
+
+    @classmethod
+    def open(
+        cls, ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device,
+        size: int,
+    ) -> Self:  # fmt: skip
+        """Compare a pass with the peers', and return what carries its exchanges.
+
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
+        del size  # each exchange has buffers of its own
+        agree(ranks, number, seed, signature, device)
+        return cls(ranks)
 
     def __call__(
         self, layout: HeadBuffer, sources: Sequence[Tensor], results: Sequence[Tensor],
@@ -92,6 +118,8 @@ def _pack(
 ) -> None:  # fmt: skip
     """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
     dim = 2 if by_heads else 1
+    # Nothing is in flight yet: the message to a rank holds a block of each tensor, one behind the
+    # other, and is sent when all are packed.
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         ordered = x if order is None else x.index_select(1, order)
         block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
@@ -103,6 +131,7 @@ def _unpack(
 ) -> None:  # fmt: skip
     """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
     dim = 2 if by_heads else 1
+    # All messages have arrived. Every number of a result comes from exactly one of them.
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
         if order is None:
             x.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0).copy_(block)

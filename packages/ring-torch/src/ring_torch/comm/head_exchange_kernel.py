@@ -1,6 +1,8 @@
-"""Triton kernel that packs or unpacks a :class:`ring_torch.buffers.HeadBuffer` in one launch."""
+"""Triton kernel that packs or unpacks the messages of a ``HeadBuffer`` in one launch."""
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ def _move(
     """Launch the copy between up to three tensors and a buffer, into it if ``packs``."""
     key = by_heads, packs, buffer.get_device(), tensors_key(*tensors, *orders)
     launch = layout.launches.get(key)
+    # A launch that was kept for tensors alike runs again with their addresses.
     if launch is not None and not has_launch_hooks():
         changes = {_BUFFER: buffer.data_ptr()}
         for n, (x, order) in enumerate(zip(tensors, orders, strict=True)):
@@ -107,7 +110,7 @@ class HeadArguments(NamedTuple):
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _move_tensors(
     buffer, x0, x1, x2, order0, order1, order2,
     length0, width0, offset0, length1, width1, offset1, length2, width2, offset2,
@@ -139,7 +142,7 @@ def _move_tensors(
             )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def move_block(
     message, x, order, rank, block, length, width, x_batch, x_row, x_head, batch,
     DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_HEADS: tl.constexpr,

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from threading import Event, Thread
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -110,13 +111,15 @@ class Ranks:
         """Peers of this rank: the other ranks of the group, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def behind(self, distance: int) -> int:
-        """Return the rank ``distance`` before this one, round the ring."""
-        return (self.rank - distance) % self.size
+    @cached_property
+    def previous(self) -> int:
+        """The rank before this one, round the ring."""
+        return (self.rank - 1) % self.size
 
-    def ahead(self, distance: int) -> int:
-        """Return the rank ``distance`` after this one, round the ring."""
-        return (self.rank + distance) % self.size
+    @cached_property
+    def next(self) -> int:
+        """The rank after this one, round the ring."""
+        return (self.rank + 1) % self.size
 
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.
@@ -156,15 +159,15 @@ class Ranks:
         device = (*sends, *receives)[0][0].device
         # These are the calls inside of `torch.distributed.batch_isend_irecv`, whose checks of each
         # message take the host as long as NCCL's own work does.
-        coalesces = group._get_backend(device).supports_coalescing  # noqa: SLF001 - as torch does
+        coalesces = group._get_backend(device).supports_coalescing  # noqa: SLF001 - as torch's batch_isend_irecv
         try:
             if coalesces:
-                group._start_coalescing(device)  # noqa: SLF001 - as torch does
+                group._start_coalescing(device)  # noqa: SLF001 - as torch's batch_isend_irecv
             # All are only started here; the current stream's kernels so far precede them on a GPU.
             pending = [group.send([tensor], peer, 0) for tensor, peer in sends]
             pending += [group.recv([tensor], peer, 0) for tensor, peer in receives]
             if coalesces:  # NCCL: all messages run together, and one handle stands for them
-                pending = [group._end_coalescing(device)]  # noqa: SLF001 - as torch does
+                pending = [group._end_coalescing(device)]  # noqa: SLF001 - as torch's batch_isend_irecv
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(tuple(pending), tuple([tensor for tensor, _ in sends]), peers)
@@ -202,7 +205,7 @@ class Ranks:
     def _runs_messages_together(self, device: torch.device) -> bool:
         """Return True if the backend runs all messages that start together as one operation."""
         if (together := self.state.runs_together.get(device.type)) is None:
-            together = not_none(self.group)._get_backend(device).supports_coalescing  # noqa: SLF001 - as torch does
+            together = not_none(self.group)._get_backend(device).supports_coalescing  # noqa: SLF001 - as torch's batch_isend_irecv
             self.state.runs_together[device.type] = together
         return together
 
@@ -251,6 +254,7 @@ class Transfer:
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.
         """
+        # gloo's host waits here for each message. NCCL's stream waits, and the host goes on.
         try:
             for work in self.pending:
                 work.wait()

@@ -21,7 +21,7 @@ from ring_core import LayoutSpec, Mask, checks
 from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call
-from ring_torch.capture import as_own
+from ring_torch.capture import as_own, constant_in_graphs
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -117,7 +117,7 @@ def _as_operands(options: CallOptions) -> CallOptions:
     return options
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_grad: bool) -> str:
     """Return the constant part of a call as JSON; the compiler takes the result for a constant.
 
@@ -370,7 +370,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list
     ctx.save_for_backward(*tensors, out, lse, *saved)
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _backward_of_attention(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any
+) -> tuple[Any, ...]:
     """Run the backward operation, and assign its gradients to the tensors they belong to."""
     check_backward(dout, dlse)
     saved = ctx.saved_tensors  # read once, as activation checkpointing requires
@@ -385,7 +387,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tup
     return grads, None if ctx.numbers else [], None
 
 
-attention.register_autograd(_backward, setup_context=_setup)
+attention.register_autograd(_backward_of_attention, setup_context=_setup)
 
 attention.register_vmap(refuse_batch)
 attention_backward.register_vmap(refuse_batch)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
+from ring_core.row_checks import check_halo, offsets_of
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import Ranks, members_of, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -27,15 +29,13 @@ from ring_torch.compiled.static import (
 from ring_torch.derivatives import refuse_batch
 from ring_torch.movement.methods import (
     Halo,
-    check_halo,
     check_of,
     check_shift,
     halo_ids_of,
-    meeting_of,
-    offsets_of,
+    ranks_of_relayout,
     rows_of_runs,
     runs_a_rank,
-    tokens_of,
+    seq_len_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
 from ring_torch.sharding import check_slice
@@ -115,8 +115,8 @@ def relayout_in_graph(
     """
     check_slice(x, dim)
     numbers: list[int] = []
-    size, ranks = _meeting(*groups, to_json(to))
-    tokens = tokens_of(x.shape[dim], size, ranks[0], seq_len)
+    size, ranks = _ranks_of_relayout(*groups, to_json(to))
+    tokens = seq_len_of(x.shape[dim], size, ranks[0], seq_len)
     states_tokens = seq_len is not None or ranks[0] is not None
     fields = [
         to_json(layout), to_json(to), *ranks,
@@ -132,22 +132,24 @@ def _needs_grad(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
-def _meeting(source: Any, target: Any, to: Any) -> tuple[int, tuple[tuple[int, ...] | None, ...]]:
+@constant_in_graphs
+def _ranks_of_relayout(
+    source: Any, target: Any, to: Any
+) -> tuple[int, tuple[tuple[int, ...] | None, ...]]:
     """Check a relayout, and return how many ranks exchange its rows and who holds which part."""
     members = members_of(target)
     divisor_of(check_layout(from_json(to)), len(members.ranks))
-    ranks, *numbers = meeting_of(members_of(source), members)
+    ranks, *numbers = ranks_of_relayout(members_of(source), members)
     return ranks.size, tuple(numbers)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def size_of(group: Any) -> int:
     """Return the number of ranks of a group; the compiler takes it for a constant."""
     return ranks_of(group).size
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def _text(groups: tuple[Any, ...], kind: str, fields: list[Any], dim: int, needs_grad: bool) -> str:
     """Return the constant part of a movement as JSON; the compiler takes it for a constant.
 
@@ -158,7 +160,7 @@ def _text(groups: tuple[Any, ...], kind: str, fields: list[Any], dim: int, needs
         dim: Dimension of the sequence, not negative.
         needs_grad: True if there will be a backward.
     """
-    ranks, *_ = meeting_of(members_of(groups[0]), members_of(groups[-1]))
+    ranks, *_ = ranks_of_relayout(members_of(groups[0]), members_of(groups[-1]))
     return json.dumps({
         **group_fields(ranks),
         "kind": kind,
@@ -206,9 +208,11 @@ def move(
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
     needs_grad = facts["needs_grad"] and order == 0
-    every, checked = check_of(ranks, number) if check is None else check.tolist()
-    call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order, every, checked)
-    return call.run(x, tokens), torch.tensor((every, checked), dtype=torch.int64, device="cpu")
+    check_every, checked = check_of(ranks, number) if check is None else check.tolist()
+    call = MoveCall(ranks, kind, facts["dim"], needs_grad, number, order, check_every, checked)
+    return call.run(x, tokens), torch.tensor(
+        (check_every, checked), dtype=torch.int64, device="cpu"
+    )
 
 
 @move.register_fake
@@ -260,7 +264,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward_of_move(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     """Run the backward operation."""
     *tensors, check = ctx.saved_tensors
     moved, _ = move(grad, tensors, ctx.numbers, ctx.text, ctx.tokens, ctx.order + 1, check)
@@ -268,7 +272,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     return moved, [None] * len(tensors), None if ctx.numbers else [], None, None, None, None
 
 
-move.register_autograd(_backward, setup_context=_keep)
+move.register_autograd(_backward_of_move, setup_context=_keep)
 move.register_vmap(refuse_batch)
 # A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
 # one, whose dispatch key is "Batched".

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_core import LayoutSpec, divisor_of
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
 from ring_torch.derivatives import refuse_batch
@@ -34,7 +35,7 @@ def unshard_in_graph(
     return whole
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def _unshard_text(
     group: Any, layout: Any, dim: int, grad: UnshardGrad | None, needs_grad: bool
 ) -> str:

@@ -81,4 +81,4 @@ def shard_batch(
             f"{type(model).__name__} needs hooks ({', '.join(report.hooks)}): its batches cannot "
             f"be split by hand. Give the model to ring_torch.hf.parallelize, and whole batches to it"
         )
-    return split_batch(cp._sharding, batch, report, dropout_seed)  # noqa: SLF001 - one package
+    return split_batch(cp._sharding, batch, report, dropout_seed)  # noqa: SLF001 - private to users, not to this package

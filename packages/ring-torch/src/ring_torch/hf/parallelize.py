@@ -225,7 +225,7 @@ def _trainer(
         assert model_hooks is not None
         hooks = TrainerHooks(trainer, model_hooks)
         assert isinstance(model_hooks.owner, Handle)
-        target = model_hooks.owner._target  # noqa: SLF001 - of the same module
+        target = model_hooks.owner._target  # noqa: SLF001 - a class of this module
         handle = hooks.owner = Handle([*undo_functions, *hooks.install()], target)
     except ValueError:  # the second model or the rings were refused: undo the first model's changes
         for undo in reversed(undo_functions):
@@ -262,7 +262,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
-        cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - one package
+        cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - private to users, not to this package
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
     undo = [_set_ring_attention(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
@@ -292,7 +292,7 @@ def _handle_of(hooks: ModelHooks, cp: ContextParallel, logits: str, reduction: s
     Raises:
         ValueError: The earlier call had other options.
     """
-    same = hooks.sharding is cp._sharding  # noqa: SLF001 - one package
+    same = hooks.sharding is cp._sharding  # noqa: SLF001 - private to users, not to this package
     if not same or (hooks.logits, hooks.reduction) != (logits, reduction):
         raise ValueError(
             f"the model is parallelized already, with logits={hooks.logits!r}, "

@@ -269,7 +269,7 @@ class _Products(TorchFunctionMode):
             return self._scores(*args)
         if func in _SUMS_OF_PRODUCTS and self._are_scores(*args[1:]):
             if kwargs.get("beta", 1) and args[0].any():
-                raise PlaceholderError(Scores._refusal)  # noqa: SLF001 - of the same module
+                raise PlaceholderError(Scores._refusal)  # noqa: SLF001 - a class of this module
             return self._scores(*args[1:]) * kwargs.get("alpha", 1)
         return func(*args, **kwargs)
 
@@ -343,7 +343,7 @@ class EagerAttentionHooks:
         products = _Products(
             self, module, [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         )
-        products.__enter__()  # type: ignore[no-untyped-call]
+        products.__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
         self.products.append(products)
         return tuple(map(_as_score_bias, args)), {
             name: _as_score_bias(x) for name, x in kwargs.items()
@@ -358,7 +358,7 @@ class EagerAttentionHooks:
                 only.
         """
         products = self.products.pop()
-        products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        products.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch gives it no types
         if output is not None and products.calls != 1:
             raise UnsupportedError(
                 f"{type(module).__name__} attends {products.calls} times where one was expected: it "

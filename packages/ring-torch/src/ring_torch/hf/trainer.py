@@ -182,7 +182,7 @@ class TrainerHooks:
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
         )
-        accelerator._dataloaders.append(prepared)  # noqa: SLF001 - as its own method does
+        accelerator._dataloaders.append(prepared)  # noqa: SLF001 - as Accelerator.prepare_data_loader does
         return prepared
 
     def prepare_model(

@@ -22,7 +22,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import not_none
 from ring_core.choose.rates import UNKNOWN, Expected
-from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartBackward, PartLaunch
+from ring_torch.kernels.library import ForwardLaunch, ItemBackward, PartialBackward, PartialForward
 from ring_torch.optional import has_triton
 from ring_torch.records import (
     AttentionState,
@@ -37,8 +37,6 @@ from ring_torch.records import (
     empty_state,
     zero_bias_grad,
 )
-
-_MERGED_ROWS = 512
 
 
 class OwnSpans(NamedTuple):
@@ -74,16 +72,16 @@ class BackwardLaunch(Protocol):
 
         It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
-        :class:`ring_torch.payload.KeyGradBuffer`; the other tensors are all of a rank's rows.
+        :class:`ring_torch.buffers.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
 
 
 class SplitBackward(Protocol):
-    """Backward of a kernel in two parts, so that dK/dV are rounded once, after they are summed.
+    """Backward of a kernel in two stages, so that dK/dV are rounded once, after they are summed.
 
-    The first part adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``. The kernel may order
-    the numbers inside each of its tiles of keys as it likes: sums of several launches, and of
-    several ranks, are added number by number. The second part rounds them into gradients.
+    The first adds to float32 sums ``[B, K, m, D]`` and ``[B, K, m, Dv]``. The kernel may order the
+    numbers inside each of its tiles of keys as it likes: sums of several launches, and of several
+    ranks, are added number by number. The second rounds them into gradients.
     """
 
     #: Keys of a tile. Sums of a part of a tile cannot be told from others of it.
@@ -146,7 +144,7 @@ class Kernel(Protocol):
     #: True if it reads values of tensors on the host, which a CUDA graph cannot hold.
     reads_on_host: bool = False
     #: The split backward, if it has one.
-    parts: SplitBackward | None = None
+    split_backward: SplitBackward | None = None
     #: About how many seconds the first call with a predicate compiles; 0 if nothing is compiled.
     predicate_compile_seconds: int = 0
 
@@ -215,9 +213,9 @@ class Kernel(Protocol):
         """
         return None
 
-    def prepare_part(
+    def prepare_partial(
         self, _rows: QueryBlock, _columns: KeyBlock, _item: WorkItem, _params: KernelParams, /
-    ) -> tuple[PartLaunch, PartBackward] | None:
+    ) -> tuple[PartialForward, PartialBackward] | None:
         """Return both launches of an item whose results are joined with those of other items.
 
         It is asked as :meth:`prepare_forward`, of kernels that return tensors of their own.
@@ -274,23 +272,13 @@ class Selection:
 
 
 def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge a kernel's ``(out, lse)`` into an accumulated state, in place.
-
-    It is the formula of :func:`ring_core.merge`. Rows with ``lse = -inf`` are ignored, whatever
-    numbers ``out`` has there, NaN included.
-    """
+    """Merge a kernel's ``(out, lse)`` into an accumulated state: :meth:`AttentionState.merge`."""
     if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
         from ring_torch.merge_ops import merge_on_gpu
 
         merge_on_gpu(into.out, into.lse, out, lse)
-        return
-    if out.shape[1] <= _MERGED_ROWS:
-        _merge_rows(into, out, lse)
-        return
-    # Some rows at a time, to bound the memory of temporaries.
-    for start in range(0, out.shape[1], _MERGED_ROWS):
-        rows = slice(start, start + _MERGED_ROWS)
-        _merge_rows(into.take(rows), out[:, rows], lse[:, :, rows])
+    else:
+        into.merge(out, lse)
 
 
 def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
@@ -316,18 +304,6 @@ def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, Att
             merge_into(into, results.out, lse)
 
     return merge_in_torch
-
-
-def _merge_rows(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge in torch's operations: both parts are scaled by ``exp(lse - merged)`` and added."""
-    lse = lse.to(into.lse.dtype)
-    merged = torch.logaddexp(into.lse, lse)
-    safe = merged.masked_fill(merged == -torch.inf, 0.0)
-    old = (into.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
-    into.out.mul_(old)
-    into.out.add_(torch.where(new > 0, out * new, 0.0))
-    into.lse.copy_(merged)
 
 
 class AccumulatingKernel(Kernel, Protocol):

@@ -54,6 +54,7 @@ class EagerKernel(AccumulatingKernel):
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = is_clean(columns.v)
+        # Rows of different blocks share nothing, so each block goes through all its keys at once.
         for i in _row_blocks(rows, params):
             q = _to_groups(rows.q[:, i], columns.k.shape[2], into.out.dtype)
             block_state = into.take(i)
@@ -110,6 +111,8 @@ class EagerKernel(AccumulatingKernel):
                 lse == -torch.inf, torch.inf, lse
             )  # probabilities of such rows are 0
             delta = not_none(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
+            # dQ of these rows is summed apart, and added once. dK and dV are added to in place:
+            # later blocks of rows add to the same columns.
             dq = torch.zeros_like(q)
             for j in blocks.key_blocks(i, params.block_k or BLOCK_K):
                 k, v = _heads_first(columns.k[:, j], dtype), _heads_first(columns.v[:, j], dtype)
@@ -170,6 +173,7 @@ class ScoreBlocks:
             documents = np.searchsorted(item.cu_q, [first_row, last_row], side="right")
             start = max(start, int(item.cu_k[documents[0] - 1]))
             stop = min(stop, int(item.cu_k[documents[1]]))
+        # A predicate, or a mask in the form of a bias, may hide blocks between them.
         for j in _slices(start, stop, size):
             if (item.tiles is None or self._tiles(i, j).any()) and self._is_shown(i, j):
                 yield j
@@ -338,6 +342,7 @@ def _masked_matmul(weights: Tensor, visible: Tensor | None, x: Tensor, *, clean:
         return weights @ x
     is_nonfinite = ~torch.isfinite(x).all(dim=-1)
     result = weights @ x.masked_fill(is_nonfinite.unsqueeze(-1), 0.0)
+    # Rows with NaN or infinity are few: add each by itself, where it is visible.
     for j in is_nonfinite.flatten(0, 1).any(dim=0).nonzero().flatten().tolist():
         term = weights[..., :, j, None] * x[..., j, None, :]
         is_visible = visible[..., :, j, None] & is_nonfinite[..., j, None, None]

@@ -28,8 +28,8 @@ from ring_torch.kernels.library import (
     ItemBackward,
     LaunchOptions,
     Mods,
-    PartBackward,
-    PartLaunch,
+    PartialBackward,
+    PartialForward,
     as_given,
     capability,
 )
@@ -62,7 +62,7 @@ class FlashKernel(Kernel):
         flash: The calls of the library.
         capabilities: Capabilities, as of every kernel.
         needs_delta: True if its backward takes ``delta``, as of every kernel.
-        parts: Split backward, as of every kernel.
+        split_backward: Split backward, as of every kernel.
         head_dims: Returns the head dims at which a pass of a call is computed: those of the call,
             or larger ones at which the library is right or faster, reached by padding with zeros;
             ``None`` if there are none.
@@ -81,7 +81,7 @@ class FlashKernel(Kernel):
     flash: FlashLibrary
     capabilities: Capabilities
     needs_delta: bool = False
-    parts: SplitBackward | None = None
+    split_backward: SplitBackward | None = None
     head_dims: Callable[[Direction, int, int], HeadDims | None] = as_given
     limits: Callable[[Request, RingProgram], tuple[str, ...]] | None = None
     unavailable: Callable[[], str | None] = old_gpu_reason
@@ -173,14 +173,14 @@ class FlashKernel(Kernel):
 
         return run
 
-    def prepare_part(
+    def prepare_partial(
         self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams
-    ) -> tuple[PartLaunch, PartBackward] | None:
+    ) -> tuple[PartialForward, PartialBackward] | None:
         """Return the library's launches of a band, if nothing has to be padded, copied or cut."""
         directions: tuple[Direction, ...] = "forward", "backward"
         if not all(self._takes_as_is(one_way, rows, columns, item) for one_way in directions):
             return None
-        return self.flash.prepare_part(rows.q, columns.k, _options(item, params))
+        return self.flash.prepare_partial(rows.q, columns.k, _options(item, params))
 
     def _takes_as_is(
         self, direction: Direction, rows: QueryBlock, columns: KeyBlock, item: WorkItem,
@@ -284,6 +284,7 @@ class FlashKernel(Kernel):
         self, rows: QueryBlock, columns: KeyBlock, pieces: Sequence[WorkItem], params: KernelParams
     ) -> AttentionState:
         """Run a forward launch for each piece; no two share a row, so nothing is merged."""
+        # Rows that no piece has see nothing, and keep this state.
         state = unseen_state(rows.q, columns.v.shape[3])
         for piece in pieces:
             piece_state = state.take(piece.q_slice)
@@ -301,6 +302,7 @@ class FlashKernel(Kernel):
         """Run a backward launch for each piece; pieces may share keys, so dK/dV are added up."""
         dq = rows.q.new_zeros(rows.q.shape)
         dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (columns.k, columns.v))
+        # Each row is of one piece, so its dQ is final; a key's dK and dV are after the last piece.
         for piece in pieces:
             operands = (
                 rows.take(piece.q_slice),

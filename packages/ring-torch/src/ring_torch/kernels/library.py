@@ -107,15 +107,15 @@ class ItemBackward(Protocol):
         """Write ``dq``, and return ``(dk, dv)``."""
 
 
-class PartLaunch(Protocol):
-    """A forward launch, prepared for tensors alike, whose results are joined with other parts."""
+class PartialForward(Protocol):
+    """A forward launch, prepared for tensors alike, whose results are of some keys of a row."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> tuple[Tensor, Tensor]:
         """Return ``out [B, n, H, Dv]`` and ``lse [B, H, n]`` in memory of their own."""
 
 
-class PartBackward(Protocol):
-    """A backward launch, prepared for tensors alike, whose gradients are added to other parts'."""
+class PartialBackward(Protocol):
+    """A backward launch, prepared for tensors alike, whose gradients are of some keys of a row."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, /
@@ -180,9 +180,9 @@ class FlashLibrary(Protocol):
         """Return a backward for later calls with tensors like these, if there is a shorter way."""
         return None
 
-    def prepare_part(
+    def prepare_partial(
         self, _q: Tensor, _k: Tensor, _options: LaunchOptions, /
-    ) -> tuple[PartLaunch, PartBackward] | None:
+    ) -> tuple[PartialForward, PartialBackward] | None:
         """Return both launches of a part for later calls with tensors like these.
 
         A library that writes into memory of the caller has :meth:`prepare_forward` instead.

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ring_core import Capabilities, Request, RingProgram, WorkItem
-from ring_torch.kernels.api import AccumulatingKernel, merge_into
+from ring_torch.kernels.api import AccumulatingKernel
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.kernels.flash import FlashKernel, old_gpu_reason, unbounded
 from ring_torch.kernels.library import (
     FlashLibrary,
     LaunchOptions,
-    PartBackward,
-    PartLaunch,
+    PartialBackward,
+    PartialForward,
     capability,
     rounded_to_8,
 )
@@ -70,13 +70,13 @@ class CpuFlashKernel(AccumulatingKernel):
         if _reads_nonfinite(item, rows.q, columns.k, columns.v):
             EagerKernel().attend_into(rows, columns, item, params, into)
             return
+        # Each call has one query head of every K/V head; their accumulators are apart.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, item.lo is not None, scale=params.scale
             )
-            merge_into(
-                AttentionState(into.out[:, :, heads], into.lse[:, heads]), out.transpose(1, 2), lse
-            )
+            own_heads = AttentionState(into.out[:, :, heads], into.lse[:, heads])
+            own_heads.merge(out.transpose(1, 2), lse)
 
     def grads_into(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -87,6 +87,7 @@ class CpuFlashKernel(AccumulatingKernel):
         if _reads_nonfinite(item, rows.q, columns.k, *value_tensors):
             EagerKernel().grads_into(rows, columns, upstream, item, params, row_grads, column_grads)
             return
+        # Query heads that share a K/V head add to the same dK and dV, call by call.
         for heads, (q, k, v) in _head_groups(rows.q, columns):
             dout, out = [x[:, :, heads].transpose(1, 2) for x in (upstream.dout, upstream.out)]
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -185,9 +186,9 @@ class Cudnn(FlashLibrary):
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq, dk, dv
 
-    def prepare_part(
+    def prepare_partial(
         self, q: Tensor, k: Tensor, options: LaunchOptions
-    ) -> tuple[PartLaunch, PartBackward] | None:
+    ) -> tuple[PartialForward, PartialBackward] | None:
         """Return torch's operators without what is looked up in each call."""
         queries, keys = q.shape[1], k.shape[1]
         if queries == keys == 1:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ring_core import Layout, LayoutSpec, UnsupportedError, divisor_of
 from ring_core.base.arguments import check_size
-from ring_core.masks.mask import mask_of
-from ring_core.movement import check_consecutive, check_sides, check_steps, halo_ids
+from ring_core.movement import halo_ids
+from ring_core.row_checks import check_halo, check_rows, check_steps, offsets_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.settings import checked_every, number_checked
 from ring_torch.comm.ranks import Members, Ranks, ranks_of
@@ -83,10 +83,10 @@ def relayout(
     sharding: Sharding, x: Tensor, to: Sharding, *, dim: int, seq_len: int | None
 ) -> Tensor:
     """Return this rank's rows in the layout of ``to``; see :meth:`ContextParallel.relayout`."""
-    ranks, source_ranks, target_ranks = meeting_of(sharding.members, to.members)
+    ranks, source_ranks, target_ranks = ranks_of_relayout(sharding.members, to.members)
     number = ranks.next_call()
     check_slice(x, dim)
-    tokens = tokens_of(x.shape[dim], ranks.size, source_ranks, seq_len)
+    tokens = seq_len_of(x.shape[dim], ranks.size, source_ranks, seq_len)
     stated = None if seq_len is None and source_ranks is None else tokens
     kind = RelayoutMove(
         sharding.layout, to.layout, source_ranks, target_ranks, stated, seq_len is not None
@@ -99,15 +99,8 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
 
     It is a view where that is possible.
     """
-    check_dim(y, dim, "y")
-    check_consecutive(layout, size)
-    dim, runs = dim % y.ndim, runs_a_rank(layout, size)
-    if y.shape[0] % runs or (dim == 0 and y.shape[0] != runs) or y.ndim < 2:
-        raise ValueError(
-            f"y must have a row for each of the {runs} runs that a rank holds in the {layout} layout "
-            f"{'([R, L, ...] with dim=0)' if dim == 0 else 'and each sequence'}, as halo returns "
-            f"them, got shape {list(y.shape)}"
-        )
+    dim = check_dim(y, dim, "y")
+    runs = check_rows(y.shape, dim, layout, size)
     if dim == 0:
         return y.flatten(0, 1)
     split: Tensor = y.unflatten(0, (y.shape[0] // runs, runs))
@@ -124,18 +117,7 @@ def check_shift(x: Tensor, n: object, fill: Any) -> float:
     return check_fill(x, fill)
 
 
-def check_halo(left: object, right: object, layout: LayoutSpec, size: int) -> None:
-    """Check the sides of a halo, and that ranks hold consecutive tokens.
-
-    Raises:
-        ValueError: A side is no integer >= 0.
-        UnsupportedError: The layout is striped.
-    """
-    check_sides(left, right)
-    check_consecutive(layout, size)
-
-
-def meeting_of(
+def ranks_of_relayout(
     source: Members, target: Members
 ) -> tuple[Ranks, tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the ranks that exchange the rows of a relayout, and who of them holds which part.
@@ -170,7 +152,7 @@ def meeting_of(
     return ranks_of(wider.group), source_ranks, target_ranks
 
 
-def tokens_of(
+def seq_len_of(
     rows: int, size: int, source_ranks: tuple[int, ...] | None, seq_len: int | None
 ) -> int:
     """Return the length of a sequence that is relaid.
@@ -195,15 +177,6 @@ def tokens_of(
     return rows * holders
 
 
-def offsets_of(cu_seqlens: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the offsets of documents as a tuple of integers.
-
-    Raises:
-        ValueError: They are malformed.
-    """
-    return mask_of(causal=False, window=None, chunk_size=None, cu_seqlens=cu_seqlens).cu_seqlens
-
-
 def runs_a_rank(layout: LayoutSpec, size: int) -> int:
     """Return the number of runs that a rank holds, ``R``."""
     return divisor_of(layout, size) // size
@@ -219,8 +192,7 @@ def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
     layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
-    batch = 1 if dim == 0 else x.shape[0]
-    return ids.repeat(1, batch, 1)  # a copy: the caller may write to it
+    return ids.repeat(1, 1 if dim == 0 else x.shape[0], 1)  # a copy: the caller may write to it
 
 
 @capture_safe_cache(maxsize=16)  # few, as each takes megabytes for a long sequence
@@ -233,13 +205,13 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
     """Run a checked movement as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
-    every, checked = check_of(ranks, number)
-    call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, every, checked)
+    check_every, checked = check_of(ranks, number)
+    call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)
     moved: Tensor = move(x, call, tokens)
     return moved
 
 
 def check_of(ranks: Ranks, number: int) -> tuple[int, int]:
     """Return the interval of checked calls, and a number that is not 0 if this one is checked."""
-    every = checked_every() if ranks.size > 1 else 0
-    return every, every and number_checked(every, number)
+    check_every = checked_every() if ranks.size > 1 else 0
+    return check_every, check_every and number_checked(check_every, number)

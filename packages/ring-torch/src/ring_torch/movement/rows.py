@@ -8,8 +8,7 @@ is the forward again, without its fill. Nothing here knows of attention.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -21,12 +20,12 @@ from torch import Tensor
 from ring_core import Layout, LayoutSpec, WrongResultError
 from ring_core.checks import padded_layout
 from ring_core.movement import Movement, RowCopy, halo, offsets_of_documents, relayout, shift
-from ring_torch.capture import capture_safe_cache, on_device
+from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.watch import Watch, shared_findings
-from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
-from ring_torch.comm.ranks import Ranks, check_device
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import check_no_batch
+from ring_torch.sharding import agree_on_call, guarded
 
 #: Copies of more slices than this read indices from a tensor, in two kernels.
 _MOST_SLICES = 32
@@ -158,6 +157,7 @@ class _Copy(NamedTuple):
 
     def run(self, out: Tensor, x: Tensor, *, add: bool) -> None:
         """Copy rows of ``x`` to rows of ``out``, or add them."""
+        # No two slices write the same row, except where copies are added.
         for read, written in self.slices or ():
             if add:
                 out[written].add_(x[read])
@@ -284,11 +284,7 @@ class MoveCall:
         signature = _signature(
             name, kind, self._shape(x), dtype, self.dim, self.needs_grad, self.check_every
         )
-        if ranks.size > 1:
-            check_device(ranks, x.device)
-            check_graph(ranks, signature, x.device)
-        with self._guard(signature, x.device):
-            agree(ranks, self.number, 0, signature, x.device)
+        agree_on_call(ranks, self.number, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         passes = _passes(kind, tokens, (ranks.rank, ranks.size), x.device)
         forth, back = passes if self.order % 2 == 0 else reversed(passes)
@@ -299,7 +295,7 @@ class MoveCall:
             )
         fill = 0 if self.order else kind.fill
         error_message = None
-        with self._guard(signature, x.device):
+        with guarded(ranks, self.number, signature, x.device):
             if self.checked:
                 with Watch(x.device) as watch:
                     moved = forth.run(ranks, x, self.dim, fill)
@@ -338,12 +334,6 @@ class MoveCall:
         part = Layout.padded(layout, kind.tokens, len(holders)).local_len
         is_part = rows == (part if self.ranks.rank in holders else 0)
         return (*x.shape[: self.dim], kind.tokens if is_part else rows, *x.shape[self.dim + 1 :])
-
-    @contextmanager
-    def _guard(self, signature: CallSignature, device: torch.device) -> Iterator[None]:
-        """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
-        with on_device(device), with_peer_errors(self.ranks, self.number, signature):
-            yield
 
 
 @lru_cache(maxsize=256)

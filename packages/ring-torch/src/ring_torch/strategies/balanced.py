@@ -14,21 +14,18 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
-from ring_core.programs.ring import OFFLOAD_PIECES, Stage
-from ring_torch.buffers import packing_of
+from ring_core.programs.ring import Stage, offload_pieces
+from ring_torch.buffers import Shapes, packing_of
 from ring_torch.call import Call, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
-from ring_torch.payload import Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
     Grads,
     Inputs,
-    KeyGrads,
     QueryBlock,
-    QueryGrads,
     empty_state,
 )
 from ring_torch.strategies.ring import (
@@ -71,6 +68,7 @@ def balanced_steps(
     program: RingProgram, rank: int, stages: tuple[Stage, ...]
 ) -> tuple[BalancedStep, ...]:
     """Return the steps of a pass for a rank, each with its pieces of offloaded work."""
+    count = offload_pieces(program.plan.q_layout.local_len)
 
     def pieces(stage: Stage) -> tuple[OffloadPiece, ...]:
         """Return the pieces of a stage: its work items for other ranks, cut in slices of rows.
@@ -81,11 +79,9 @@ def balanced_steps(
         if not stage.offloads:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
-        offloaded = [item.cut(OFFLOAD_PIECES) for item in program.remote_items(rank, stage.step)]
+        offloaded = [item.cut(count) for item in program.remote_items(rank, stage.step)]
         for_others = [
-            item.cut(OFFLOAD_PIECES)
-            for item in program.items(rank, stage.step)
-            if item.q_rank != rank
+            item.cut(count) for item in program.items(rank, stage.step) if item.q_rank != rank
         ]
         return tuple(
             OffloadPiece(
@@ -93,7 +89,7 @@ def balanced_steps(
                 tuple(cut[n].q_slice for cut in offloaded if n < len(cut)),
                 tuple(Launch.of(cut[n]) for cut in for_others if n < len(cut)),
             )
-            for n in range(OFFLOAD_PIECES)
+            for n in range(count)
         )
 
     steps = ring_steps(program, rank, stages)
@@ -121,7 +117,9 @@ class Balanced(Strategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the accumulators' dtype and the packed K/V that arrived last."""
-        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
+        )
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         into = empty_state(rows.q, inputs.v.shape[3])
@@ -158,7 +156,6 @@ class Balanced(Strategy):
             # Kernels read `held` while it is being sent: both only read.
             attend_step(call, step.launches, rows, columns, into)
             # Merge what helpers computed for this rank before, then compute for others.
-            remote.finish()
             remote.compute_pieces(pieces, attend)
             # The next step reads the K/V that arrived; `held` has been sent and may be overwritten.
             transfer.wait()
@@ -176,12 +173,15 @@ class Balanced(Strategy):
         dout, out, lse and delta of the rows they compute for, and send dQ back. Their part of dK/dV
         is of their own K/V and stays.
         """
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
+        )
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
+        own_grads = key_grads.grads(own=True)
 
         def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
@@ -190,24 +190,25 @@ class Balanced(Strategy):
             if peer_rows.q.shape[0] > 0:
                 dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
                 peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-                into: KeyGrads = key_grads.grads(own=True).take(launch.columns)
+                into = own_grads.take(launch.columns)
                 call.kernel.grads_into(
                     peer_rows, own.take(launch.columns), peer_upstream, launch.item, call.params, grads, into,
                 )  # fmt: skip
-            return _row_grad_tensors(grads)
+            return [x for x in grads if x is not None]
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Add the gradients that a helper sent home for a slice of this rank's rows."""
-            for total, x in zip(_row_grad_tensors(row_grads.take(tokens)), tensors, strict=True):
+            totals = [x for x in row_grads.take(tokens) if x is not None]
+            for total, x in zip(totals, tensors, strict=True):
                 total.add_(x)
 
         remote = RemoteQueries(
             call.ranks, self.backward_steps,
             take=lambda tokens: [
                 *rows_tensors(rows.take(tokens)),
-                *(x for x in upstream.take(tokens) if x is not None),
+                *[x for x in upstream.take(tokens) if x is not None],
             ],
-            like=lambda tokens: _row_grad_tensors(row_grads.take(tokens)),
+            like=lambda tokens: [x for x in row_grads.take(tokens) if x is not None],
             add=add,
         )  # fmt: skip
         held = next(iter(saved), None)
@@ -224,18 +225,18 @@ class Balanced(Strategy):
                 columns = call.columns(step.keys_of, packing.views(held))
             # Kernels read `held` while it is being sent; the ranks before still add to its dK/dV.
             if step.launches:
-                differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
+                into = own_grads if step.is_own else key_grads.grads(own=False)
+                differentiate_step(call, step.launches, rows, columns, upstream, row_grads, into)
             # Add the dQ that helpers computed for this rank before, then compute for others.
-            remote.finish()
             remote.compute_pieces(pieces, differentiate)
             # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
             key_grads.hop(step)
             # The next step reads the K/V that arrived, or `held` again if none were to come.
-            transfer.wait()
+            if transfer is not DONE:
+                transfer.wait()
             held = arriving
         # dQ of the last step's helpers may still be on its way.
         remote.finish()
-        own_grads = key_grads.grads(own=True)
         return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
@@ -299,10 +300,12 @@ class RemoteQueries:
         pieces: Sequence[OffloadPiece],
         compute: Callable[[Launch, list[Tensor]], Sequence[Tensor]],
     ) -> None:
-        """Compute for other ranks in a step, piece by piece, and start sending the results home.
+        """Take in earlier results; compute for other ranks, and start sending the results home.
 
         ``compute`` gets a launch and the tensors that arrived for it, and returns its results.
         """
+        if self._returning:
+            self.finish()
         for piece in pieces:
             transfer, arriving = self._arriving
             # This piece of other ranks' rows is here, and this rank's own has left.
@@ -313,7 +316,8 @@ class RemoteQueries:
             results = [(launch.item.out_rank, compute(launch, x)) for launch, x in arriving]
             # Before more results are sent home take in those of the piece before: at most one
             # piece of results is in flight, and what was sent of it may be freed.
-            self.finish()
+            if self._returning:
+                self.finish()
             self._return_results(piece, results)
 
     def finish(self) -> None:
@@ -381,10 +385,6 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
         None if x is None else x[item.q_slice] for x in call.positions(item.q_rank)
     ]
     return QueryBlock(q, index, position, segments, bias, local.slopes, bias_shift=shift)
-
-
-def _row_grad_tensors(grads: QueryGrads) -> list[Tensor]:
-    return [x for x in grads if x is not None]
 
 
 def _query_bytes(call: Call, inputs: Inputs, *, forward: bool) -> int:

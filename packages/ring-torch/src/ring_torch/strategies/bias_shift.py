@@ -76,7 +76,7 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
     if k_ids is None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
-    agree(ranks, call.number, call.seed, call.forward_signature, call.device)
+    agree(ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device)
     (ids_of_ranks,) = exchange(ranks, [[k_ids] * ranks.size], call.device)
     # Each rank's ids go to the columns of its keys, so that all are in natural order.
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)

@@ -32,9 +32,9 @@ from ring_core import (
 )
 from ring_core.checks import Sizes
 from ring_core.programs.gather import Fetch
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import MAX_SAVED_BYTES, Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -284,7 +284,7 @@ class Gather(Strategy):
 
         Another plan may gather more keys, and then a compiled backward fetches them again.
         """
-        keys = KVPayload.of(inputs, self.groups.forward)
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
         if not plan_known or not self.saves:
             return []
         return keys.gathered_shapes(self.gather.length, self.groups.forward)
@@ -293,7 +293,7 @@ class Gather(Strategy):
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         fetches = forward or not saved
         return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
             forward=forward, fetches=fetches,
         )  # fmt: skip
 
@@ -375,12 +375,15 @@ def _differentiate(
     launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
     the sums of ``length`` tokens.
     """
+    # Launches on a stream run one after the other, so each may add to what the one before wrote.
     for columns, item, overwrite in work:
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)
-        if sums.head_major and call.kernel.parts is not None:
+        if sums.head_major and call.kernel.split_backward is not None:
             totals = sums.of(grads, length, item.k_slice)
-            call.kernel.parts.accumulate(*operands, item, call.params, query_grads.dq, totals)
+            call.kernel.split_backward.accumulate(
+                *operands, item, call.params, query_grads.dq, totals
+            )
         else:
             result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
             if result.dq.data_ptr() != query_grads.dq.data_ptr():
@@ -430,8 +433,8 @@ def _finish_own_grads(
     # Own columns of the gathered buffer are this rank's alone: peers read other columns of it.
     if own_sums is not None:
         for fetch in own_fetches:
-            destinations = sums.parts(own_sums, keys.length, fetch.source)
-            add_staged(destinations, [sums.parts(grads, length, fetch.target)])
+            destinations = sums.strided_views(own_sums, keys.length, fetch.source)
+            add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
 
@@ -446,8 +449,8 @@ def _finish_own_grads(
     for fetch in own_fetches:
         fetched_sums = sums.of(grads, length, fetch.target)
         dst = key_grads.take(fetch.source)
-        if sums.head_major and call.kernel.parts is not None:
-            call.kernel.parts.round(fetched_sums, dst, call.params)
+        if sums.head_major and call.kernel.split_backward is not None:
+            call.kernel.split_backward.round(fetched_sums, dst, call.params)
         else:
             for grad, x in zip(dst, fetched_sums, strict=True):
                 grad.copy_(x)
@@ -519,7 +522,7 @@ def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
     kernel, to which a gradient of ``lse`` may lead, reads the same gathered K/V, so programs of
     calls that return ``lse`` are as for any kernel.
     """
-    split_backward, request = resolution.kernel.parts, resolution.request
+    split_backward, request = resolution.kernel.split_backward, resolution.request
     if split_backward is None or not request.grad:
         return None
     tile = 1 if resolution.returns_lse else split_backward.tile

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans
 from ring_torch.kernels.library import ForwardLaunch, ItemBackward
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -130,7 +130,7 @@ def prepare_backward(
     All of them have run on such tensors. ``own_tokens`` are the rank's own keys without padding.
     """
     spans = own_spans(gather, rank, own_tokens)
-    items, split_backward = gather.items, kernel.parts
+    items, split_backward = gather.items, kernel.split_backward
     sizes = _rows_in_turn(items, rows.q.shape[1])
     if not spans or sizes is None:
         return None

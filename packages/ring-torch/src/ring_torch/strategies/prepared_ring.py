@@ -116,6 +116,8 @@ def prepare_ring(
     starts_everywhere = edges[-1] == q.shape[1] and all(
         item.q_start == start for item, start in zip(first_items, edges, strict=False)
     )
+    # Later calls have other tensors of these shapes: what is kept of each launch is no memory, but
+    # slices, and how its results are merged.
     prepared: list[tuple[MergedLaunch, ...]] = []
     for n, (columns, items) in enumerate(steps):
         launches: list[MergedLaunch] = []

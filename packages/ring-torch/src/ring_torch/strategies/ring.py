@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage
-from ring_torch.buffers import BufferSpec, packing_of
+from ring_torch.buffers import BufferSpec, Shapes, packing_of
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, zero_row_grads
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import DONE, Transfer
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -113,7 +112,9 @@ class Ring(Strategy):
 
         Nothing is saved on one rank, or where no step but the rank's own has work.
         """
-        agree(call.ranks, call.number, call.seed, call.forward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
+        )
         rows, keys = call.rows(inputs), inputs.key_tensors()
         key, work = tensors_key(*inputs[:3]) if self.prepares else None, None
         if (prepared := self.launches.get(key)) is not None:
@@ -166,7 +167,9 @@ class Ring(Strategy):
         over the ranks before is still arriving. The rank's own K/V come last, and their launches
         hide the last hop of their gradients home.
         """
-        agree(call.ranks, call.number, call.seed, call.backward_signature, call.device)
+        agree(
+            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
+        )
         rows, keys = call.rows(inputs), inputs.key_tensors()
         own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
@@ -188,7 +191,10 @@ class Ring(Strategy):
             # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.launches:
-                differentiate_step(call, step, rows, columns, upstream, row_grads, key_grads)
+                column_grads = key_grads.grads(own=step.is_own)
+                differentiate_step(
+                    call, step.launches, rows, columns, upstream, row_grads, column_grads
+                )
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
             # The next step reads the K/V that arrived.
@@ -241,14 +247,13 @@ def attend_step(
 
 
 def differentiate_step(
-    call: Call, step: RingStep, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
-    row_grads: QueryGrads, key_grads: RotatingKeyGrads,
+    call: Call, launches: tuple[Launch, ...], rows: QueryBlock, columns: KeyBlock,
+    upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
 ) -> None:  # fmt: skip
     """Run a step's backward launches, and add their gradients to the accumulators."""
     if rows.q.shape[0] == 0:
         return
-    column_grads = key_grads.grads(own=step.is_own)
-    for item, row_slice, key_slice in step.launches:
+    for item, row_slice, key_slice in launches:
         call.kernel.grads_into(
             rows.take(row_slice), columns.take(key_slice), upstream.take(row_slice), item, call.params,
             row_grads.take(row_slice), column_grads.take(key_slice),

@@ -54,6 +54,7 @@ class Single(Strategy):
             keep(self.launches.forward, key, launches)
         if fully_written:
             return result, ()
+        # Rows that the item has not are as they were made: they see nothing.
         state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
         for target, source in zip(state.take(item.q_slice), result, strict=True):
             if target.data_ptr() != source.data_ptr():

@@ -1,8 +1,8 @@
 """Strategy ``gather`` in two stages, for kernels that can mask only some bands.
 
 The forward attends to the rank's own K/V while those of other ranks arrive, then to these in full
-rectangles, and joins the parts. The backward goes over the other ranks' K/V first, and over its own
-while their dK/dV travel home.
+rectangles, and merges the partial results. The backward goes over the other ranks' K/V first, and
+over its own while their dK/dV travel home.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple, Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
+from ring_torch.buffers import KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
-from ring_torch.payload import KeyGradBuffer, KVPayload, Shapes
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
@@ -28,7 +28,7 @@ from ring_torch.records import (
     empty_state,
     is_aligned,
 )
-from ring_torch.strategies.prepared_parts import PreparedParts, prepare_parts
+from ring_torch.strategies.prepared_partials import PreparedPartials, prepare_partials
 from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
@@ -44,7 +44,7 @@ class TwoStageGather(Strategy):
     name: str = "gather"
     prepares: bool = False  # True if the kernel may prepare launches
     saves: bool = False  # True if the forward saves the gathered K/V
-    launches: dict[object, PreparedParts] = field(default_factory=dict, compare=False)
+    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
     depends_on_kernel = True
 
     @classmethod
@@ -64,45 +64,55 @@ class TwoStageGather(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
-        gather, keys = self.gather, session.spec.keys
         # Prepared launches round all rows. With sinks a row is rounded once, after they are added.
         key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
-        prepared, work = self.launches.get(key), None
-        if prepared is None:
-            rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
-            work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
-        own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if (prepared := self.launches.get(key)) is not None:
+            return self._repeat_forward(inputs, session, prepared)
+        gather, keys = self.gather, session.spec.keys
+        rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
+        work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
 
         def attend_to_own_keys() -> None:
             """Queue the launches over own K/V, which run while the fetches are in flight."""
-            if prepared is not None:
-                own_results.append(prepared.own.forward(inputs.q, inputs.k, inputs.v))
-            elif work is not None:
-                for item in self.own_items:
-                    work.attend(own, item)
+            for item in self.own_items:
+                work.attend(own, item)
 
         saved: Saved = ()
         # Fetches from all peers are in flight from here on, into one buffer. There is one group of
         # heads; the session goes on behind its launches, as sessions ask.
         for arriving in session.fetch(gather, inputs, attend_to_own_keys):
-            if prepared is not None:
-                kv = keys.split(arriving.tensors[0])
-                state = prepared.attend(own_results[0], inputs.q, kv, arriving.wait)
-            elif work is not None:
-                columns = call.gathered_columns(gather, keys, arriving.tensors)
-                # Each item of the buffer waits for its own fetches, while later ones still write
-                # other columns.
-                for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
-                    arriving.wait(waits_for)
-                    work.attend(columns, item)
-                state = work.into
+            columns = call.gathered_columns(gather, keys, arriving.tensors)
+            # Each item of the buffer waits for its own fetches, while later ones still write other
+            # columns.
+            for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
+                arriving.wait(waits_for)
+                work.attend(columns, item)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = tuple(arriving.tensors)
-        if key is not None and work is not None and state.out.numel() > 0:
+        if key is not None and rows.q.numel() > 0:
             own_work, others = (own, self.own_items), (columns, gather)
-            prepared = prepare_parts(call.kernel, rows, own_work, others, keys, call.params)
+            prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
+        return work.into, saved if self.saves else ()
+
+    def _repeat_forward(
+        self, inputs: Inputs, session: GatherSession, prepared: PreparedPartials
+    ) -> tuple[AttentionState, Saved]:
+        """Run a forward by prepared launches: over own K/V while others arrive, then over these."""
+        q, k, v = inputs[:3]
+        own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def attend_to_own_keys() -> None:
+            own_results.append(prepared.own.forward(q, k, v))
+
+        saved: Saved = ()
+        for arriving in session.fetch(self.gather, inputs, attend_to_own_keys):
+            gathered = session.spec.keys.split(arriving.tensors[0])
+            state = prepared.attend(own_results[0], q, gathered, arriving.wait)
+            # All has arrived, and the rank's own K/V have been read: the caller may change them.
+            arriving.wait(None)
+            saved = tuple(arriving.tensors)
         return state, saved if self.saves else ()
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
@@ -115,7 +125,7 @@ class TwoStageGather(Strategy):
             and upstream.delta is None
             and all(map(is_aligned, rows_of_results))
         ):
-            return self._repeat(call, inputs, upstream, saved, session, prepared)
+            return self._repeat_backward(call, inputs, upstream, saved, session, prepared)
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
@@ -150,9 +160,9 @@ class TwoStageGather(Strategy):
         add_to(own_sums, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)
 
-    def _repeat(
+    def _repeat_backward(
         self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved, session: GatherSession,
-        prepared: PreparedParts,
+        prepared: PreparedPartials,
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches.
 
@@ -178,7 +188,7 @@ class TwoStageGather(Strategy):
 
     def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V; none if the plan is not known."""
-        keys = KVPayload.of(inputs)
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids)
         if not plan_known or not self.saves:
             return []
         return keys.gathered_shapes(self.gather.length, 1)
@@ -186,7 +196,7 @@ class TwoStageGather(Strategy):
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
 

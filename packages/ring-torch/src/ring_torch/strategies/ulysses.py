@@ -23,11 +23,10 @@ from torch import Tensor
 from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
 from ring_core.programs.heads import PADDING, too_many_ranks
-from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart
+from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.head_exchange import to_heads, to_tokens
-from ring_torch.payload import Shapes
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs
 from ring_torch.transports.api import Refusals, Traffic
 
@@ -117,7 +116,9 @@ class Ulysses(Strategy):
         """Return the inner call, with what dropout depends on: the seed, and the rank's heads."""
         if call.params.dropout_p == 0:
             return self.inner
-        params = replace(self.inner.params, dropout_seed=call.seed, heads=tables.heads)
+        params = replace(
+            self.inner.params, dropout_seed=call.params.dropout_seed, heads=tables.heads
+        )
         return self.inner._replace(params=params)
 
     def _inner_inputs(self, tables: Tables, inputs: Inputs, traded: Traded) -> Inputs:

@@ -1,6 +1,6 @@
 """Transports: the ways in which bytes move between ranks, by messages or out of peers' memory.
 
-This package may import ``kernels``, ``payload``, ``comm`` and what is below. A new transport is one
+This package may import ``kernels``, ``comm`` and what is below. A new transport is one
 file here, which ends in its :class:`~ring_torch.transports.api.Transport`, and a line in
 ``TRANSPORTS``.
 """

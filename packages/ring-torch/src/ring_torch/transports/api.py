@@ -13,11 +13,11 @@ import torch
 
 from ring_core import GatherProgram, Plan, gather_program
 from ring_core.programs.gather import Fetch, moved_keys
-from ring_torch.buffers import HeadCarrier
+from ring_core.programs.intervals import Interval, union
+from ring_torch.buffers import HeadCarrier, KeyGradBuffer, KVPayload
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs
 
 _ALL = slice(None)
@@ -108,39 +108,26 @@ class GatherSession(Protocol):
 Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if there is none
 
 
-def _nothing_missing(_device: str, _reaches: Sequence[Sequence[int]]) -> str:
-    """Return no reason: the transport can run between processes of any machine."""
-    return ""
+class HeadOpener(Protocol):
+    """What begins a pass that trades tokens for heads."""
 
+    def __call__(
+        self, ranks: Ranks, number: int, seed: int, signature: CallSignature,
+        device: torch.device, size: int,
+    ) -> HeadCarrier:  # fmt: skip
+        """Compare a pass with the peers', and return what carries its exchanges.
 
-def _no_head_refusals(_ranks: Ranks) -> Refusals:
-    """Return no reason: any ranks can trade tokens for heads."""
-    return ()
+        Args:
+            ranks: The ranks that exchange.
+            number: The call's number on its group.
+            seed: The call's dropout seed, or 0.
+            signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
+            device: The device of all tensors.
+            size: Bytes of the largest exchange: of the messages from one rank to all.
 
-
-def _never_short(_plan: Plan, _keys: KVPayload, _groups: int) -> bool:
-    """Return False: the transport treats short calls like long ones."""
-    return False
-
-
-class HeadSpec(NamedTuple):
-    """Everything a transport needs to know about one pass in which tokens are traded for heads.
-
-    Attributes:
-        ranks: The ranks that exchange.
-        size: Bytes of the largest exchange: of the messages from one rank to all.
-        device: The device of all tensors.
-        signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
-        number: The call's number on its group.
-        seed: The call's dropout seed, or 0.
-    """
-
-    ranks: Ranks
-    size: int
-    device: torch.device
-    signature: CallSignature
-    number: int
-    seed: int
+        Raises:
+            RankMismatchError: A peer is making another call.
+        """
 
 
 @dataclass(frozen=True)
@@ -161,26 +148,27 @@ class Transport:
             the text of ``explain``.
         devices: Types of devices that it supports; empty means any.
         missing: Returns the reason why it cannot run between processes of this machine, or an
-            empty string. It gets the type of device and, for each GPU, the GPUs whose memory it
-            reaches.
+            empty string, the default. It gets the type of device and, for each GPU, the GPUs whose
+            memory it reaches.
         open_heads: Begins a pass in which tokens are traded for heads, and returns what moves them.
             Raises a ``RankMismatchError`` if a peer is making another call.
         head_refusals: Returns the reasons why these ranks cannot trade tokens for heads by it,
-            though they can use it; the same on all ranks.
+            though they can use it; the same on all ranks. By default there are none.
         is_short: Returns True if gathering K/V of a shape, in so many groups of heads, is so short
-            that no work is done over own keys in place; the same on all ranks.
+            that no work is done over own keys in place; the same on all ranks. By default no call
+            is short.
     """
 
     name: str
     open: Callable[[SessionSpec], GatherSession]
     refusals: Callable[[Ranks, torch.device, bool], Refusals | None]
-    open_heads: Callable[[HeadSpec], HeadCarrier]
+    open_heads: HeadOpener
     sends_messages: bool
-    head_refusals: Callable[[Ranks], Refusals] = _no_head_refusals
+    head_refusals: Callable[[Ranks], Refusals] = lambda _ranks: ()
     asks: str = ""
     devices: tuple[str, ...] = ()
-    missing: Callable[[str, Sequence[Sequence[int]]], str] = _nothing_missing
-    is_short: Callable[[Plan, KVPayload, int], bool] = _never_short
+    missing: Callable[[str, Sequence[Sequence[int]]], str] = lambda _device, _reaches: ""
+    is_short: Callable[[Plan, KVPayload, int], bool] = lambda _plan, _keys, _groups: False
 
 
 @dataclass(frozen=True)
@@ -250,13 +238,7 @@ def requests_to(
 
 def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
     """Return the union of the fetches' source spans, ascending; touching spans are joined."""
-    spans: list[slice] = []
-    for start, stop in sorted({(fetch.source.start, fetch.source.stop) for fetch in fetches}):
-        if spans and start <= spans[-1].stop:
-            spans[-1] = slice(spans[-1].start, max(stop, spans[-1].stop))
-        else:
-            spans.append(slice(start, stop))
-    return spans
+    return [slice(*x) for x in union(Interval(y.source.start, y.source.stop) for y in fetches)]
 
 
 def some_fetches(gather: GatherProgram, before_last_item: bool | None) -> list[Fetch]:
@@ -298,7 +280,7 @@ def put_key_grads(
 ) -> None:  # fmt: skip
     """Write, or add, dK/dV of a span of tokens in flat sums by token, of ``length`` tokens."""
     assert not sums.head_major
-    (packed,) = sums.parts(flat, length, span)
+    (packed,) = sums.strided_views(flat, length, span)
     if flat.is_cuda and has_triton():
         from ring_torch.memory_ops import pack_kv_on_gpu
 
@@ -329,7 +311,7 @@ def _put(
 def staging_for(sums: KeyGradBuffer, like: torch.Tensor, fetch: Fetch) -> list[torch.Tensor]:
     """Allocate buffers for the dK/dV that come home for what a peer fetched."""
     length = fetch.source.stop - fetch.source.start
-    return sums.parts(like.new_empty(sums.numel(length)), length, slice(0, length))
+    return sums.strided_views(like.new_empty(sums.numel(length)), length, slice(0, length))
 
 
 def add_staged(totals: Sequence[torch.Tensor], received: Sequence[Sequence[torch.Tensor]]) -> None:

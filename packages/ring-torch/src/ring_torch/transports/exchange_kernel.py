@@ -18,7 +18,9 @@ are launched than run at once. State is in memory alone, none in arguments: a CU
 kernels may be replayed.
 """
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -171,7 +173,7 @@ def _await(number, expected, patience):
         current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def await_readers(header, ranks, patience) -> None:
     """Wait until all ranks have finished reading the exchange before the next one."""
     number = tl.load(header + 2)
@@ -179,7 +181,7 @@ def await_readers(header, ranks, patience) -> None:
         _await(header + 8 + 2 * ranks + rank, number - 1, patience)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def signal_peers(headers, digest, rank, ranks, number) -> None:
     """Tell all ranks that this one has written its part of an exchange."""
     for peer in range(ranks):
@@ -190,7 +192,7 @@ def signal_peers(headers, digest, rank, ranks, number) -> None:
         tl.atomic_xchg(peer_slot + 1, number, sem="release", scope="sys")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def await_all(header, digest, ranks, number, patience) -> None:
     """Wait until all ranks have written their parts, and assert that these are of one exchange."""
     for rank in range(ranks):
@@ -199,7 +201,7 @@ def await_all(header, digest, ranks, number, patience) -> None:
         tl.device_assert(peer_digest == digest, "ranks of a ring make different calls")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def finish(headers, header, rank, ranks, number) -> None:
     """Count a program that has finished reading; the last one of the launch tells all ranks."""
     # All threads of this program have read.
@@ -218,7 +220,7 @@ def finish(headers, header, rank, ranks, number) -> None:
 
 
 @DirectKernel
-@triton.jit(do_not_specialize=["digest"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["digest"])
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
     k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
@@ -262,7 +264,7 @@ def _exchange_keys(
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
     """Wait until all ranks have finished reading the last exchange, then write zeros."""
     # Only then may this rank, and kernels after this one, write into memory that peers read.
@@ -274,7 +276,7 @@ def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
 
 
 @DirectKernel
-@triton.jit(do_not_specialize=["digest"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["digest"])
 def _add_peers(
     headers, header, digest, rank, ranks, patience, table, chunks, total,
     PARTS: tl.constexpr, NUMBERS: tl.constexpr,

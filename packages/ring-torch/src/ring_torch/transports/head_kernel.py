@@ -1,6 +1,8 @@
 """Triton kernel that trades tokens for heads in one launch, through memory that peers read."""
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _NUMBERS = 1 << 14  # numbers that a program copies at a time
 _DIGEST, _SOURCES, _RESULTS, _ORDERS = 2, 6, 9, 12  # indices among the arguments of a launch
 
 
-class HeadTrade(NamedTuple):
+class PreparedHeadTrade(NamedTuple):
     """An exchange that was made before, for tensors of the same strides and alignment."""
 
     launch: PreparedLaunch
@@ -48,7 +50,7 @@ class HeadTrade(NamedTuple):
 def trade_heads(
     setup: ExchangeSetup, header: int, digest: int, layout: HeadBuffer, sources: Sequence[Tensor],
     results: Sequence[Tensor], orders: Sequence[Tensor | None], *, splits_heads: bool,
-) -> HeadTrade | None:  # fmt: skip
+) -> PreparedHeadTrade | None:  # fmt: skip
     """Write parts of ``sources`` where peers read them, and read parts of ``results`` from peers.
 
     Args:
@@ -80,11 +82,11 @@ def trade_heads(
     grid = (setup.head_programs,)
     _trade_heads[grid](*arguments, **constants)
     launch = _trade_heads.prepared(grid, *arguments, **constants)
-    return None if launch is None else HeadTrade(launch)
+    return None if launch is None else PreparedHeadTrade(launch)
 
 
 @DirectKernel
-@triton.jit(do_not_specialize=["digest"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["digest"])
 def _trade_heads(
     headers, header, digest, rank, ranks, patience,
     x0, x1, x2, y0, y1, y2, order0, order1, order2,

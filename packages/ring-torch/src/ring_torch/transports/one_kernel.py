@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ring_core import GatherProgram, Plan
-from ring_torch.buffers import HeadBuffer, HeadCarrier, Orders, flat
+from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
 from ring_torch.launches.direct import has_launch_hooks
-from ring_torch.payload import KeyGradBuffer, are_rows
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel, head_kernel
 from ring_torch.transports.api import (
-    HeadSpec,
     IndexMap,
     PendingGrads,
     PendingKV,
@@ -283,12 +281,14 @@ class OneKernel:
             self.state.keep(kept, exchange)
         if is_counted():
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
-                note_reads(sums.parts(total, length, index_map(fetch.source)))
+                note_reads(sums.strided_views(total, length, index_map(fetch.source)))
 
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
         """Return the rows of the table by which :func:`exchange_keys` fetches a rank's K/V."""
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
+        # A row of a peer's batch is contiguous there and here. It is cut into chunks, which the
+        # programs of the kernel take in turns.
         for fetch in gather.fetches:
             for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                 size, offset = (
@@ -316,6 +316,8 @@ class OneKernel:
         like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
         rows: list[list[Sequence[int]]] = []
+        # Each number of `total` is in one row of the table: one program adds all peers' sums to it,
+        # in the order of the requests, so sums are repeatable.
         for span, start in spans:
             tokens = span.stop - span.start
             peer_sums = []
@@ -325,9 +327,11 @@ class OneKernel:
                     first_column = fetch.target.start + span.start - fetch.source.start
                     flat = self._grads_of(peer, sums, peer_length)
                     peer_sums.append(
-                        sums.parts(flat, peer_length, slice(first_column, first_column + tokens))
+                        sums.strided_views(
+                            flat, peer_length, slice(first_column, first_column + tokens)
+                        )
                     )
-            own_sums = sums.parts(like, length, slice(start, start + tokens))
+            own_sums = sums.strided_views(like, length, slice(start, start + tokens))
             absent = [0] * (width - len(peer_sums))
             rows.append([
                 (
@@ -361,11 +365,10 @@ class HeadTrade(HeadCarrier):
     digest: int  # identifies this pass of this call
 
     @classmethod
-    def of(cls, spec: HeadSpec) -> Self:
-        """Make the carrier of a pass."""
-        state = exchange_state_of(spec.ranks)
-        digest = spec.signature.as_int64(spec.number, spec.seed)
-        return cls(state, state.reserve(spec.size), digest)
+    def of(cls, ranks: Ranks, digest: int, size: int) -> Self:
+        """Make the carrier of a pass, for exchanges of at most ``size`` bytes a rank."""
+        state = exchange_state_of(ranks)
+        return cls(state, state.reserve(size), digest)
 
     def __call__(
         self, layout: HeadBuffer, sources: Sequence[torch.Tensor], results: Sequence[torch.Tensor],

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from ring_core import GatherProgram
+from ring_torch.buffers import KeyGradBuffer
 from ring_torch.comm.handshake import agree
 from ring_torch.comm.head_exchange import HeadMessages
-from ring_torch.payload import KeyGradBuffer
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
-    HeadSpec,
     IndexMap,
     PendingGrads,
     PendingKV,
@@ -135,7 +134,7 @@ class Messages:
             (block.contiguous(), fetch.rank)
             for fetch in some_fetches(gather, before_last_item)
             if fetch.rank != ranks.rank
-            for block in sums.parts(grads, gather.length, fetch.target)
+            for block in sums.strided_views(grads, gather.length, fetch.target)
         ]
         requests = requests_to(
             self.spec.plan, self.spec.ranks.rank, like=gather, before_last_item=before_last_item
@@ -154,17 +153,13 @@ class Messages:
             # All peers' parts are here; they are added in the plan's order, so sums are repeatable.
             transfer.wait()
             for (_, fetch), blocks_of_peer in zip(requests, staged, strict=True):
-                add_staged(sums.parts(total, length, index_map(fetch.source)), [blocks_of_peer])
+                add_staged(
+                    sums.strided_views(total, length, index_map(fetch.source)), [blocks_of_peer]
+                )
 
         return add_to
 
 
-def _open_heads(spec: HeadSpec) -> HeadMessages:
-    """Compare this call with the peers', and return what exchanges messages."""
-    agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-    return HeadMessages(spec.ranks)
-
-
 P2P = Transport(
-    "p2p", Messages.open, lambda _ranks, _device, _probe: (), _open_heads, sends_messages=True
+    "p2p", Messages.open, lambda _ranks, _device, _probe: (), HeadMessages.open, sends_messages=True
 )

@@ -13,9 +13,8 @@ from types import ModuleType
 import torch
 
 from ring_core import GatherProgram, Plan, longest_gather
-from ring_torch.buffers import flat
+from ring_torch.buffers import KeyGradBuffer, KVPayload, flat
 from ring_torch.optional import has_triton
-from ring_torch.payload import KeyGradBuffer, KVPayload
 from ring_torch.records import Inputs, head_group
 from ring_torch.transports.api import (
     IndexMap,
@@ -175,7 +174,7 @@ class PeerCopies:
         for peer, fetch in requests:
             length = program_of(plan, peer, like=gather).length
             peer_sums.append(
-                sums.parts(self._grads_of(peer, group, sums, length), length, fetch.target)
+                sums.strided_views(self._grads_of(peer, group, sums, length), length, fetch.target)
             )
         note_reads(x for peer_parts in peer_sums for x in peer_parts)
         is_staged = overlapped or not has_triton()
@@ -219,7 +218,7 @@ class PeerCopies:
             for (_, fetch), peer_parts in zip(requests, staged, strict=True):
                 by_span.setdefault((fetch.source.start, fetch.source.stop), []).append(peer_parts)
             for span, all_parts in by_span.items():
-                add_staged(sums.parts(total, length, index_map(slice(*span))), all_parts)
+                add_staged(sums.strided_views(total, length, index_map(slice(*span))), all_parts)
             # If that kernel read peers' memory itself, peers may write again only behind it.
             if is_last and not is_staged:
                 with on_stream(main):
@@ -285,6 +284,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     strides = [x.stride(0) * x.itemsize for x in (target, source)]
     module = _cuda()
+    # All of these are queued on the copy's stream; the host goes on.
     if module is None or max(strides) > _MOST_STRIDE:
         for target_row, source_row in zip(target.unbind(), source.unbind(), strict=True):
             target_row.copy_(source_row)

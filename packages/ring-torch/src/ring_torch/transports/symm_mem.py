@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ring_core import Plan
-from ring_torch.buffers import HeadCarrier
+from ring_torch.buffers import HeadCarrier, KVPayload
 from ring_torch.comm.handshake import agree, has_agreed
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.optional import has_triton
-from ring_torch.payload import KVPayload
-from ring_torch.transports.api import GatherSession, HeadSpec, Refusals, SessionSpec, Transport
+from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Transport
 
 
 def _open(spec: SessionSpec) -> GatherSession:
@@ -52,13 +52,15 @@ def _open(spec: SessionSpec) -> GatherSession:
     return PeerCopies(spec, buffer, grad_bytes, digest)
 
 
-def _open_heads(spec: HeadSpec) -> HeadCarrier:
+def _open_heads(
+    ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device, size: int
+) -> HeadCarrier:
     """Begin a pass that trades tokens for heads by one kernel each way; see :func:`_open`."""
     from ring_torch.transports.one_kernel import HeadTrade
 
-    if not has_agreed(spec.ranks, spec.signature):
-        agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
-    return HeadTrade.of(spec)
+    if not has_agreed(ranks, signature):
+        agree(ranks, number, seed, signature, device)
+    return HeadTrade.of(ranks, signature.as_int64(number, seed), size)
 
 
 def _head_refusals(ranks: Ranks) -> Refusals:
@@ -82,7 +84,7 @@ def _is_short(plan: Plan, keys: KVPayload, groups: int) -> bool:
     return peer_copies.fits_one_kernel(plan, keys, groups, False)
 
 
-def _refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
+def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Refusals | None:
     """Return why ranks cannot read each other's memory; ``None`` if that is not known yet.
 
     To find out, all ranks of the group exchange messages, once and only if ``probe`` is True.
@@ -115,7 +117,7 @@ def _missing_on_machine(device: str, reaches: Sequence[Sequence[int]]) -> str:
 
 
 SYMM_MEM = Transport(
-    "symm_mem", _open, _refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
+    "symm_mem", _open, _peer_memory_refusals, _open_heads, sends_messages=False, head_refusals=_head_refusals,
     asks="the ranks' GPUs reach each other's memory: the first call asks them", devices=("cuda",),
     missing=_missing_on_machine, is_short=_is_short,
 )  # fmt: skip

@@ -188,7 +188,7 @@ def query_means(
     for j in _slices_of_rows(len(keys.position), keys.k, keys.v):
         bias = None if queries.bias is None else queries.bias[:, :, j]
         block_queries, block_keys = queries._replace(bias=bias), _sliced(keys, j)
-        visible = _visible(rule, block_queries, block_keys)
+        visible = _visible_pairs(rule, block_queries, block_keys)
         by_block.append(
             [
                 _means_of_block(rule, block_queries, block_keys, visible, precision)
@@ -229,7 +229,7 @@ def key_sums(
     # One block of queries at a time, each added to the sums of all keys.
     for i in _slices_of_rows(len(queries.indices), queries.q, queries.dout):
         block_queries, block_results = _sliced(queries, i), _sliced(results, i)
-        visible = _visible(rule, block_queries, keys)
+        visible = _visible_pairs(rule, block_queries, keys)
         for total, precision in zip(sums, precisions, strict=True):
             total.add_(_sums_of_block(rule, block_queries, keys, block_results, visible, precision))
     return sums
@@ -285,7 +285,7 @@ def _by_group(x: Tensor, by_group: tuple[int, ...]) -> Tensor:
     return x.unsqueeze(0) if len(x) == 1 else x.unflatten(0, by_group)
 
 
-def _visible(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) -> Tensor:
+def _visible_pairs(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) -> Tensor:
     """Return True where a query sees a key by the mask's rule and the bias, ``[1 or H, n, m]``."""
     q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.params.mask
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
@@ -386,6 +386,5 @@ def _weight(lse: Tensor, total_lse: Tensor) -> Tensor:
 
 def _slices_of_rows(length: int, *sides: Tensor) -> Iterator[slice]:
     """Return slices of ``length`` rows whose numbers in ``sides`` take at most ``_BLOCK_BYTES``."""
-    row = sum(x[:1].numel() for x in sides)
-    size = max(_BLOCK_BYTES // max(8 * row, 1), 1)
+    size = max(_BLOCK_BYTES // max(8 * sum(x[:1].numel() for x in sides), 1), 1)
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

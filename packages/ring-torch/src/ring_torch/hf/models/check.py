@@ -210,11 +210,6 @@ def _models_in(model: nn.Module) -> Iterator[nn.Module]:
             yield from _models_in(child)
 
 
-def takes_embeddings(model: nn.Module) -> bool:
-    """Return True if a model's forward takes ``inputs_embeds``."""
-    return "inputs_embeds" in parameters_of(type(model))
-
-
 def towers(model: nn.Module) -> Iterator[Any]:
     """Return the models of transformers within a model that process images or sound."""
     return (

@@ -392,17 +392,11 @@ def _missing_in_pair(model: Any) -> Iterator[str]:
     for name in sorted({"attention_mask", "decoder_attention_mask"} - parameters_of(type(model))):
         yield lacks(name_of(model), f"argument {name}")
     for submodel in (model.get_encoder(), model.get_decoder()):
-        if any(
-            _COUNTER not in names_in_forward(type(x))
-            for x in filter(_only_counts_positions, submodel.modules())
-        ):
+        # Modules that count positions from token ids alone, not from a length.
+        counters = (x for x in submodel.modules() if counts_positions(x) and not makes_positions(x))
+        if any(_COUNTER not in names_in_forward(type(x)) for x in counters):
             yield lacks(type(submodel).__name__, f"module that calls its {_COUNTER}")
         if "position_ids" not in parameters_of(type(submodel)) and not any(
             makes_positions(x) or counts_positions(x) or makes_bias(x) for x in submodel.modules()
         ):
             yield lacks(type(submodel).__name__, "position_ids, nor module that makes positions")
-
-
-def _only_counts_positions(module: nn.Module) -> bool:
-    """Return True if a module counts positions from token ids alone, not from a length."""
-    return counts_positions(module) and not makes_positions(module)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ring_core import UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.hf.models.batch import split_batch, tokens_of
-from ring_torch.hf.models.check import ModelReport, takes_embeddings
+from ring_torch.hf.models.check import ModelReport
 from ring_torch.hf.models.code import by_name, parameters_of
 from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.models.placeholders import CrossMask, Placeholder, ShardedMask
@@ -275,4 +275,4 @@ def text_model(model: Any) -> nn.Module | None:
         return None
     decoder = model.get_decoder()
     is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
-    return decoder if is_part and takes_embeddings(decoder) else None
+    return decoder if is_part and "inputs_embeds" in parameters_of(type(decoder)) else None

@@ -299,7 +299,7 @@ class CrossMask(AnyDevice):
 
     ndim = 2  # of a mask of keys, [B, T_local]
 
-    _refusal = ShardedMask._refusal  # noqa: SLF001 - of the same module
+    _refusal = ShardedMask._refusal  # noqa: SLF001 - a class of this module
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def averaging_wrapper(module: nn.Module) -> str | None:
     Call it within a forward: only then DDP can be seen, and modules in FSDP1 hold a flat parameter
     or views of one.
     """
-    if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch has no other
+    if DistributedDataParallel._active_ddp_module is not None:  # noqa: SLF001 - torch says it nowhere else
         return "DistributedDataParallel"
     if any(isinstance(x, FSDPModule) for x in module.modules()):
         return "fully_shard"

@@ -102,10 +102,10 @@ def judge(
     names = [name for name, _ in runner.model.named_modules()]
     # Ranks exchange numbers: order, module and difference of their first fault, and three numbers
     # each of the differences to report.
-    numbers = [float(fault.order), float(names.index(fault.module)), *fault.difference.numbers]
-    for x in reported:
-        numbers += (0.0, 0.0, 0.0) if x is None else x.numbers
-    by_rank = runner.gather(numbers)
+    by_rank = runner.gather([
+        float(fault.order), float(names.index(fault.module)), *fault.difference.numbers,
+        *(n for x in reported for n in ((0.0, 0.0, 0.0) if x is None else x.numbers)),
+    ])  # fmt: skip
     merged = [
         None if x is None else _worst([Difference(*row[n : n + 3]) for row in by_rank])
         for n, x in zip((5, 8, 11), reported, strict=True)

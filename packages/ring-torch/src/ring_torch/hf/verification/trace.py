@@ -197,21 +197,15 @@ class Recorder:
         caller_arguments = self._open[-1][2]
         arguments = dict(_tensors_in(_arguments_by_name(module, args, kwargs)))
         caller = self._open[-2][0] if len(self._open) > 1 else name
-        replaced = {path for path, x in arguments.items() if caller_arguments.get(path) is not x}
-        self._add("given", name, {path: x for path, x in arguments.items() if path in replaced})
-        self._add(
-            "given", caller, {path: x for path, x in arguments.items() if path not in replaced}
-        )
+        kept = {path: x for path, x in arguments.items() if caller_arguments.get(path) is x}
+        self._add("given", name, {path: x for path, x in arguments.items() if path not in kept})
+        self._add("given", caller, kept)
         caller_arguments.clear()
 
     @untraced
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
         """Record a module's output after its forward and every other hook."""
-        if (
-            self._perturbs
-            and isinstance(output, Tensor)
-            and not any(True for _ in module.children())
-        ):
+        if self._perturbs and isinstance(output, Tensor) and not [*module.children()]:
             output = _perturbed(output)
         self._add("returned", name, dict(_tensors_in(output)))
         self._trace.calls[name] += 1
@@ -281,14 +275,13 @@ def compare_traces(
         if match is None:
             continue
         dim, tokens = match
-        projections = [
-            x.rows[dim] for x in (split_record, whole_record, other_record) if dim in x.rows
-        ]
-        if len(projections) < len((split_record, whole_record, other_record)):
+        three = split_record, whole_record, other_record
+        if not all(dim in x.rows for x in three):
             continue
         floor = max(floor, whole_record.floor)  # later values are computed from this one
         keys.append(key)
-        values.append(_largest_errors(projections[0], projections[1], projections[2], tokens))
+        split_rows, whole_rows, other_rows = (x.rows[dim] for x in three)
+        values.append(_largest_errors(split_rows, whole_rows, other_rows, tokens))
         floors.append(floor)
     numbers = torch.stack(values).tolist() if values else []
     return {

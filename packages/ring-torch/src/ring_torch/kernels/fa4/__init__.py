@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
 from ring_torch.kernels.api import BackwardLaunch, OwnSpans
-from ring_torch.kernels.fa4 import private, public
+from ring_torch.kernels.fa4 import private, public, split
 from ring_torch.kernels.fa4.options import modded_of
 from ring_torch.kernels.flash import FlashKernel, aligned
 from ring_torch.kernels.library import (
@@ -222,18 +222,18 @@ class HopperSplitBackward:
         if any((x.tile, x.dim) != (first.tile, first.dim) for x, _ in functions):
             return None
         launches = [
-            private.SplitLaunch(
+            split.SplitLaunch(
                 item.k_start, item.k_stop - item.k_start, params.scale, sides, compiled
             )
             for item, (compiled, sides) in zip(items, functions, strict=True)
         ]  # fmt: skip
-        return partial(private.accumulate_all, launches)
+        return partial(split.accumulate_all, launches)
 
     def prepare_round(
         self, spans: OwnSpans, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
         """Return one launch for dK and one for dV of all spans, which are its batch if B = 1."""
-        return partial(private.round_all, spans, params.scale)
+        return partial(split.round_all, spans, params.scale)
 
     def round(
         self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
@@ -243,18 +243,18 @@ class HopperSplitBackward:
         It is the same for any number of query heads, and taken from a compilation for two.
         """
         dtype, dim = dsts[0].dtype, sums[0].shape[3]
-        functions = private.rounding_functions(dtype, dim)
+        functions = split.rounding_functions(dtype, dim)
         for x, dst, scale in zip(sums, dsts, (params.scale, 1.0), strict=True):
             functions.round(x, dst, scale)
 
 
-def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[private.SplitFunctions, Window]:
+def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[split.SplitFunctions, Window]:
     """Return the compiled functions of an item, and its window in the form that they take."""
     is_causal = item.window == (None, 0)  # compiled functions have a flag for it
     sides: Window = (None, None) if is_causal else item.window
     bounded = tuple(side is not None for side in sides)
     group = q.shape[2] // k.shape[2]
-    return private.split_functions(q.dtype, q.shape[3], group, is_causal, bounded), sides
+    return split.split_functions(q.dtype, q.shape[3], group, is_causal, bounded), sides
 
 
 def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:
@@ -282,7 +282,7 @@ FA4 = FlashKernel(
         mixed_head_dims=True, bands="any", documents=True, segment_ids=True, predicate=True,
         softcap=True, alibi=True, deterministic=True, exact_nan=False,
     ),
-    parts=HopperSplitBackward(),
+    split_backward=HopperSplitBackward(),
     head_dims=_head_dims,
     unavailable=_missing,
     limits=_limits,

@@ -5,7 +5,9 @@ need their mask, and those that show all. Where the host knows the mask, lists a
 Segment ids are on the device: one kernel compares the least and the largest id of each block.
 """
 
+# Triton's decorator, and the arguments of kernels, have no types in Python.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+# mypy: disallow-untyped-decorators=False
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
 
 
 @DirectKernel
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _list_blocks(
     outer_ids, inner_ids, kinds, counts, blocks, outer_tokens, inner_tokens,
     outer_count, inner_count, outer_step, inner_step,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from threading import RLock, get_ident
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_torch.kernels.api import OwnSpans
 from ring_torch.kernels.library import (
     DOCUMENT_ARGUMENTS,
     Direction,
@@ -60,14 +59,14 @@ def is_known() -> bool:
 
 
 @cache
-def _interface() -> Any:
+def interface() -> Any:
     """Import the module that has the library's private functions."""
     return import_module("flash_attn.cute.interface")
 
 
 def tile(direction: Direction, head_dim: int, v_head_dim: int) -> Any:
     """Return the tile of the library's kernels on Hopper for blocks of 128 queries."""
-    module = _interface()
+    module = interface()
     tiles = module._tile_size_fwd_sm90 if direction == "forward" else module._tile_size_bwd_sm90
     return tiles(head_dim, v_head_dim, False, False, BLOCK_Q)
 
@@ -176,8 +175,8 @@ class _Backward(NamedTuple):
         """Return ``(dq, dk, dv)``."""
         dq = torch.empty_like(q) if dst is None else dst
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        delta, lse_log2 = _empty(q, (2, *self.rows)).unbind()
-        dq_sums = _empty(q, self.dq_sums)
+        delta, lse_log2 = empty_floats(q, (2, *self.rows)).unbind()
+        dq_sums = empty_floats(q, self.dq_sums)
         sums = (dk, dv) if self.dkv_sums is None else _zero_sums(q, *self.dkv_sums)
         semaphores = [
             None if shape is None else torch.zeros(shape, dtype=torch.int32, device=q.device)
@@ -185,7 +184,7 @@ class _Backward(NamedTuple):
         ]
         # Writes delta, lse to base 2, and zeros into the sums of dQ.
         self.prepare(
-            *_prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, options.documents)
+            *prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, options.documents)
         )
         self.main(
             *self.arguments(
@@ -241,7 +240,7 @@ class CompiledFlash4:
         elif key in self._forwards:
             _library_forward(q, k, v, out, lse, options, modded)
         else:
-            with calls_of(_interface()._flash_attn_fwd) as (calls,):
+            with calls_of(interface()._flash_attn_fwd) as (calls,):
                 _library_forward(q, k, v, out, lse, options, modded)
             compiled = _forward_of(calls, q, k, v, out, lse, options, modded)
             _remember(self._forwards, key, compiled)
@@ -312,7 +311,7 @@ class CompiledFlash4:
             return launch(*arguments)
         if key in self._backwards:
             return _library_backward(*arguments)
-        module = _interface()
+        module = interface()
         with calls_of(
             module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
         ) as calls:
@@ -349,7 +348,7 @@ def _library_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
 ) -> None:  # fmt: skip
     """Call the library's forward, which looks up, or compiles, its function."""
-    _interface()._flash_attn_fwd(
+    interface()._flash_attn_fwd(
         q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
         learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
     )  # fmt: skip
@@ -360,7 +359,7 @@ def _library_backward(
     modded: Modded, dst: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Call the library's backward, which looks up, or compiles, its functions."""
-    dq, dk, dv = _interface()._flash_attn_bwd(
+    dq, dk, dv = interface()._flash_attn_bwd(
         q, k, v, out, dout, lse, dq=dst, score_mod_bwd=modded.score_mod_bwd,
         deterministic=options.deterministic, **modded.arguments, **_arguments(options),
     )  # fmt: skip
@@ -388,9 +387,7 @@ def _can_record(*tensors: Tensor | None) -> bool:
 
 def _documents_key(documents: Documents | None) -> object:
     """Return a key of documents: their number and largest lengths."""
-    if documents is None:
-        return None
-    return len(documents.cu_q), documents.max_q, documents.max_k
+    return None if documents is None else (len(documents.cu_q), documents.max_q, documents.max_k)
 
 
 def _forward_of(
@@ -426,7 +423,7 @@ def _backward_of(
         or len(main_calls[0][1]) != 22
     ):
         return None
-    (prepare, prepare_arguments), (main, main_arguments) = prepare_calls[0], main_calls[0]
+    (prepare, actual_prepare), (main, main_arguments) = prepare_calls[0], main_calls[0]
     (round_dq, _), *round_others = round_calls
     lse_log2, delta, dq_sums, *sums = main_arguments[4:9]
     semaphores = main_arguments[16:19]
@@ -450,8 +447,8 @@ def _backward_of(
     )
     as_expected = (
         _alike(
-            prepare_arguments,
-            _prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents),
+            actual_prepare,
+            prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, documents),
         )
         and _alike(main_arguments, expected)
         and all(
@@ -462,7 +459,7 @@ def _backward_of(
     return compiled if as_expected else None
 
 
-def _prepare_arguments(
+def prepare_arguments(
     out: Tensor, dout: Tensor, delta: Tensor, lse: Tensor, lse_log2: Tensor, dq_sums: Tensor,
     documents: Documents | None,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -505,7 +502,7 @@ def _detached(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def _empty(q: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_floats(q: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Allocate a float32 tensor on the device of ``q``."""
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
@@ -517,175 +514,6 @@ def _zero_sums(q: Tensor, k: tuple[int, ...], v: tuple[int, ...]) -> Sequence[Te
     return [torch.zeros(x, dtype=torch.float32, device=q.device) for x in (k, v)]
 
 
-class SplitLaunch(NamedTuple):
-    """A launch of a split backward over some columns of the gathered keys.
-
-    Attributes:
-        k_start: First column.
-        keys: Number of columns.
-        scale: Factor of the scores.
-        window: Window in the form that ``main`` takes.
-        functions: Compiled functions of the launch; those of all launches have one tile.
-    """
-
-    k_start: int
-    keys: int
-    scale: float
-    window: Window
-    functions: SplitFunctions
-
-
-class SplitFunctions(NamedTuple):
-    """Compiled functions of a split backward, which sums dK/dV over several launches."""
-
-    prepare: Function
-    main: Function
-    rest: tuple[Any, ...]  # arguments of ``main`` after the window
-    round_dq: Function
-    round_dkv: Function
-    tile: int  # queries of a tile
-    dim: int  # padded head dim of the sum of dQ
-
-    def accumulate(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-        sums: tuple[Tensor, Tensor], scale: float, window: Window,
-    ) -> None:  # fmt: skip
-        """Write ``dq``, and add to the sums of dK and dV, ``[B, K, m, D]`` each."""
-        # `main` adds to whatever is in `sums`: they are not cleared between launches.
-        batch, length, heads, _ = q.shape
-        padded = -(-length // self.tile) * self.tile
-        dq_sums = _empty(q, (batch, heads, padded * self.dim))
-        delta, lse_log2 = _empty(q, (2, batch, heads, padded)).unbind()
-        self.prepare(*_prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, None))
-        self.main(
-            q, k, v, dout, lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums), scale,
-            None, None, None, None, *window, *self.rest,
-        )  # fmt: skip
-        self.round_dq(dq_sums, dq, scale, None, None, None, None)
-
-    def round(self, x: Tensor, grad: Tensor, scale: float) -> None:
-        """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
-        self.round_dkv(x.flatten(2), grad, scale, None, None, None, None)
-
-
-def accumulate_all(
-    launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
-    lse: Tensor, dq: Tensor, sums: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
-
-    It returns ``delta``, ``[B * R, H, L / R]`` for R launches.
-
-    Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
-    several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
-    alone is launched for each.
-    """
-    batch, length, heads, dim = q.shape
-    runs, functions = len(launches), launches[0].functions
-    rows = length // runs
-    run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
-    padded = -(-rows // functions.tile) * functions.tile
-    dq_sums = _empty(q, (run_batch, heads, padded * functions.dim))
-    delta, lse_log2 = _empty(q, (2, run_batch, heads, padded)).unbind()
-    # Libraries misread lse if it is not contiguous.
-    lse = lse.contiguous()
-    if runs > 1:
-        lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
-    dq = dq.view(shape)
-    functions.prepare(
-        *_prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
-    )
-    kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
-    head_stride, sequence_stride = columns * dim, kv_heads * columns * dim
-    strides = sequence_stride, head_stride, 1
-    tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
-    tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
-    # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
-    # launch goes first, as in the forward in reverse.
-    for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
-        size = batch, kv_heads, launch.keys * dim
-        first = start + launch.k_start * dim
-        launch.functions.main(
-            q_n, k.narrow(1, launch.k_start, launch.keys), v.narrow(1, launch.k_start, launch.keys), dout_n,
-            *rows_and_sums,
-            sums.as_strided(size, strides, first),
-            sums.as_strided(size, strides, first + batch * sequence_stride),
-            launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
-        )  # fmt: skip
-    functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
-    return delta.narrow(2, 0, rows)
-
-
-def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
-
-    The spans become the batch of one launch; with several sequences each span has its own.
-    """
-    batch, length, heads, dim = dk.shape
-    functions = rounding_functions(dk.dtype, dim)
-    head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
-    row, whole = heads * dim, batch * heads * spans.length * dim
-    sum_shape, grad_shape = (heads, spans.keys * dim), (spans.keys, heads, dim)
-    in_one_launch = batch == 1
-    for n in range(1 if in_one_launch else spans.number):
-        count = spans.number if in_one_launch else batch
-        steps = (spans.target_step * dim, spans.source_step * row)
-        if not in_one_launch:
-            steps = heads * head, length * row
-        sum_start = first + n * spans.target_step * dim
-        grad_start = (spans.source + n * spans.source_step) * row
-        for first_sum, grad, scale_n in ((sum_start, dk, scale), (sum_start + whole, dv, 1.0)):
-            functions.round_dkv(
-                sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum),
-                grad.as_strided((count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start),
-                scale_n, None, None, None, None,
-            )  # fmt: skip
-
-
-def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
-    """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
-
-    It is the same for any number of query heads, and taken from a compilation for two.
-    """
-    return split_functions(dtype, dim, 2, True, (False, False))
-
-
-@lru_cache(maxsize=32)
-def split_functions(
-    dtype: torch.dtype, dim: int, group: int, is_causal: bool, bounded: tuple[bool, ...]
-) -> SplitFunctions:
-    """Run the library's backward once on small tensors, and return the functions that it compiled.
-
-    Args:
-        dtype: The dtype of q, k and v.
-        dim: The head dim.
-        group: Query heads of a K/V head.
-        is_causal: True if the band is causal, which compiled functions are told besides a window.
-        bounded: True for each side of the window, left and right, that is bounded.
-    """
-    module = _interface()
-    left, right = (64 if side else None for side in bounded)
-    q, out, dout = (
-        torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
-    )
-    k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
-    lse = torch.zeros(2, 2 * group, 512, device="cuda")
-    with calls_of(
-        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
-    ) as (prepare_calls, main_calls, round_calls):
-        module._flash_attn_bwd(
-            q, k, v, out, dout, lse, softmax_scale=1.0, causal=is_causal, window_size_left=left,
-            window_size_right=right,
-        )  # fmt: skip
-    ((prepare, _),), ((launch, arguments),) = prepare_calls, main_calls
-    (round_dq, _), (round_dkv, _), _ = round_calls
-    rows = module._tile_size_bwd_sm90(
-        dim, dim, is_causal, not is_causal and any(bounded)
-    ).m_block_size
-    padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
-    return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
-
-
 @contextmanager
 def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
     """Record the compiled functions that functions of the library call inside, with arguments.
@@ -694,6 +522,8 @@ def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
     """
     calls: tuple[Calls, ...] = tuple([] for _ in functions)
     with _RECORDING:
+        # While the block runs, the library looks its compiled functions up in recording caches. A
+        # call of another thread passes through them unrecorded.
         caches = [function.compile_cache for function in functions]
         for function, compiled, recorded in zip(functions, caches, calls, strict=True):
             function.compile_cache = _RecordingCache(compiled, recorded, get_ident())

@@ -48,9 +48,7 @@ class TritonKernel(Kernel):
         """Return why it cannot run on this machine: no Triton, or no NVIDIA GPU from Ampere on."""
         if not has_triton():
             return "triton is not installed (torch for Linux brings it)"
-        if torch.version.cuda is None:
-            return "is for NVIDIA GPUs"
-        return old_gpu_reason()
+        return "is for NVIDIA GPUs" if torch.version.cuda is None else old_gpu_reason()
 
     def config_refusals(
         self, config: KernelConfig, request: Request, program: RingProgram, /

@@ -247,16 +247,9 @@ def _launch(
     dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
     stages = stages_that_fit(name, blocks, dims, itemsize, capability)
     with on_device(device):
-        _start(
-            kernel, programs, arguments, num_warps=blocks.warps, num_stages=stages,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-
-
-def _start(
-    kernel: Any, programs: tuple[int, int, int], arguments: Mapping[str, Any], **options: int
-) -> None:
-    kernel[programs](**arguments, **options)
+        kernel[programs](
+            **arguments, num_warps=blocks.warps, num_stages=stages, enable_fp_fusion=True
+        )
 
 
 @lru_cache(maxsize=16)

@@ -14,10 +14,10 @@ from torch import Tensor
 from ring_core import Mask, Plan, Request, WorkItem, make_plan
 from ring_core.programs import gather, in_place
 from ring_torch import ContextParallel, prepare
+from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.kernels import fa4
 from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans, Selection, SplitBackward
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.payload import ONE_GROUP, HeadGroups
 from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.prepared import own_spans
@@ -106,7 +106,7 @@ class TiledKernel(EagerKernel):
     prepares = True
 
     def __init__(self, used: list[bool]) -> None:
-        self.parts: SplitBackward = Tiled(used)
+        self.split_backward: SplitBackward = Tiled(used)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,

@@ -1,8 +1,8 @@
 """Launches of a gather in two stages, prepared once for calls whose tensors are alike.
 
 As :mod:`ring_torch.strategies.prepared`, for kernels whose launches over own keys and over others'
-are parts of a row's attention. The parts are joined in one pass over memory at the end, not merged
-launch by launch into wider sums.
+each return a partial result of a row. The partial results are merged in one pass over memory at the
+end, not launch by launch into wider sums.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
+from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import Kernel, merge_into
-from ring_torch.kernels.library import PartBackward, PartLaunch
+from ring_torch.kernels.library import PartialBackward, PartialForward
 from ring_torch.optional import has_triton
-from ring_torch.payload import KVPayload
 from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
 from ring_torch.transports.api import Put, repeated_put
 
-_MOST_PARTS = 3  # as many as one launch joins
+_MOST_PARTIALS = 3  # as many as one launch merges
 
 Span = tuple[int, int]  # first index, and how many
 KV = tuple[Tensor, Tensor]
@@ -44,8 +44,8 @@ class ColumnPut(NamedTuple):
     put: Put
 
 
-class Part(NamedTuple):
-    """The launches of a work item.
+class PartialLaunches(NamedTuple):
+    """The launches of a work item, whose results are partial: of some keys of a row.
 
     Attributes:
         forward: The forward.
@@ -56,8 +56,8 @@ class Part(NamedTuple):
         puts: What puts its dK/dV into the sums of all columns.
     """
 
-    forward: PartLaunch
-    backward: PartBackward
+    forward: PartialForward
+    backward: PartialBackward
     rows: Span
     columns: Span
     waits_for: int
@@ -80,18 +80,18 @@ class Part(NamedTuple):
         return dq
 
 
-class PreparedParts(NamedTuple):
+class PreparedPartials(NamedTuple):
     """The launches of a rank: one over its own K/V, which has all rows, and those over others'.
 
     Attributes:
         own: The launch over own K/V.
         others: The launches over gathered K/V.
-        merge: Merges ``(out, lse)`` of all parts, own first, into the own ones.
-        sum: Adds up ``dq`` of all parts, own first, into the own one.
+        merge: Merges ``(out, lse)`` of all launches, own first, into the own ones.
+        sum: Adds up ``dq`` of all launches, own first, into the own one.
     """
 
-    own: Part
-    others: tuple[Part, ...]
+    own: PartialLaunches
+    others: tuple[PartialLaunches, ...]
     merge: Callable[[Sequence[tuple[Tensor, Tensor]]], None]
     sum: Callable[[Sequence[Tensor]], None]
 
@@ -108,11 +108,11 @@ class PreparedParts(NamedTuple):
             wait: Called with the number of fetches that a launch needs.
         """
         results = [own_results]
-        for part in self.others:
+        for launch in self.others:
             # Later fetches still write other columns of the buffer while this launch runs.
-            wait(part.waits_for)
-            k, v = (x.narrow(1, *part.columns) for x in gathered)
-            results.append(part.forward(q.narrow(1, *part.rows), k, v))
+            wait(launch.waits_for)
+            k, v = (x.narrow(1, *launch.columns) for x in gathered)
+            results.append(launch.forward(q.narrow(1, *launch.rows), k, v))
         self.merge(results)
         return AttentionState(*results[0])
 
@@ -124,7 +124,7 @@ class PreparedParts(NamedTuple):
         ``tensors`` are ``q``, ``dout`` and ``out``. What is in ``sums`` before is not read.
         """
         # In reverse, as the program counts the columns that a launch is the first to write.
-        dqs = [part.differentiate(tensors, lse, gathered, sums) for part in reversed(self.others)]
+        dqs = [x.differentiate(tensors, lse, gathered, sums) for x in reversed(self.others)]
         return dqs[::-1]
 
     def differentiate_own(
@@ -140,10 +140,10 @@ class PreparedParts(NamedTuple):
         return dq
 
 
-def prepare_parts(
+def prepare_partials(
     kernel: Kernel, rows: QueryBlock, own: tuple[KeyBlock, Sequence[WorkItem]],
     others: tuple[KeyBlock, GatherProgram], keys: KVPayload, params: KernelParams,
-) -> PreparedParts | None:  # fmt: skip
+) -> PreparedPartials | None:  # fmt: skip
     """Return the launches of a rank, or ``None`` if they cannot be prepared.
 
     Args:
@@ -156,13 +156,13 @@ def prepare_parts(
     """
     (own_columns, own_items), (columns, gather) = own, others
     num_rows, num_keys = rows.q.shape[1], own_columns.k.shape[1]
-    if len(own_items) != 1 or 1 + len(gather.items) > _MOST_PARTS:
+    if len(own_items) != 1 or 1 + len(gather.items) > _MOST_PARTIALS:
         return None
     (own_item,) = own_items
     # The own launch has all rows, which others are joined to, and all own keys.
     if own_item.q_slice != slice(0, num_rows) or own_item.k_slice != slice(0, num_keys):
         return None
-    parts: list[Part] = []
+    partials: list[PartialLaunches] = []
     whole: tuple[slice, ...] = (own_item.k_slice,)
     work = [(own_columns, own_item, 0, whole)]
     work += [
@@ -170,7 +170,7 @@ def prepare_parts(
         for operands in zip(gather.items, gather.waits_for, gather.overwritten, strict=True)
     ]
     for block, item, waits_for, overwrite in work:
-        launches = kernel.prepare_part(
+        launches = kernel.prepare_partial(
             rows.take(item.q_slice), block.take(item.k_slice), item, params
         )
         if launches is None:
@@ -182,44 +182,49 @@ def prepare_parts(
             )
             for start, stop, add in column_segments(item, overwrite)
         ]  # fmt: skip
-        parts.append(
-            Part(*launches, _span(item.q_slice), _span(item.k_slice), waits_for, tuple(puts))
+        partials.append(
+            PartialLaunches(
+                *launches, _span(item.q_slice), _span(item.k_slice), waits_for, tuple(puts)
+            )
         )
-    spans = [part.rows for part in parts]
-    return PreparedParts(parts[0], tuple(parts[1:]), *_joins(rows.q, spans))
+    spans = [x.rows for x in partials]
+    return PreparedPartials(partials[0], tuple(partials[1:]), *_joins(rows.q, spans))
 
 
 def _joins(
     like: Tensor, spans: Sequence[Span]
 ) -> tuple[Callable[[Sequence[tuple[Tensor, Tensor]]], None], Callable[[Sequence[Tensor]], None]]:
-    """Return the merge and the sum of parts, for tensors on the device of ``like``."""
+    """Return the merge and the sum of partial results, for tensors on the device of ``like``."""
     if like.is_cuda and has_triton():
         from ring_torch.merge_ops import JoinOnGpu
 
         join = JoinOnGpu(spans)
         return join.merge, join.sum
 
-    def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        (out, lse), *others = parts
+    def merge(partials: Sequence[tuple[Tensor, Tensor]]) -> None:
+        (out, lse), *others = partials
         into = AttentionState(out.to(torch.promote_types(out.dtype, lse.dtype)), lse)
-        _mark(lse)
+        _mark_nonfinite(lse)
+        # All launches have returned: their results are memory of their own, and those over own keys
+        # are overwritten by the merged ones.
         for (start, n), (part_out, part_lse) in zip(spans[1:], others, strict=True):
             rows = slice(start, start + n)
-            merge_into(into.take(rows), part_out, _mark(part_lse))
+            merge_into(into.take(rows), part_out, _mark_nonfinite(part_lse))
         into.out.masked_fill_(lse.isnan().transpose(1, 2).unsqueeze(-1), torch.nan)
         out.copy_(into.out)
 
-    def add(parts: Sequence[Tensor]) -> None:
-        dq, *others = parts
+    def add(partials: Sequence[Tensor]) -> None:
+        dq, *others = partials
+        # Sums are wider than what the launches have rounded; dQ over own keys is added last.
         total = torch.zeros_like(dq, dtype=torch.promote_types(dq.dtype, torch.float32))
-        for (start, n), part in zip(spans[1:], others, strict=True):
-            total.narrow(1, start, n).add_(part)
+        for (start, n), partial_dq in zip(spans[1:], others, strict=True):
+            total.narrow(1, start, n).add_(partial_dq)
         dq.copy_(total.add_(dq))
 
     return merge, add
 
 
-def _mark(lse: Tensor) -> Tensor:
+def _mark_nonfinite(lse: Tensor) -> Tensor:
     """Write NaN where ``lse`` is infinite: a score was not finite there. Return ``lse``."""
     return lse.masked_fill_(lse.isinf(), torch.nan)
 

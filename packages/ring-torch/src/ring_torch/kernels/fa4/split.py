@@ -1,0 +1,194 @@
+"""Backward of flash-attn-4 whose dK/dV are summed over several launches, and rounded once.
+
+It calls the library's compiled functions (:mod:`ring_torch.kernels.fa4.private`) one by one, with
+sums in place of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_torch.kernels.api import OwnSpans
+from ring_torch.kernels.fa4.private import (
+    Function,
+    calls_of,
+    empty_floats,
+    interface,
+    prepare_arguments,
+)
+from ring_torch.options import Window
+
+
+class SplitLaunch(NamedTuple):
+    """A launch of a split backward over some columns of the gathered keys.
+
+    Attributes:
+        k_start: First column.
+        keys: Number of columns.
+        scale: Factor of the scores.
+        window: Window in the form that ``main`` takes.
+        functions: Compiled functions of the launch; those of all launches have one tile.
+    """
+
+    k_start: int
+    keys: int
+    scale: float
+    window: Window
+    functions: SplitFunctions
+
+
+class SplitFunctions(NamedTuple):
+    """Compiled functions of a split backward, which sums dK/dV over several launches."""
+
+    prepare: Function
+    main: Function
+    rest: tuple[Any, ...]  # arguments of ``main`` after the window
+    round_dq: Function
+    round_dkv: Function
+    tile: int  # queries of a tile
+    dim: int  # padded head dim of the sum of dQ
+
+    def accumulate(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        sums: tuple[Tensor, Tensor], scale: float, window: Window,
+    ) -> None:  # fmt: skip
+        """Write ``dq``, and add to the sums of dK and dV, ``[B, K, m, D]`` each."""
+        # `main` adds to whatever is in `sums`: they are not cleared between launches.
+        batch, length, heads, _ = q.shape
+        padded = -(-length // self.tile) * self.tile
+        dq_sums = empty_floats(q, (batch, heads, padded * self.dim))
+        delta, lse_log2 = empty_floats(q, (2, batch, heads, padded)).unbind()
+        self.prepare(*prepare_arguments(out, dout, delta, lse, lse_log2, dq_sums, None))
+        self.main(
+            q, k, v, dout, lse_log2, delta, dq_sums, *(x.flatten(2) for x in sums), scale,
+            None, None, None, None, *window, *self.rest,
+        )  # fmt: skip
+        self.round_dq(dq_sums, dq, scale, None, None, None, None)
+
+    def round(self, x: Tensor, grad: Tensor, scale: float) -> None:
+        """Round a sum ``[B, K, m, D]``, times ``scale``, into a gradient ``[B, m, K, D]``."""
+        self.round_dkv(x.flatten(2), grad, scale, None, None, None, None)
+
+
+def accumulate_all(
+    launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
+    lse: Tensor, dq: Tensor, sums: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
+
+    It returns ``delta``, ``[B * R, H, L / R]`` for R launches.
+
+    Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
+    several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
+    alone is launched for each.
+    """
+    batch, length, heads, dim = q.shape
+    runs, functions = len(launches), launches[0].functions
+    rows = length // runs
+    run_batch, shape = batch * runs, (batch * runs, rows, heads, dim)
+    padded = -(-rows // functions.tile) * functions.tile
+    dq_sums = empty_floats(q, (run_batch, heads, padded * functions.dim))
+    delta, lse_log2 = empty_floats(q, (2, run_batch, heads, padded)).unbind()
+    # Libraries misread lse if it is not contiguous.
+    lse = lse.contiguous()
+    if runs > 1:
+        lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
+    dq = dq.view(shape)
+    functions.prepare(
+        *prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
+    )
+    kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
+    head_stride, sequence_stride = columns * dim, kv_heads * columns * dim
+    strides = sequence_stride, head_stride, 1
+    tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
+    tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
+    # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
+    # launch goes first, as in the forward in reverse.
+    for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
+        size = batch, kv_heads, launch.keys * dim
+        first = start + launch.k_start * dim
+        launch.functions.main(
+            q_n, k.narrow(1, launch.k_start, launch.keys), v.narrow(1, launch.k_start, launch.keys), dout_n,
+            *rows_and_sums,
+            sums.as_strided(size, strides, first),
+            sums.as_strided(size, strides, first + batch * sequence_stride),
+            launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
+        )  # fmt: skip
+    functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
+    return delta.narrow(2, 0, rows)
+
+
+def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
+
+    The spans become the batch of one launch; with several sequences each span has its own.
+    """
+    batch, length, heads, dim = dk.shape
+    functions = rounding_functions(dk.dtype, dim)
+    head, first = spans.length * dim, sums.storage_offset() + spans.target * dim
+    row, whole = heads * dim, batch * heads * spans.length * dim
+    sum_shape, grad_shape = (heads, spans.keys * dim), (spans.keys, heads, dim)
+    # Sums and gradients do not overlap, so the launches may run in any order.
+    in_one_launch = batch == 1
+    for n in range(1 if in_one_launch else spans.number):
+        count = spans.number if in_one_launch else batch
+        steps = (spans.target_step * dim, spans.source_step * row)
+        if not in_one_launch:
+            steps = heads * head, length * row
+        sum_start = first + n * spans.target_step * dim
+        grad_start = (spans.source + n * spans.source_step) * row
+        for first_sum, grad, scale_n in ((sum_start, dk, scale), (sum_start + whole, dv, 1.0)):
+            functions.round_dkv(
+                sums.as_strided((count, *sum_shape), (steps[0], head, 1), first_sum),
+                grad.as_strided((count, *grad_shape), (steps[1], row, dim, 1), grad.storage_offset() + grad_start),
+                scale_n, None, None, None, None,
+            )  # fmt: skip
+
+
+def rounding_functions(dtype: torch.dtype, dim: int) -> SplitFunctions:
+    """Return compiled functions whose ``round_dkv`` rounds sums of a head dim.
+
+    It is the same for any number of query heads, and taken from a compilation for two.
+    """
+    return split_functions(dtype, dim, 2, True, (False, False))
+
+
+@lru_cache(maxsize=32)
+def split_functions(
+    dtype: torch.dtype, dim: int, group: int, is_causal: bool, bounded: tuple[bool, ...]
+) -> SplitFunctions:
+    """Run the library's backward once on small tensors, and return the functions that it compiled.
+
+    Args:
+        dtype: The dtype of q, k and v.
+        dim: The head dim.
+        group: Query heads of a K/V head.
+        is_causal: True if the band is causal, which compiled functions are told besides a window.
+        bounded: True for each side of the window, left and right, that is bounded.
+    """
+    module = interface()
+    left, right = (64 if side else None for side in bounded)
+    q, out, dout = (
+        torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
+    )
+    k, v = (torch.zeros(2, 512, 2, dim, dtype=dtype, device="cuda") for _ in range(2))
+    lse = torch.zeros(2, 2 * group, 512, device="cuda")
+    with calls_of(
+        module._bwd_preprocess, module._flash_attn_bwd, module._bwd_postprocess_convert
+    ) as (prepare_calls, main_calls, round_calls):
+        module._flash_attn_bwd(
+            q, k, v, out, dout, lse, softmax_scale=1.0, causal=is_causal, window_size_left=left,
+            window_size_right=right,
+        )  # fmt: skip
+    ((prepare, _),), ((launch, arguments),) = prepare_calls, main_calls
+    (round_dq, _), (round_dkv, _), _ = round_calls
+    rows = module._tile_size_bwd_sm90(
+        dim, dim, is_causal, not is_causal and any(bounded)
+    ).m_block_size
+    padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
+    return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
