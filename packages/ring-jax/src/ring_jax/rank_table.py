@@ -67,6 +67,8 @@ class RankTable(NamedTuple):
 def _distinct(rows: Table) -> tuple[Table, npt.NDArray[np.intp]]:
     """Return the distinct rows of ``[N, C]``, and the number of each row among them."""
     # Rows are compared as strings of bytes, which is faster than column by column.
-    packed = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1])))
+    packed = np.ascontiguousarray(rows).view(
+        np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
+    )
     _, first, numbers = np.unique(packed[:, 0], return_index=True, return_inverse=True)
     return rows[first], numbers

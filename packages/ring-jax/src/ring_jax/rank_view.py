@@ -36,6 +36,7 @@ from ring_jax.records import (
 )
 from ring_jax.search import searchsorted
 
+
 class StepTable(NamedTuple):
     """The work items of all ranks in one part, as tables ``int32 [P, R, C]``.
 

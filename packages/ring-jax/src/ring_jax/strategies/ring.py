@@ -76,7 +76,7 @@ def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
         if n in (0, len(stages) - 1) or has_helpers:
             return n
         part = step_table(program, stages[n].step)
-        return stages[n].kv_hop, arriving[n], part.has_single_items, part.has_rectangles
+        return stages[n].kv_hop, arriving[n], part.has_rectangles
 
     loops = [list(group) for _, group in groupby(range(len(stages)), kind)]
     numbers = chain.from_iterable(
