@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 import ring_jax
-from ring_core import LayoutSpec
+from ring_core import LayoutName, LayoutSpec
 
 LOCAL = 512  # tokens of a device
 
@@ -56,7 +56,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--balanced", action="store_true", help="also the strategy balanced")
     arguments = parser.parse_args()
-    ways = [("zigzag", "ring"), ("zigzag", "gather"), ("contiguous", "ring")]
+    ways: list[tuple[LayoutName, str]] = [
+        ("zigzag", "ring"),
+        ("zigzag", "gather"),
+        ("contiguous", "ring"),
+    ]
     ways += [("contiguous", "balanced")] if arguments.balanced else []
     size_of(2, causal=True)  # imports and caches of jax itself
     print("| layout | strategy | devices | layers | bytes | seconds |\n|---|---|---|---|---|---|")

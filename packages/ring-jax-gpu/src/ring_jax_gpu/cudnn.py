@@ -114,8 +114,8 @@ class CudnnKernel:
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Return ``into`` plus the gradients of the work item."""
-        del work
-        return _for_own_tile(spec, partial(_differentiate, spec, rows, columns, upstream), into)
+        run = partial(_differentiate, spec, rows, columns, upstream)
+        return _for_own_tile(spec, work, run, into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:

@@ -109,7 +109,7 @@ _ITEM_COLUMNS = [TABLE_COLUMNS.index(name) for name in Item._fields]
 
 
 def _stacked(tables: Sequence[Table]) -> Table:
-    """Stack tables ``[P, R, C]`` of as many parts as ``[P, parts, R, C]``; unused rows are zeros."""
+    """Stack tables ``[P, R, C]`` as ``[P, tables, R, C]``; unused rows are zeros."""
     rows = max(table.shape[1] for table in tables)
     padded = [np.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) for x in tables]
     return np.stack(padded, axis=1)

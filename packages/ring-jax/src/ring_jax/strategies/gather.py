@@ -36,7 +36,7 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         The wide result, and the K/V of all ranks (``None`` if no query sees another rank's keys).
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = _remote_part(call), _own_part(call)
+    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     # The K/V of all ranks are in flight ...
     gathering = None if remote_part is None else _gather_all(runner, own)
@@ -67,7 +67,7 @@ def _gather_backward(
     that the sums of their gradients travel beside the own block.
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = _remote_part(call), _own_part(call)
+    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
     own_dkv = runner.zeros(own.kv.shape)
@@ -99,16 +99,22 @@ def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
     return KVPayload(runner.ranks.gather(own.kv, _KV_TOKEN_DIM), ids)
 
 
-def _remote_part(call: CallSpec) -> Launches | None:
+def _remote_part(program: RingProgram) -> Launches | None:
     """Return the launch over all gathered keys; ``None`` if no query sees another rank's keys."""
-    part = remote_table(call.program)
+    part = remote_table(program)
     return None if part is None else Launches.of(part)
 
 
-def _own_part(call: CallSpec) -> Launches | None:
+def _own_part(program: RingProgram) -> Launches | None:
     """Return the launch over a rank's own keys; ``None`` if no rank sees any of them."""
-    steps = (n for n, step in enumerate(call.program.steps) if step.shift == 0)
-    return next((Launches.of(step_table(call.program, n)) for n in steps), None)
+    steps = (n for n, step in enumerate(program.steps) if step.shift == 0)
+    return next((Launches.of(step_table(program, n)) for n in steps), None)
+
+
+def _launches(program: RingProgram) -> list[Launches]:
+    """Return the launches of both passes."""
+    parts = (_remote_part(program), _own_part(program))
+    return [part for part in parts if part is not None] * 2
 
 
 def _refusals(program: RingProgram) -> list[str]:
@@ -141,4 +147,6 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
-GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths, _gather_sent)
+GATHER = Strategy(
+    _gather_forward, _gather_backward, _refusals, _key_lengths, _launches, _gather_sent
+)

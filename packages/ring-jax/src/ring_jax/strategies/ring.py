@@ -88,6 +88,17 @@ def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
     ]
 
 
+def _launches_of(program: RingProgram, run: Run) -> Launches:
+    """Return the launches of a run's stages."""
+    return Launches.of(*(step_table(program, stage.step) for stage in run.stages))
+
+
+def _launches(program: RingProgram) -> list[Launches]:
+    """Return the launches of both passes."""
+    passes = (program.forward, program.backward)
+    return [_launches_of(program, run) for stages in passes for run in _runs(program, stages)]
+
+
 class ForwardState(NamedTuple):
     """The arrays of a forward between two stages.
 
@@ -144,7 +155,7 @@ def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload 
     into = runner.empty_state(q, x.v.shape[3])
     state = ForwardState(own, into, runner.send_to_helper(stages[0], q), None)
     for run in _runs(call.program, stages):
-        launches = Launches.of(*(step_table(call.program, stage.step) for stage in run.stages))
+        launches = _launches_of(call.program, run)
         state = runner.for_each(launches, partial(run_stage, run, launches), state)
     into = state.into if state.returned is None else merge(state.into, state.returned)
     return into, state.held if len(stages) > 1 else None
@@ -228,7 +239,7 @@ def _ring_backward(
     held = first if last is None else last
     state = BackwardState(held, None, query_grads, None, peer_queries, None)
     for run in _runs(call.program, stages):
-        launches = Launches.of(*(step_table(call.program, stage.step) for stage in run.stages))
+        launches = _launches_of(call.program, run)
         state = runner.for_each(launches, partial(run_stage, run, launches), state)
     query_grads = state.query_grads
     if state.returned is not None:
@@ -269,5 +280,6 @@ RING = Strategy(
     _ring_backward,
     refusals=lambda _: [],
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
+    launches=_launches,
     sent=_ring_sent,
 )

@@ -54,6 +54,7 @@ class Strategy(NamedTuple):
         backward: Computes gradients of this device's shards, wide, heads first.
         refusals: Returns the reasons why it cannot run a program; empty if it can.
         key_lengths: Returns each number of keys that a kernel is given at once.
+        launches: Returns the launches of both passes, whose tables a program holds.
         sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
             that it runs.
     """
@@ -62,6 +63,7 @@ class Strategy(NamedTuple):
     backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
+    launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
 
 
