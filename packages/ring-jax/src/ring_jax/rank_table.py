@@ -63,6 +63,14 @@ class RankTable(NamedTuple):
         last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
         return jnp.take_along_axis(numbers, last, axis=-1)[..., 0]
 
+    def rows_of(self, rank: Array) -> tuple[Array, Array]:
+        """Return a rank's rows, int32 ``[..., C]``, and their numbers, int32 ``[...]``."""
+        if self.starts is None and self.numbers.shape[-1] == 1:  # one rank: nothing to look up
+            numbers = self.numbers[..., 0]
+            return jnp.asarray(self.rows[numbers]), jnp.asarray(numbers)
+        numbers_of_rank = self.numbers_of(rank)
+        return jnp.asarray(self.rows)[numbers_of_rank], numbers_of_rank
+
 
 def _distinct(rows: Table) -> tuple[Table, npt.NDArray[np.intp]]:
     """Return the distinct rows of ``[N, C]``, and the number of each row among them."""

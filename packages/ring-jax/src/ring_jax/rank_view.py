@@ -219,7 +219,7 @@ class RankView:
     def work_of(self, launches: Launches) -> ItemTable:
         """Return this rank's items in each launch of some that have any."""
         assert launches.table is not None
-        numbers = launches.table.numbers_of(self.rank)  # [launches, R]
+        items, numbers = launches.table.rows_of(self.rank)  # [launches, R, C], [launches, R]
         size, shifts = self.call.plan.cp_size, np.array(launches.shifts, np.int32)
         ranks = jnp.broadcast_to(self.rank, shifts.shape), (self.rank - shifts) % size
         q_rank, kv_rank = ranks[::-1] if launches.for_peer else ranks
@@ -231,7 +231,7 @@ class RankView:
                 q_ranks, kv_ranks = kv_ranks, q_ranks
             kinds = jnp.asarray(self.call.plan.blocks.kinds[q_ranks, kv_ranks])[self.rank]
         return ItemTable(
-            jnp.asarray(launches.table.rows)[numbers], kinds, q_rank, kv_rank,
+            items, kinds, q_rank, kv_rank,
             None if launches.items is None else numbers[:, 0],
         )  # fmt: skip
 
