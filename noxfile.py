@@ -336,6 +336,13 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def demo_packing(session: nox.Session) -> None:
+    """Train on packed documents of unlike lengths, with even work; arguments go to the example."""
+    install(session, ["ring-core[viz]", "ring-torch"], ["examples"], *CONSTRAINED)
+    session.run("python", "examples/train_packed.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def demo_jax(session: nox.Session) -> None:
     """Train the same kind of model in JAX, on host devices; arguments go to the example."""
     install(session, ["ring-core", "ring-jax"], ["examples"], *CONSTRAINED)

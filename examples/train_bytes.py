@@ -37,11 +37,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import silu
 from train_bytes_report import Config, Run, draw, explain, failures, report
 
 from ring_core import LAYOUTS, STRATEGIES, Layout, Mask
-from ring_torch import ContextParallel
+from ring_torch import ContextParallel, cross_entropy
 from ring_torch.local import LocalRanks
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,14 +87,19 @@ class Model(nn.Module):
                 std = 1.0 if part is self.embedding else 0.02
                 nn.init.normal_(part.weight, std=std, generator=random)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the head reads, ``[B, T, dim]``, of ``tokens [B, T]`` at ``positions [T]``."""
         x = self.embedding(tokens)
         exponents = torch.arange(0, 1, 2 / HEAD_DIM, dtype=torch.float64, device=x.device)
         angles = positions[:, None, None] * 10000.0**-exponents  # [T, 1, D / 2]
         for block in self.blocks:
             x = block(x, angles, attend)
-        logits: Tensor = self.head(self.norm(x))
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, T, 256]`` of ``tokens [B, T]`` at global ``positions [T]``."""
+        logits: Tensor = self.head(self.hidden(tokens, positions, attend))
         return logits
 
 
@@ -143,10 +148,11 @@ def train(config: Config, *, quiet: bool = False) -> Run:
         *whole, options = sequence(config, step)
         tokens, labels = (cp.shard(x.to(config.device), dim=1) for x in whole)
         attend = partial(cp.attention, strategy=config.strategy, **options)
-        logits = model(tokens, positions, attend).flatten(0, 1)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = loss / int((whole[1] != IGNORED).sum())  # this rank's part of the mean
+        logits = model(tokens, positions, attend)
+        count = int(
+            (whole[1] != IGNORED).sum()
+        )  # known here, so that ranks need not ask each other
+        loss = cross_entropy(cp, logits, labels, count=count)  # this rank's part of the mean
         optimizer.zero_grad()
         loss.backward()
         if cp.cp_size > 1:

@@ -18,6 +18,7 @@ from ring_core import (
     Mask,
     Plan,
     RingProgram,
+    StrategyConfig,
     balanced_layout,
     divisor_of,
     make_plan,
@@ -145,7 +146,7 @@ class Case:
         """The word for its layout and strategy."""
         return "balanced" if self.strategy == "balanced" else str(self.layout)
 
-    def moved(self, strategy: str) -> str:
+    def moved[S: str | StrategyConfig](self, strategy: S) -> S | str:
         """A call's strategy: the case's, where it has one, else this."""
         return "balanced" if self.strategy == "balanced" else strategy
 

@@ -12,7 +12,7 @@ from cases import Case
 from mutants import applied
 
 import ring_torch
-from ring_core import Plan
+from ring_core import Plan, StrategyConfig
 from ring_torch.local import LocalRankError, LocalRanks
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -54,7 +54,7 @@ class TorchBackend:
         case: Case,
         mutant: str | None = None,
         kernel: str = "auto",
-        strategy: str = "auto",
+        strategy: str | StrategyConfig = "auto",
         transport: str = "auto",
     ) -> Arrays:
         """Run one case on its ring size and put the results together."""
@@ -92,7 +92,7 @@ def _bare(case: Case) -> Case:
     return replace(case)
 
 
-Ways = tuple[str, str, str]  # kernel, strategy and transport
+Ways = tuple[str, str | StrategyConfig, str]  # kernel, strategy and transport
 
 
 def run_rank(rank: int, case: Case, ways: Ways, mutant: str | None, cuda: bool) -> Arrays:

@@ -25,7 +25,9 @@ def test_a_name_stands_for_its_record() -> None:
         assert hash(config) == hash(StrategyConfig(name))
         assert config.ring_strategy == ("balanced" if name == "balanced" else "ring")
     for wrong in ("rdma", "Ring"):
-        with pytest.raises(ValueError, match=r"known: auto, ring, balanced, gather, ulysses$"):
+        with pytest.raises(
+            ValueError, match=r"known: auto, ring, balanced, gather, ulysses, hybrid$"
+        ):
             strategy_config(wrong)
     with pytest.raises(ValueError, match="name must be that of a strategy, or 'auto', got ''"):
         strategy_config("")
@@ -40,11 +42,26 @@ def test_a_name_stands_for_its_record() -> None:
 @pytest.mark.parametrize(
     "field", [{"ulysses_size": 2}, {"local_size": 1}, {"outer": "gather"}, {"outer": None}], ids=str
 )
-@pytest.mark.parametrize("name", ["auto", *STRATEGIES])
+@pytest.mark.parametrize("name", ["auto", "ring", "balanced", "gather", "ulysses"])
 def test_a_field_that_means_nothing_is_refused(name: str, field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^strategy '{name}' has no {next(iter(field))}; leave"):
         StrategyConfig(name, **field)
     assert StrategyConfig(name, outer="ring") == StrategyConfig(name)
+
+
+def test_fields_of_hybrid_are_checked() -> None:
+    config = StrategyConfig("hybrid", ulysses_size=4, outer="gather")
+    assert (config.ulysses_size, config.outer, config.ring_strategy) == (4, "gather", "ring")
+    with pytest.raises(ValueError, match="strategy 'hybrid' has no local_size; leave"):
+        StrategyConfig("hybrid", local_size=2)
+    for size in (0, -1, True, 2.0):
+        wrong_size: Any = size
+        with pytest.raises(ValueError, match=r"^ulysses_size must be "):
+            StrategyConfig("hybrid", ulysses_size=wrong_size)
+    for outer in ("balanced", "ulysses", None):
+        wrong_outer: Any = outer
+        with pytest.raises(ValueError, match=r"outer .*known: ring, gather"):
+            StrategyConfig("hybrid", outer=wrong_outer)
 
 
 def test_balanced_is_for_contiguous_shards() -> None:
@@ -52,7 +69,9 @@ def test_balanced_is_for_contiguous_shards() -> None:
     expected += [(name, "ring") for name in LAYOUTS[1:]]
     assert list(pairs_of(LAYOUTS)) == expected
     assert all(
-        takes_layout(name, layout) for name in ("ring", "gather", "ulysses") for layout in LAYOUTS
+        takes_layout(name, layout)
+        for name in ("ring", "gather", "ulysses", "hybrid")
+        for layout in LAYOUTS
     )
     sizes: dict[str, Any] = {"seq_len": 64, "cp_size": 4}
     for layout in LAYOUTS[1:]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import gather_program, head_plan
+from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
 from ring_torch.buffers import KeyGradBuffer
@@ -95,7 +96,8 @@ def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> Non
     options = CallOptions(strategy="ulysses")
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
     heads = head_plan(q_heads, kv_heads, SIZE)
-    layouts, tables = exchanges_of(call, inputs, heads), tables_of(call.plan, heads, rank, q.device)
+    grid, layouts = RankGrid(SIZE, SIZE), exchanges_of(call, inputs, heads)
+    tables = tables_of(call.plan, grid, heads, rank, q.device)
     orders = tables.rows, tables.columns, tables.columns
     carry = head_exchange.HeadMessages(ring)
     by_heads = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), orders)

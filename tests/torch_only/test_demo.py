@@ -153,3 +153,17 @@ def test_the_script_for_slurm_is_bash() -> None:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     (inner,) = re.findall(r"bash -c '(.*?)'", scripts[0], re.DOTALL)
     subprocess.run(["bash", "-n"], input=inner, text=True, check=True)
+
+
+@pytest.mark.usefixtures("demo")
+def test_packed_documents_train_alike_on_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    packed = importlib.import_module("train_packed")  # beside the demonstration
+    losses = []
+    options = ["--device=cpu", "--steps=3", "--layers=1", "--longest=700", "--out=none"]
+    for cp in (2, 1):
+        assert packed.main([*options, f"--cp={cp}"]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        losses.append([float(line[2]) for line in lines if line[0].isdigit()])
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # three digits are printed
+    assert losses[0][2] < losses[0][0]

@@ -259,6 +259,7 @@ KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX
 #: Where else a name decides, and why.
 ALLOWED = {
     ("ring_core/base/config.py", "balanced"),  # the table of layouts that strategies need
+    ("ring_core/base/config.py", "hybrid"),  # the table of parameters that strategies have
     ("ring_core/programs/ring.py", "balanced"),  # the table of both programs of a ring
     *(("ring_core/cost.py", x) for x in ("ring", "gather", "ulysses")),  # the table of their bytes
     *(
@@ -267,6 +268,7 @@ ALLOWED = {
     *(("ring_jax/maxtext.py", x) for x in ("ring", "ulysses")),  # values of MaxText's settings
     ("ring_jax/context.py", "xla"),  # what the compiler can shard by itself
     ("ring_jax/compat/translate.py", "xla"),  # a value of tokamax's argument
+    ("ring_torch/hf/models/check.py", "hybrid"),  # a name of transformers' layers
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
     ("ring_torch/optional.py", "triton"),  # the package
     ("ring_torch/tools/rates.py", "eager"),  # nothing to compare with on GPUs: plain torch

@@ -72,7 +72,8 @@ def too_few_heads(rank: int) -> str:
 
 def test_too_few_heads_are_refused(backend: Any) -> None:
     for text in backend.pool(4).run(too_few_heads):
-        assert "q has 3 heads, so at most 3 ranks can split them, not 4" in text
+        assert "q has 3 heads, so at most 3 ranks can split them, not 4; groups of 2 can" in text
+        assert "StrategyConfig('hybrid', ulysses_size=2)" in text
 
 
 def gathers_too_much(rank: int, keys: int) -> str:

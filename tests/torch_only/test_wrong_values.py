@@ -123,6 +123,58 @@ cp = ContextParallel()
 even = ContextParallel(layout=ChunkLayout(((0, 1),)))  # one rank takes any length in zigzag
 inputs = {"q": zeros(Q), "k": zeros(KV), "v": zeros(KV)}
 batch = {"input_ids": ids(2, 8, dtype=torch.int64)}
+CONTEXT: Values = {"none": None, "word": "cp", "class": ContextParallel}
+INTEGER: Values = {
+    "none": None,
+    "float": 1.5,
+    "word": "1",
+    "flag": True,
+    "list": [1],
+    "class": Tensor,
+}
+LABELS: Values = {
+    "none": None,
+    "word": "x",
+    "list": [1],
+    "class": Tensor,
+    "probabilities": zeros(2, 8),
+    "flags": ids(2, 8, dtype=torch.bool),
+    "of no row": ids(2, 7),
+    "meta": ids(2, 8, device="meta"),
+}
+CLASSES: Values = {
+    "word": "x",
+    "list": [1.0] * 5,
+    "class": Tensor,
+    "integers": ids(5),
+    "too many": zeros(6),
+    "scalar": zeros(()),
+    "meta": zeros(5, device="meta"),
+}
+LOSS: dict[str, Values] = {
+    "cp": CONTEXT,
+    "labels": LABELS,
+    "weight": CLASSES,
+    "ignore_index": INTEGER,
+    "reduction": {"none": None, "word": "none", "other": "max", "flag": True, "list": ["sum"]},
+    "label_smoothing": {
+        "negative": -0.1,
+        "more than 1": 1.5,
+        "word": "x",
+        "none": None,
+        "flag": True,
+    },
+    "count": {
+        "zero": 0,
+        "negative": -1,
+        "word": "x",
+        "flag": True,
+        "list": [1],
+        "flags": zeros((), dtype=torch.bool),
+        "several": zeros(2),
+    },
+    "seq_len": OPTIONS["seq_len"],
+}
 
 
 def entered(every: Any) -> None:
@@ -163,7 +215,7 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.hf.shard_batch": Subject(
         hf.shard_batch, {"cp": cp, "batch": batch, "model": nn.Linear(1, 1)},
         {
-            "cp": {"none": None, "word": "cp", "class": ContextParallel},
+            "cp": CONTEXT,
             "batch": {"none": None, "tensor": ids(2, 8), "list": [ids(2, 8)], "word": "x"},
             "model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
             "dropout_seed": OPTIONS["dropout_seed"],
@@ -172,6 +224,30 @@ SUBJECTS: dict[str, Subject] = {
     "ring_torch.ContextParallel.reduce_gradients": Subject(
         cp.reduce_gradients, {"model": nn.Linear(1, 1)},
         {"model": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear}},
+    ),
+    "ring_torch.cross_entropy": Subject(
+        ring_torch.cross_entropy,
+        {"cp": cp, "logits": zeros(2, 8, 5), "labels": ids(2, 8)},
+        {**LOSS, "logits": {"none": None, **bad_tensors(2, 8, 5), "of no token": zeros(2, 7, 5)}},
+    ),
+    "ring_torch.linear_cross_entropy": Subject(
+        ring_torch.linear_cross_entropy,
+        {"cp": cp, "hidden": zeros(2, 8, 3), "head_weight": zeros(5, 3), "labels": ids(2, 8)},
+        {
+            **LOSS, "hidden": {"none": None, **bad_tensors(2, 8, 3), "of no token": zeros(2, 7, 3)},
+            "head_weight": {"none": None, **bad_tensors(5, 3), "transposed": zeros(3, 5)},
+            "bias": {**CLASSES, "half": zeros(5).half()},
+            "tokens_at_once": {**LENGTH, "none": None},
+        },
+    ),
+    "ring_torch.dataloader": Subject(
+        ring_torch.dataloader, {"cp": cp, "loader": [ids(2, 8)]},
+        {
+            "cp": CONTEXT, "ignore_index": INTEGER,
+            "loader": {"none": None, "word": "x", "number": 1, "mapping": batch, "class": list},
+            "dp": {name: x for name, x in GROUP.items() if x is not None},
+            "balanced": FLAG,
+        },
     ),
     "ring_torch.check": Subject(
         entered, {"every": 1},

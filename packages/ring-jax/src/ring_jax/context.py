@@ -384,14 +384,7 @@ class ContextParallel:
             the size of the program, and the plan.
         """
         call, _, choice = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        launches = STRATEGIES[call.strategy].launches(call.program)
-        tables = sum(x.table.nbytes for x in launches if x.table is not None)
-        return (
-            f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n"
-            f"program            {len(launches)} launches or loops of them, forward and backward; "
-            f"{tables:,} bytes of work items of all ranks\n"
-            f"{viz.describe(call.program, pictures=False)}"
-        )
+        return explained(call, choice)
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
@@ -556,3 +549,15 @@ def _advice(what: str, name: str) -> str:
     if name == "q":
         return alone
     return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
+
+
+def explained(call: CallSpec, choice: Selection) -> str:
+    """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
+    launches = STRATEGIES[call.strategy].launches(call.program)
+    tables = sum(x.table.nbytes for x in launches if x.table is not None)
+    return (
+        f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n"
+        f"program            {len(launches)} launches or loops of them, forward and backward; "
+        f"{tables:,} bytes of work items of all ranks\n"
+        f"{viz.describe(call.program, pictures=False)}"
+    )

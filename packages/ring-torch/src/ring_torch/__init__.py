@@ -16,6 +16,11 @@ from ring_torch.checking.settings import check as check
 from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo
+from ring_torch.training.data import dataloader as dataloader
+from ring_torch.training.loss import (
+    cross_entropy as cross_entropy,
+    linear_cross_entropy as linear_cross_entropy,
+)
 
 __all__ = [
     "ContextParallel",
@@ -26,6 +31,9 @@ __all__ = [
     "UnsupportedError",
     "WrongResultError",
     "check",
+    "cross_entropy",
+    "dataloader",
+    "linear_cross_entropy",
     "ring_attention",
     "support_matrix",
 ]

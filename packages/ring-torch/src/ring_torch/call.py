@@ -10,10 +10,20 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import GatherProgram, Plan, Request, RingProgram, longest_gather
+from ring_core import (
+    GatherProgram,
+    LayoutSpec,
+    Plan,
+    Request,
+    RingProgram,
+    StrategyConfig,
+    longest_gather,
+)
 from ring_core.checks import Sizes
+from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
+from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
@@ -184,14 +194,21 @@ class Call(NamedTuple):
             self.acc_dtype, self.needs_grad, signature, self.number, self.params.dropout_seed,
         ))  # fmt: skip
 
-    def open_heads(self, signature: CallSignature, size: int) -> HeadCarrier:
+    def open_heads(self, signature: CallSignature, size: int, members: range | None) -> HeadCarrier:
         """Begin a pass that trades tokens for heads, in exchanges of at most ``size`` bytes a rank.
+
+        ``members`` are the ranks that trade, if it is a part of them. Those compare nothing among
+        themselves: all ranks have compared their calls before.
 
         Raises:
             RankMismatchError: A peer is making another call.
         """
+        ranks = self.ranks
+        if members is not None:
+            agree(ranks, self.number, self.params.dropout_seed, signature, self.device)
+            ranks = ranks.part(members)
         return self.transport.open_heads(
-            self.ranks, self.number, self.params.dropout_seed, signature, self.device, size
+            ranks, self.number, self.params.dropout_seed, signature, self.device, size
         )
 
     def gathered_columns(
@@ -222,7 +239,8 @@ class Resolution(NamedTuple):
         segment_ids: True if segment ids travel with K/V.
         is_short: True if K/V are so few that no work is done over own keys in place.
         returns_lse: True if the call returns ``lse``, whose gradient may need another kernel.
-        inner: The call of one rank for this rank's heads, if the strategy splits heads.
+        inner: The call for this rank's heads, if the strategy splits heads.
+        grid: The groups of ranks that trade tokens for heads, likewise.
     """
 
     program: RingProgram
@@ -236,6 +254,7 @@ class Resolution(NamedTuple):
     is_short: bool
     returns_lse: bool
     inner: Call | None
+    grid: RankGrid | None
 
     def saves_keys(self, gather: GatherProgram) -> bool:
         """Return True if the forward saves K/V that it gathers, which all ranks decide alike."""
@@ -268,6 +287,10 @@ class StrategySpec:
             sends them.
         splits_heads: True if it trades tokens for heads, over any transport, and its kernels run in
             an inner call of one rank, over all tokens of a part of the heads.
+        grid: With ``splits_heads``: returns the groups of ranks that trade, if these are not all
+            ranks. The inner call then runs between groups, by messages. Its last argument allows it
+            to wait for other ranks. It raises an ``UnsupportedError`` if there are no such groups,
+            on all ranks alike.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
@@ -278,12 +301,14 @@ class StrategySpec:
     refusals: Callable[[Plan, Request], Refusals] = _no_refusals
     opens_sessions: bool = False
     splits_heads: bool = False
+    grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
     is_automatic: Callable[[Transport], bool] = _is_never_automatic
     automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
-        return self.opens_sessions or self.splits_heads or transport.sends_messages
+        moves_by_any = self.opens_sessions or (self.splits_heads and self.grid is None)
+        return moves_by_any or transport.sends_messages
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
-from ring_torch.comm.ranks import Group
+from ring_torch.comm.ranks import Group, Ranks
 from ring_torch.compiled.movement import (
     halo_in_graph,
     relayout_in_graph,
@@ -447,11 +447,18 @@ class ContextParallel:
         modes = in_modes_of_torch(q, k, v, kwargs.get("deterministic", False))
         q, k, v, kwargs["deterministic"] = modes
         record = with_dense_mask(q, k, v, CallOptions(**kwargs), self.cp_size)
-        call, inputs = check_call(self._sharding.ranks, 0, self.layout, q, k, v, record)
-        return (
-            f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
-            f"{viz.describe(call.program, pictures=False)}"
-        )
+        return explained(self._sharding.ranks, self.layout, q, k, v, record)
+
+
+def explained(
+    ranks: Ranks, layout: LayoutSpec, q: Tensor, k: Tensor, v: Tensor, options: CallOptions
+) -> str:
+    """Return the text of :meth:`ContextParallel.explain`, for ranks that need not be there."""
+    call, inputs = check_call(ranks, 0, layout, q, k, v, options)
+    return (
+        f"{call.choice.describe()}\n{describe_strategy(call, inputs)}\n"
+        f"{viz.describe(call.program, pictures=False)}"
+    )
 
 
 def check_context(cp: object) -> None:

@@ -20,14 +20,13 @@ from ring_torch.launches.direct import (
     RepeatedLaunch,
     assert_unit_strides,
 )
+from ring_torch.records import Span
 
 #: Most partial results that :class:`JoinOnGpu` merges: those of a zigzag layout over own keys, keys
 #: of earlier tokens and, for half of the rows, keys of later ones.
 MOST_PARTIALS = 3
 _ROWS = 16
 _LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
-
-Span = tuple[int, int]  # first row, and how many
 
 
 def merge_on_gpu(acc: Tensor, acc_lse: Tensor, out: Tensor, lse: Tensor) -> None:

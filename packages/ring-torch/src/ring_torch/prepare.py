@@ -40,12 +40,12 @@ from ring_torch.buffers import KVPayload
 from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.checking.settings import SETTING, number_checked
-from ring_torch.comm.ranks import ALONE, Ranks, warn_if_alone
+from ring_torch.comm.ranks import Ranks, warn_if_alone
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
-from ring_torch.strategies import choose_strategy, resolve, strategy_names
+from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
 from ring_torch.transports import transport_names
 
 _LONGEST = 48  # characters of a list of numbers in an error message
@@ -297,12 +297,16 @@ def _prepare(
         request=request,
         probe=probe,
     )
+    grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
     inner = None
-    if spec.splits_heads:
-        split = head_plan(request.q_heads, request.kv_heads, ranks.size)
+    if grid is not None and ranks.size > 1:
+        split = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
+        outer, ways = ranks.part(grid.outer_ranks(ranks.rank)), ("auto", "auto")
+        if outer.size > 1:
+            ways = strategy_setting.outer, transport.name
         inner = _prepare(
-            ALONE, "contiguous", _facts_of_heads(facts, split),
-            options._replace(strategy="auto", transport="auto"), False, types, grads, setting, False,
+            outer, grid.outer_layout(layout), _facts_of_heads(facts, split),
+            options._replace(strategy=ways[0], transport=ways[1]), False, types, grads, setting, False,
             lse_grad=lse_grad, lengths=lengths,
         )  # fmt: skip
     choice = choose(config, request, program) if inner is None else inner.choice
@@ -316,7 +320,7 @@ def _prepare(
     is_short = spec.opens_sessions and ranks.size > 1 and transport.is_short(plan, keys, 1)
     resolution = Resolution(
         program, ranks.rank, request, choice.kernel, sizes, dtype.itemsize, needs_index,
-        request.segment_ids, is_short, options.return_lse, inner,
+        request.segment_ids, is_short, options.return_lse, inner, grid,
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
@@ -324,6 +328,8 @@ def _prepare(
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
+    if spec.grid is not None and grid is not None:
+        fields |= {"ulysses_size": grid.ulysses_size, "outer": strategy_setting.outer}
     return Call(
         ranks, plan, program, request, params, choice.kernel, choice, dtype, acc_dtype(dtype), device, needs_index,
         grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),

@@ -44,6 +44,14 @@ class KernelParams:
     heads: Tensor | None = None  # int64 [H], global query heads, for dropout; None counts from 0
 
 
+Span = tuple[int, int]  # first index, and how many
+
+
+def span_of(indices: slice) -> Span:
+    """Return a slice of one step as a span, in the form of :meth:`torch.Tensor.narrow`."""
+    return indices.start, indices.stop - indices.start
+
+
 class PositionRun(NamedTuple):
     """Tokens ``start <= n < stop`` at consecutive positions, the first of which is ``position``."""
 

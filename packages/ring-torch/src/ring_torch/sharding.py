@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -127,10 +127,9 @@ class Sharding:
         check_slice(x, dim)
         needs_grad = check_grad(x, grad)
         length = None if seq_len is None else check_size("seq_len", seq_len)
-        whole: Tensor = _unshard(
+        return _unshard(
             x, Unsharding(ranks, self.layout, dim % x.ndim, grad, needs_grad, number, length)
         )
-        return whole
 
     def positions(self, seq_len: int, *, device: torch.device | str | None = None) -> Tensor:
         """Return the global positions of this rank's tokens and padding, int64 ``[T_local]``."""
@@ -294,7 +293,7 @@ class _Unshard(torch.autograd.Function):
 
 
 # Compiled graphs use `ring_torch.compiled.unshard`. After a graph break this runs, untraced.
-_unshard = torch.compiler.disable(_Unshard.apply)
+_unshard: Callable[[Tensor, Unsharding], Tensor] = torch.compiler.disable(_Unshard.apply)
 
 
 def check_dim(x: object, dim: object, name: str = "x") -> int:

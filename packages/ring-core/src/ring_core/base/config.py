@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from ring_core.base.arguments import check_choice, check_flag
+from ring_core.base.arguments import check_choice, check_flag, check_size
 
 Band = Literal["full", "causal", "any"]
 
@@ -172,13 +172,17 @@ OPTION_WORDS = {
 }
 
 
-StrategyName = Literal["ring", "balanced", "gather", "ulysses"]
+StrategyName = Literal["ring", "balanced", "gather", "ulysses", "hybrid"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 
 RingStrategy = Literal["ring", "balanced"]  # strategies in which K/V go round in steps
 RING_STRATEGIES: tuple[RingStrategy, ...] = get_args(RingStrategy)
 
+OuterName = Literal["ring", "gather"]  # strategies between groups of ranks that split heads
+OUTER_NAMES: tuple[OuterName, ...] = get_args(OuterName)
+
 _LAYOUTS = {"balanced": ("contiguous",)}  # of strategies that need certain layouts
+_FIELDS = {"hybrid": ("ulysses_size", "outer")}  # of strategies that have parameters
 
 
 def takes_layout(strategy: str, layout: object) -> bool:
@@ -201,18 +205,19 @@ class StrategyConfig:
     """A strategy and its parameters, for ``strategy=`` where a name alone does not say enough.
 
     >>> from ring_core import StrategyConfig
-    >>> StrategyConfig("balanced").name
-    'balanced'
+    >>> StrategyConfig("hybrid", ulysses_size=8, outer="gather").outer
+    'gather'
 
     Args:
         name: ``auto``, ``ring`` (K/V go round the ranks, a step at a time), ``balanced`` (a ring
             over contiguous shards whose idle ranks compute for busy ones), ``gather`` (a rank
-            fetches all the K/V shards that its queries see) or ``ulysses`` (ranks exchange tokens
-            for heads; PyTorch only).
-        ulysses_size: Ranks that split heads rather than tokens. No strategy has it yet, nor the
-            next two.
-        outer: The strategy between groups of ranks that split heads.
-        local_size: Ranks of one host.
+            fetches all the K/V shards that its queries see), ``ulysses`` (ranks exchange tokens
+            for heads; PyTorch only) or ``hybrid`` (groups of consecutive ranks exchange tokens for
+            heads, and the ranks with the same heads go on by another strategy; PyTorch only).
+        ulysses_size: Of ``hybrid``: number of ranks of a group. ``None`` takes the most that divide
+            the ranks of a host, and are no more than query heads.
+        outer: Of ``hybrid``: the strategy between groups, ``ring`` or ``gather``.
+        local_size: Ranks of one host. No strategy has it yet.
 
     Raises:
         ValueError: A field that means nothing for it; of a call, no such strategy.
@@ -220,16 +225,23 @@ class StrategyConfig:
 
     name: str
     ulysses_size: int | None = None
-    outer: str = "ring"
+    outer: OuterName = "ring"
     local_size: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be that of a strategy, or 'auto', got {self.name!r}")
-        for field in fields(self)[1:]:  # no strategy has one of them yet
+        own_fields = _FIELDS.get(self.name, ())
+        for field in fields(self)[1:]:
             value = getattr(self, field.name)
+            if field.name in own_fields:
+                continue
             if type(value) is not type(field.default) or value != field.default:
                 raise ValueError(f"strategy {self.name!r} has no {field.name}; leave it out")
+        if self.ulysses_size is not None:
+            size = check_size("ulysses_size", self.ulysses_size)
+            object.__setattr__(self, "ulysses_size", size)  # the dataclass is frozen
+        check_choice("outer", self.outer, OUTER_NAMES)
 
     @property
     def ring_strategy(self) -> RingStrategy:

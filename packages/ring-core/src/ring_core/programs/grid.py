@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Literal, get_args
 
 import numpy as np
 
 from ring_core.base.arguments import Ints, check_choice, check_size
+from ring_core.base.config import OUTER_NAMES, OuterName
 from ring_core.base.errors import UnsupportedError
 from ring_core.layouts.layout import ChunkLayout, Layout, LayoutSpec
 from ring_core.programs.heads import too_many_ranks
-
-OuterName = Literal["ring", "gather"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,12 @@ class RankGrid:
         return range(rank % self.ulysses_size, self.ranks, self.ulysses_size)
 
     def outer_layout(self, layout: LayoutSpec) -> LayoutSpec:
-        """Return the layout over groups in which a group has the tokens that its ranks have."""
+        """Return the layout over groups in which a group has the tokens that its ranks have.
+
+        One group has all tokens, in natural order.
+        """
+        if self.outer_size == 1:
+            return "contiguous"
         if not isinstance(layout, ChunkLayout):
             return layout
         groups = (
@@ -104,7 +107,7 @@ def rank_grid(
     """
     check_size("ranks", ranks)
     check_size("q_heads", q_heads)
-    check_choice("outer", outer, get_args(OuterName))
+    check_choice("outer", outer, OUTER_NAMES)
     if layout == "striped":
         raise UnsupportedError(
             f"layout 'striped' gives a group of ranks tokens that outer={outer!r} cannot take: they are "
@@ -112,9 +115,9 @@ def rank_grid(
         )
     if ulysses_size is None:
         local = ranks if hosts is None else _ranks_of_a_host(hosts, ranks)
-        return RankGrid(ranks, max(_legal_sizes(local, q_heads)))
+        return RankGrid(ranks, max(legal_sizes(local, q_heads)))
     check_size("ulysses_size", ulysses_size)
-    legal = _legal_sizes(ranks, q_heads)
+    legal = legal_sizes(ranks, q_heads)
     if ulysses_size not in legal:
         reason = too_many_ranks(q_heads, ulysses_size) or f"it does not divide {ranks} ranks"
         raise UnsupportedError(
@@ -123,7 +126,7 @@ def rank_grid(
     return RankGrid(ranks, ulysses_size)
 
 
-def _legal_sizes(ranks: int, q_heads: int) -> list[int]:
+def legal_sizes(ranks: int, q_heads: int) -> list[int]:
     """Return the divisors of a number of ranks for which there are enough query heads."""
     return [n for n in range(1, min(ranks, q_heads) + 1) if ranks % n == 0]
 

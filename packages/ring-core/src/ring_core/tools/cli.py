@@ -20,7 +20,7 @@ from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import doctor
 from ring_core.tools.commands import add_command
-from ring_core.tools.sizes import size, window
+from ring_core.tools.sizes import add_mask_options, integer, mask_of
 
 #: Defaults of ``--heads``, ``--kv-heads`` and ``--head-dim``.
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -57,16 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    add = add_command(
+    plan = add_command(
         commands, "plan", "Show which rank computes what, and when.",
         example="python -m ring_core plan --seq-len 64k --cp 8 --layout all --window 4096,0",
         version=_VERSION,
-    ).add_argument  # fmt: skip
-    add(
-        "--seq-len", type=size, required=True, metavar="N",
-        help="queries over all ranks, such as 65536 or 64k",
     )  # fmt: skip
-    add("--kv-seq-len", type=size, metavar="N", help="keys over all ranks; default: as many")
+    add = plan.add_argument
+    add_mask_options(plan)
     add("--cp", required=True, metavar="P", help="number of ranks; several to compare: 2,4,8")
     add(
         "--layout", metavar="NAME",
@@ -76,19 +73,6 @@ def _parser() -> argparse.ArgumentParser:
         "--strategy", choices=RING_STRATEGIES, default=RING_STRATEGIES[0],
         help="default: %(default)s",
     )  # fmt: skip
-    add(
-        "--causal", action=argparse.BooleanOptionalAction, default=True,
-        help="a query sees no later key, which is the default",
-    )  # fmt: skip
-    add(
-        "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
-    )  # fmt: skip
-    add(
-        "--chunk-size", type=size, metavar="N",
-        help="tokens per chunk, where a query sees its own chunk only",
-    )  # fmt: skip
-    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents, in tokens")
     add(
         "--png", metavar="FILE",
         help="also draw the plan, or with --advise the costs, to a .png, .svg or .pdf file",
@@ -118,14 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> str:
     """Return the text of the ``plan`` command; with ``--png`` also draw to that file."""
     named = args.layout not in (None, "all")
-    ranks = [_integer("--cp", n) for n in args.cp.split(",")]
+    ranks = [integer("--cp", n) for n in args.cp.split(",")]
     _check_options(args, named=named, several=len(ranks) > 1)
-    mask = Mask(
-        causal=args.causal,
-        window=args.window,
-        chunk_size=args.chunk_size,
-        cu_seqlens=_cu_seqlens(args.cu_seqlens),
-    )
+    mask = mask_of(args)
     parts = []
     if named or not (args.advise or args.layout):
         program = _one_program(args, mask, ranks[0], args.layout or DEFAULT_LAYOUT, args.strategy)
@@ -291,18 +270,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             cells = [cell.rjust(width) for cell, width in zip(cells, sizes[1:], strict=True)]
         lines.append("  ".join([row[0].ljust(sizes[0]), *cells]))
     return "\n".join(lines)
-
-
-def _cu_seqlens(text: str | None) -> tuple[int, ...] | None:
-    """Read the offsets of ``--cu-seqlens``."""
-    return None if text is None else tuple(_integer("--cu-seqlens", n) for n in text.split(","))
-
-
-def _integer(option: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None
 
 
 def _has_color(choice: str) -> bool:

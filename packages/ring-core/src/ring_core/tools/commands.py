@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from ring_core import __version__  # all packages carry one version
-from ring_core.tools import bench
+from ring_core.tools import bench, explain
 
 #: Launchers of several processes, and the environment variables of their number and of the rank.
 LAUNCHERS = {
@@ -42,15 +42,17 @@ def add_command(
 
 def framework_commands(
     package: str, framework: str
-) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Make the command line of a framework's package: ``doctor``, ``matrix`` and ``bench``.
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Make the command line of a framework's package.
+
+    Its commands are ``doctor``, ``matrix``, ``explain`` and ``bench``.
 
     Args:
         package: The package, as ``ring_torch``.
         framework: The name of the framework, as ``PyTorch``.
 
     Returns:
-        The parser, and that of ``bench``, to which a package may add options of its own.
+        The parser, and those of ``explain`` and ``bench``, to which a package may add options.
     """
     program, version = f"python -m {package}", f"{package.replace('_', '-')} {__version__}"
     parser = argparse.ArgumentParser(
@@ -67,12 +69,18 @@ def framework_commands(
         commands, "matrix", "Show what each kernel supports.", example=f"{program} matrix",
         version=version,
     )  # fmt: skip
+    explain_parser = add_command(
+        commands, "explain", "Show what a call would do: its kernel, what travels, and the plan.",
+        example=f"{program} explain --cp 4 --seq-len 64k --heads 32/8", version=version,
+        more="Lengths are in tokens, of which k is 1,024. No other process is needed.",
+    )  # fmt: skip
+    explain.add_options(explain_parser)
     bench_parser = add_command(
         commands, "bench", "Time a ring against one device that computes everything.",
         example=f"{program} bench --seq-len 16k --window 4096,0", version=version,
     )  # fmt: skip
     bench.add_options(bench_parser)
-    return parser, bench_parser
+    return parser, explain_parser, bench_parser
 
 
 def is_refused(package: str, command: str) -> bool:

@@ -1,10 +1,10 @@
-"""Types for arguments of command lines: sizes as ``64k``, windows as ``4096,0``."""
+"""Arguments of command lines: sizes as ``64k``, windows as ``4096,0``, and those of a mask."""
 
 from __future__ import annotations
 
 import argparse
 
-from ring_core.masks.mask import Window
+from ring_core.masks.mask import Mask, Window
 
 _UNIT_SIZES = {"k": 1 << 10, "m": 1 << 20}
 
@@ -44,3 +44,69 @@ def window(text: str) -> Window:
             f"that a query sees"
         )
     return sides[0], sides[1]
+
+
+def head_counts(text: str) -> tuple[int, int]:
+    """Read numbers of query heads and of key/value heads as ``H/K``, or ``H`` for as many of both.
+
+    >>> head_counts("32/8"), head_counts("16")
+    ((32, 8), (16, 16))
+
+    Raises:
+        argparse.ArgumentTypeError: It is none, or the second does not divide the first.
+    """
+    counts = [int(n) if n.isdecimal() else 0 for n in text.split("/")]
+    if len(counts) > 2 or min(counts) < 1 or counts[0] % counts[-1]:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no H/K such as 32/8: query heads, and key/value heads, a divisor of them"
+        )
+    return counts[0], counts[-1]
+
+
+def add_mask_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a sequence and its mask, which :func:`mask_of` reads."""
+    add = parser.add_argument
+    add(
+        "--seq-len", type=size, required=True, metavar="N",
+        help="queries over all ranks, such as 65536 or 64k",
+    )  # fmt: skip
+    add("--kv-seq-len", type=size, metavar="N", help="keys over all ranks; default: as many")
+    add(
+        "--causal", action=argparse.BooleanOptionalAction, default=True,
+        help="a query sees no later key, which is the default",
+    )  # fmt: skip
+    add(
+        "--window", type=window, metavar="LEFT,RIGHT",
+        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
+    )  # fmt: skip
+    add(
+        "--chunk-size", type=size, metavar="N",
+        help="tokens per chunk, where a query sees its own chunk only",
+    )  # fmt: skip
+    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents, in tokens")
+
+
+def mask_of(args: argparse.Namespace) -> Mask:
+    """Return the mask that a command line asks for.
+
+    Raises:
+        ValueError: An option of it is malformed.
+    """
+    offsets = args.cu_seqlens
+    return Mask(
+        causal=args.causal, window=args.window, chunk_size=args.chunk_size,
+        cu_seqlens=None if offsets is None
+        else tuple(integer("--cu-seqlens", n) for n in offsets.split(",")),
+    )  # fmt: skip
+
+
+def integer(option: str, text: str) -> int:
+    """Read one of an option's integers.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{option} takes integers separated by commas, got {text!r}") from None

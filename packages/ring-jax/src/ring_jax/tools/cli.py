@@ -1,8 +1,8 @@
 """``python -m ring_jax``: show what can run on this machine, test it and time it.
 
 ``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
-all local devices with the float64 oracle; ``matrix`` shows what each kernel supports; ``bench``
-times a ring against one device that does all of it.
+all local devices with the float64 oracle; ``matrix`` shows what each kernel supports, and
+``explain`` what one call would do; ``bench`` times a ring against one device that does all of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from contextlib import suppress
 from typing import cast
 
 import jax
+from jax import Array, numpy as jnp
 
 from ring_core import support_matrix
-from ring_core.tools import bench, doctor
+from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
-from ring_jax.context import ContextParallel
+from ring_jax.context import ContextParallel, explained
+from ring_jax.prepare import check_call
+from ring_jax.records import CallOptions
 from ring_jax.tools import bench as _bench_jax
 from ring_jax.tools.doctor import (
     HOST_DEVICES,
@@ -51,11 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
     """
-    parser, _ = framework_commands("ring_jax", "JAX")
+    parser, *_ = framework_commands("ring_jax", "JAX")
     args = parser.parse_args(argv)
     if args.command == "matrix":
         print(matrix())
         return 0
+    if args.command == "explain":
+        return _explain(args)
     if is_refused("ring_jax", args.command):
         return 2
     _ask_for_host_devices()
@@ -68,6 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    """Run the command ``explain`` and print its text; return the exit code."""
+    texts: list[str] = []
+    try:
+        case = explain.case_of(args)
+        cp = _context_class()
+
+        def call(q: Array, k: Array, v: Array) -> None:
+            spec, _, choice = check_call(
+                cp.kernels, "cp", case.layout, case.cp_size, q, k, v, CallOptions(**case.options)
+            )
+            texts.append(explained(spec, choice))
+
+        shapes = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
+        q, k = shapes
+        jax.eval_shape(call, q, k, k)  # traced, so that no array is made
+    except (ValueError, RuntimeError) as error:
+        print(f"ring_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{case.describe(_platform())}\n{texts[0]}")
+    return 0
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -156,7 +156,7 @@ def agree(
             its previous one is.
         PeerError: A rank did not come within the group's timeout.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 or ranks.members is not None:  # of a part, the whole group has agreed
         return
     state = ranks.state
     if device.type != "cpu" and dist.get_backend(ranks.group) == "gloo":

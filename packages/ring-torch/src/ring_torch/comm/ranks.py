@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from threading import Event, Thread
@@ -28,7 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
-from ring_torch.comm.store import StoreAgreement, read_failure
+from ring_torch.comm.store import (
+    StoreAgreement,
+    publish_host,
+    read_failure,
+    read_hosts,
+    timeout_of,
+)
 
 Group = dist.ProcessGroup | DeviceMesh | None
 _LOG = logging.getLogger("ring_torch")
@@ -65,6 +71,7 @@ class GroupState:
     ended: dict[int, Any] = field(default_factory=dict)  # CUDA event by device
     streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
     runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
+    hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
 
     def check(self) -> None:
         """Refuse to send anything on a group on which a pass has failed.
@@ -86,11 +93,19 @@ class Ranks:
 
     The group is referenced weakly. Calls are cached, and a group that is kept after it is destroyed
     keeps its threads, which may abort the process when the interpreter ends.
+
+    Attributes:
+        group_ref: Reference to the process group; ``None`` for a rank that is alone.
+        rank: Number of this rank among these.
+        size: Number of ranks.
+        members: For some of a group's ranks (:meth:`part`), their numbers in the group.
+        state: State of the group.
     """
 
     group_ref: ref[dist.ProcessGroup] | None
     rank: int
     size: int
+    members: tuple[int, ...] | None = None
     state: GroupState = field(default_factory=GroupState, compare=False, repr=False)
 
     @property
@@ -121,6 +136,19 @@ class Ranks:
         """The rank after this one, round the ring."""
         return (self.rank + 1) % self.size
 
+    def part(self, members: Sequence[int]) -> Ranks:
+        """Return some of these ranks, ascending and this one among them, as ranks of their own.
+
+        Their messages are messages of the group: no group is made for them. They compare no calls,
+        as those of the whole group do.
+        """
+        if len(members) == 1:
+            return ALONE
+        assert self.members is None
+        return replace(
+            self, rank=members.index(self.rank), size=len(members), members=tuple(members)
+        )
+
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.
 
@@ -150,6 +178,9 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        if self.members is not None:  # messages go by the numbers that the group has for its ranks
+            sends = [(tensor, self.members[peer]) for tensor, peer in sends]
+            receives = [(tensor, self.members[peer]) for tensor, peer in receives]
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
         if not peers:
             return DONE
@@ -200,6 +231,9 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        if self.size == 1:
+            received.copy_(sent)
+            return DONE
         return self._all_to_all(sent, received, [], [], beside=False)
 
     def _runs_messages_together(self, device: torch.device) -> bool:
@@ -222,6 +256,12 @@ class Ranks:
         # Without it NCCL runs on the current stream, and no event is needed.
         options.asyncOp = beside
         peers = tuple([rank for rank in range(self.size) if rank != self.rank])
+        if self.members is not None:
+            peers = tuple([self.members[rank] for rank in peers])
+            sent_sizes, received_sizes = (
+                self._sizes_in_group(sizes or [1] * self.size)
+                for sizes in (sent_sizes, received_sizes)
+            )
         group = None if self.group_ref is None else self.group_ref()
         if group is None:  # it was destroyed
             group = not_none(self.group)
@@ -230,6 +270,11 @@ class Ranks:
         except RuntimeError as error:
             raise PeerError(peers, error) from error
         return Transfer(() if work is None else (work,), (sent,), peers)
+
+    def _sizes_in_group(self, sizes: Sequence[int]) -> list[int]:
+        """Return numbers for each of these ranks as numbers for each rank of the group."""
+        by_rank = dict(zip(not_none(self.members), sizes, strict=True))
+        return [by_rank.get(rank, 0) for rank in range(not_none(self.group).size())]
 
 
 ALONE = Ranks(None, 0, 1)
@@ -397,7 +442,30 @@ def ranks_of(group: Any) -> Ranks:
         raise ValueError(
             "group must be a process group that this rank belongs to; this rank is not in it"
         )
-    return _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
+    ranks = _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
+    if ranks.size > 1:
+        publish_host(group, rank)
+    return ranks
+
+
+def hosts_of(ranks: Ranks, device: torch.device, *, wait: bool) -> tuple[str, ...]:
+    """Return the name of each rank's host. Ranks leave it in the store when they first use a group.
+
+    Args:
+        ranks: All ranks of a group.
+        device: Device whose messages have the timeout.
+        wait: True to wait for ranks that have not used the group yet, up to the group's timeout.
+
+    Raises:
+        PeerError: A rank has not used the group.
+    """
+    if ranks.state.hosts is None:
+        group, timeout = not_none(ranks.group), timedelta(0)
+        if wait:
+            timeout = timeout_of(group, device)
+        with peer_errors(ranks.peers):
+            ranks.state.hosts = read_hosts(group, ranks.size, timeout)
+    return ranks.state.hosts
 
 
 def check_device(ranks: Ranks, device: torch.device) -> None:

@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import json
 import os
+import socket
 import struct
 import time
 from collections.abc import Callable
@@ -155,6 +156,32 @@ def read_failure(group: dist.ProcessGroup) -> str | None:
 def clear_failure(group: dist.ProcessGroup) -> None:
     """Delete the failure note of an earlier group with the same name and store."""
     _ask_store(lambda: _store_of(group).delete_key(f"{_base_key()}/failure"))
+
+
+def publish_host(group: dist.ProcessGroup, rank: int) -> None:
+    """Leave the name of this rank's host for the other ranks."""
+    _ask_store(lambda: _store_of(group).set(_host_key(rank), socket.gethostname()))
+
+
+def read_hosts(group: dist.ProcessGroup, size: int, timeout: timedelta) -> tuple[str, ...]:
+    """Return the name of each rank's host, which it leaves when it first uses the group.
+
+    Raises:
+        RuntimeError: A rank did not do so within the timeout.
+    """
+
+    def read() -> tuple[str, ...]:
+        store, keys = _store_of(group), [_host_key(rank) for rank in range(size)]
+        for key in keys:
+            _poll(store, key, timeout)
+        return tuple([store.get(key).decode() for key in keys])
+
+    return _with_timeout(read, timeout + _PATIENCE)
+
+
+def _host_key(rank: int) -> str:
+    """Return the key of a rank's host name."""
+    return f"{_base_key()}/host/{rank}"
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

@@ -351,8 +351,7 @@ class PackMove:
         """Return this rank's rows after the movement of ``x [T_local, ...]``, or its return."""
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         call = MoveCall(ranks, self, 0, needs_grad, ranks.next_call(), int(back))
-        moved: Tensor = move(x, call, ranks.size * self.offsets[-1])
-        return moved
+        return move(x, call, ranks.size * self.offsets[-1])
 
 
 def _offsets_text(offsets: tuple[int, ...]) -> str:

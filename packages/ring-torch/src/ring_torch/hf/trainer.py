@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
 from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
+from ring_torch.training.part import loss_part
 
 #: Names of the methods replaced on the Accelerator, and on the Trainer.
 _ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metrics")
@@ -383,11 +384,7 @@ class _LabelSmoother:
         items = (labels != ignored).sum() if num_items_in_batch is None else num_items_in_batch
         padding = logits.shape[1] * sharding.ranks.size - labels.shape[1]
         labels = sharding.shard(pad(labels, (0, padding), value=ignored)).to(logits.device)
-        local_sum = cross_entropy(
-            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
-            labels.flatten(),
-            ignore_index=ignored,
-            reduction="sum",
-            label_smoothing=self.smoother.epsilon,
+        part = loss_part(
+            logits, labels, items, ignore_index=ignored, label_smoothing=self.smoother.epsilon
         )
-        return self.hooks.total_of(local_sum / items) * share
+        return self.hooks.total_of(part) * share

@@ -207,8 +207,7 @@ def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, token
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     check_every, checked = check_of(ranks, number)
     call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)
-    moved: Tensor = move(x, call, tokens)
-    return moved
+    return move(x, call, tokens)
 
 
 def check_of(ranks: Ranks, number: int) -> tuple[int, int]:

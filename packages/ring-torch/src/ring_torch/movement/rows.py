@@ -8,7 +8,7 @@ is the forward again, without its fill. Nothing here knows of attention.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -382,4 +382,4 @@ class _MovementFunction(torch.autograd.Function):
 
 
 # Compiled graphs use `ring_torch.compiled.movement`. After a graph break this runs, untraced.
-move = torch.compiler.disable(_MovementFunction.apply)
+move: Callable[[Tensor, MoveCall, int], Tensor] = torch.compiler.disable(_MovementFunction.apply)

@@ -12,20 +12,22 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ring_core import Request, RingProgram, UnsupportedError
+from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError
+from ring_core.programs.grid import RankGrid
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
 from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies.balanced import BALANCED
 from ring_torch.strategies.gather import GATHER
+from ring_torch.strategies.hybrid import HYBRID
 from ring_torch.strategies.ring import RING
 from ring_torch.strategies.single import Single, only_item
 from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports.api import Traffic, Transport
 
 #: The strategies of ``strategy=``: ``auto`` takes the first of its own that can do a call.
-STRATEGIES: tuple[StrategySpec, ...] = (GATHER, RING, BALANCED, ULYSSES)
+STRATEGIES: tuple[StrategySpec, ...] = (GATHER, RING, BALANCED, ULYSSES, HYBRID)
 
 Way = tuple[StrategySpec, Transport]  # a strategy over a transport
 
@@ -95,12 +97,11 @@ def choose_strategy(
     candidates = list(ways(strategy, transport))
     if not candidates:
         senders = [f"transport={x.name!r}" for x in transports.TRANSPORTS if x.sends_messages]
-        with_sessions = [
-            f"strategy={x.name!r}" for x in STRATEGIES if x.opens_sessions or x.splits_heads
-        ]
+        (named,) = (x for x in transports.TRANSPORTS if x.name == transport)
+        over_it = [f"strategy={x.name!r}" for x in STRATEGIES if x.runs_over(named)]
         raise UnsupportedError(
             f"strategy {strategy!r} sends messages, and transport {transport!r} copies out of the "
-            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(with_sessions)}"
+            f"peers' memory. Instead: use {', '.join(senders)} or 'auto', or {' or '.join(over_it)}"
         )
     if ranks.size == 1:
         return next(ways(program.strategy))
@@ -114,6 +115,22 @@ def choose_strategy(
         f"strategy {strategy!r} over transport {candidates[-1][1].name!r}: {'; '.join(reasons)}. "
         f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
     )
+
+
+def grid_of(
+    config: StrategyConfig, ranks: Ranks, layout: LayoutSpec, request: Request, *, probe: bool
+) -> RankGrid | None:
+    """Return the groups of ranks that trade tokens for heads; ``None`` for other strategies.
+
+    Raises:
+        UnsupportedError: There are no such groups of these ranks.
+    """
+    spec = next((x for x in STRATEGIES if x.name == config.name and x.splits_heads), None)
+    if spec is None:
+        return None
+    if spec.grid is None:
+        return RankGrid(ranks.size, ranks.size)
+    return spec.grid(ranks, layout, request, config, probe)
 
 
 def _reasons(

@@ -158,7 +158,7 @@ class Gather(Strategy):
             group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
             # Each launch waits for the fetches that it needs; later ones go on beside it.
             results.append(
-                _attend(call, group_rows, columns, in_place, gather, arriving, group_state)
+                _attend_group(call, group_rows, columns, in_place, gather, arriving, group_state)
             )
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
@@ -298,7 +298,7 @@ class Gather(Strategy):
         )  # fmt: skip
 
 
-def _attend(
+def _attend_group(
     call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
     gather: GatherProgram, arriving: PendingKV, state: AttentionState,
 ) -> AttentionState:  # fmt: skip

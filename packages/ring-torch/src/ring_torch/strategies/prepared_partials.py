@@ -19,12 +19,11 @@ from ring_torch.buffers import KVPayload
 from ring_torch.kernels.api import Kernel, merge_into
 from ring_torch.kernels.library import PartialBackward, PartialForward
 from ring_torch.optional import has_triton
-from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock
+from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock, Span, span_of
 from ring_torch.transports.api import Put, repeated_put
 
 _MOST_PARTIALS = 3  # as many as one launch merges
 
-Span = tuple[int, int]  # first index, and how many
 KV = tuple[Tensor, Tensor]
 
 
@@ -184,7 +183,7 @@ def prepare_partials(
         ]  # fmt: skip
         partials.append(
             PartialLaunches(
-                *launches, _span(item.q_slice), _span(item.k_slice), waits_for, tuple(puts)
+                *launches, span_of(item.q_slice), span_of(item.k_slice), waits_for, tuple(puts)
             )
         )
     spans = [x.rows for x in partials]
@@ -227,7 +226,3 @@ def _joins(
 def _mark_nonfinite(lse: Tensor) -> Tensor:
     """Write NaN where ``lse`` is infinite: a score was not finite there. Return ``lse``."""
     return lse.masked_fill_(lse.isinf(), torch.nan)
-
-
-def _span(span: slice) -> Span:
-    return span.start, span.stop - span.start

@@ -19,11 +19,11 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
+    Span,
     empty_state,
+    span_of,
     unseen_state,
 )
-
-_Span = tuple[int, int]  # first index, and how many
 
 
 class MergedLaunch(NamedTuple):
@@ -37,8 +37,8 @@ class MergedLaunch(NamedTuple):
     """
 
     launch: ForwardLaunch
-    rows: _Span
-    columns: _Span
+    rows: Span
+    columns: Span
     merge: Callable[[AttentionState, AttentionState], None]
 
 
@@ -71,7 +71,7 @@ class RingWork:
     def __init__(self, prepared: PreparedRing, q: Tensor, into: AttentionState) -> None:
         self.into = into
         self._prepared, self._q = prepared, q
-        self._rows: dict[_Span, tuple[Tensor, AttentionState]] = {}
+        self._rows: dict[Span, tuple[Tensor, AttentionState]] = {}
         self._results: dict[int, AttentionState] = {}
 
     def run(self, step: int, k: Tensor, v: Tensor) -> None:
@@ -84,7 +84,7 @@ class RingWork:
             launch(q, k.narrow(1, *columns), v.narrow(1, *columns), *results, None)
             merge(into, results)
 
-    def _slices(self, rows: _Span, v_dim: int) -> tuple[Tensor, AttentionState, AttentionState]:
+    def _slices(self, rows: Span, v_dim: int) -> tuple[Tensor, AttentionState, AttentionState]:
         """Return queries and state of some rows, and memory for the results of a launch.
 
         That memory serves all launches of as many rows: each is merged before the next runs.
@@ -128,10 +128,8 @@ def prepare_ring(
             if launch is None:
                 return None
             merge = merge_of_seen(q, first=starts_everywhere and n == 0)
-            launches.append(MergedLaunch(launch, _span(item.q_slice), _span(item.k_slice), merge))
+            launches.append(
+                MergedLaunch(launch, span_of(item.q_slice), span_of(item.k_slice), merge)
+            )
         prepared.append(tuple(launches))
     return PreparedRing(tuple(prepared), starts_everywhere)
-
-
-def _span(span: slice) -> _Span:
-    return span.start, span.stop - span.start

@@ -10,7 +10,7 @@ fewer than ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
+from ring_core.programs.grid import RankGrid, legal_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
@@ -43,6 +44,8 @@ class Ulysses(Strategy):
 
     inner: Call
     heads: HeadPlan
+    grid: RankGrid
+    members: range | None = None  # ranks that trade tokens for heads; all if ``None``
     name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
@@ -50,8 +53,8 @@ class Ulysses(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
         layouts = exchanges_of(call, inputs, self.heads)
-        carry = call.open_heads(call.forward_signature, layouts.most_bytes)
-        tables = tables_of(call.plan, self.heads, call.ranks.rank, call.device)
+        carry = call.open_heads(call.forward_signature, layouts.most_bytes, self.members)
+        tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
         # own, and what follows on the stream waits for it ...
         q, k, v = to_heads(
@@ -63,14 +66,16 @@ class Ulysses(Strategy):
             traded = _with_options(carry, layouts, tables, inputs, traded)
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
         inner = self._inner(call, tables)
-        (out, lse), _ = attend(inner, self._inner_inputs(tables, inputs, traded))
+        (out, lse), inner_saved = attend(inner, self._inner_inputs(tables, inputs, traded))
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         own_out, own_lse = to_tokens(
             carry, layouts.results, (out, lse.transpose(1, 2).unsqueeze(-1)),
             (tables.rows, tables.rows),
         )  # fmt: skip
-        saved = (*[x for x in traded if x is not None], out, lse) if call.needs_grad else ()
+        saved: Saved = ()
+        if call.needs_grad:
+            saved = (*[x for x in traded if x is not None], out, lse, *inner_saved)
         if tables.q_slots is not None:
             own_out, own_lse = (x.index_select(2, tables.q_slots) for x in (own_out, own_lse))
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
@@ -81,10 +86,11 @@ class Ulysses(Strategy):
         Where they are whole, as no other rank adds to them, they are rounded before they travel.
         """
         layouts = exchanges_of(call, inputs, self.heads)
-        carry = call.open_heads(call.backward_signature, layouts.most_bytes)
-        tables = tables_of(call.plan, self.heads, call.ranks.rank, call.device)
-        *kept, out, lse = saved
-        traded = Traded.of(kept, inputs, shifts_bias=call.params.shifts_bias)
+        carry = call.open_heads(call.backward_signature, layouts.most_bytes, self.members)
+        tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
+        remaining = iter(saved)
+        traded = Traded.of(remaining, inputs, shifts_bias=call.params.shifts_bias)
+        out, lse, *inner_saved = remaining
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
@@ -100,7 +106,7 @@ class Ulysses(Strategy):
         inner = self._inner(call, tables)
         grads = inner.strategy.backward(
             inner, self._inner_inputs(tables, inputs, traded),
-            BackwardInputs(dout, out, lse, delta), (),
+            BackwardInputs(dout, out, lse, delta), tuple(inner_saved),
         )  # fmt: skip
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
@@ -139,11 +145,11 @@ class Ulysses(Strategy):
         layouts = exchanges_of(call, inputs, self.heads)
         token_parts = *layouts.qkv.parts, *(() if layouts.ids is None else layouts.ids.parts)
         shapes: Shapes = [
-            ((x.batch, call.ranks.size * x.length, x.heads, x.dim), x.dtype) for x in token_parts
+            ((x.batch, layouts.qkv.ranks * x.length, x.heads, x.dim), x.dtype) for x in token_parts
         ]
         shapes[3:] = [(shape[:2], dtype) for shape, dtype in shapes[3:]]  # of segment ids
         out, row = layouts.results.parts
-        length = call.ranks.size * out.length
+        length = layouts.qkv.ranks * out.length
         for buffer in (layouts.bias, layouts.bias_shift):
             if buffer is not None:
                 (x,) = buffer.parts
@@ -160,16 +166,19 @@ class Ulysses(Strategy):
         x = exchanges_of(call, inputs, self.heads)
         of_forward = x.qkv, x.ids, x.bias, x.bias_shift, x.results
         exchanges = of_forward if forward else (x.upstream, x.grads, x.bias_grad)
-        size = (call.ranks.size - 1) * sum(x.message.size for x in exchanges if x is not None)
+        size = (x.qkv.ranks - 1) * sum(
+            exchange.message.size for exchange in exchanges if exchange is not None
+        )
         return Traffic(size, size)
 
     def visible_pairs(self, call: Call) -> float:
         """Return the (query, key) pairs that a rank computes, per query head of the call.
 
-        A rank computes the pairs of all ranks for its heads, padding included.
+        A rank computes those of the inner call for its heads, padding included.
         """
+        del call
         heads: float = self.heads.q.shape[1] / len(self.heads.q_slots)
-        return float(call.program.work().sum()) * heads
+        return self.inner.strategy.visible_pairs(self.inner) * heads
 
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return how heads are padded and copied, if they are."""
@@ -190,9 +199,8 @@ class Traded(NamedTuple):
     bias_shift: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], inputs: Inputs, *, shifts_bias: bool) -> Traded:
-        """Put the tensors of a call that are there, in the order of fields, back into a record."""
-        remaining = iter(tensors)
+    def of(cls, remaining: Iterator[Tensor], inputs: Inputs, *, shifts_bias: bool) -> Traded:
+        """Take the tensors that are there, in the order of fields, and return them as a record."""
         has_ids, has_bias = inputs.q_ids is not None, inputs.bias is not None
         is_there = (True, True, True, has_ids, has_ids, has_bias, has_bias and shifts_bias)
         return cls._make([next(remaining) if x else None for x in is_there])
@@ -202,8 +210,8 @@ class Tables(NamedTuple):
     """Index tables of a call's exchanges, int64; ``None`` where tensors are in order already.
 
     Attributes:
-        rows: Global positions of all queries, in rank order.
-        columns: Global positions of all keys, in rank order.
+        rows: Places of the queries of all ranks that trade, in rank order.
+        columns: Places of their keys, in rank order.
         q: Query head of each place, over the ranks.
         kv: K/V head of each place, over the ranks.
         padding: Places of ``q`` that stand for no head, set with ``q``.
@@ -246,21 +254,20 @@ class Tables(NamedTuple):
 
 
 @capture_safe_cache(maxsize=64)
-def tables_of(plan: Plan, heads: HeadPlan, rank: int, device: torch.device) -> Tables:
+def tables_of(
+    plan: Plan, grid: RankGrid, heads: HeadPlan, rank: int, device: torch.device
+) -> Tables:
     """Return the index tables of a rank's exchanges."""
 
     def table(indices: npt.NDArray[Any], *, skip: bool) -> Tensor | None:
         """Return indices on the device, or ``None`` to ``skip`` them."""
         return None if skip else torch.as_tensor(indices.astype(np.int64)).to(device)
 
-    tokens = (
-        np.concatenate([positions(rank) for rank in range(plan.cp_size)])
-        for positions in (plan.positions, plan.k_positions)
-    )
+    tokens = (grid.places(layout, rank) for layout in (plan.q_layout, plan.k_layout))
     rows, columns = (table(x, skip=bool((np.diff(x) == 1).all())) for x in tokens)
     q_in_order = heads.q.size == len(heads.q_slots) and bool((np.diff(heads.q_slots) == 1).all())
     kv_in_order = heads.kv.size == len(heads.kv_slots)
-    own = heads.q_filled[rank].astype(np.int64)
+    own = heads.q_filled[grid.inner_ranks(rank).index(rank)].astype(np.int64)
     own_heads = torch.as_tensor(own).to(device)
     is_range = bool((np.diff(own) == 1).all())
     return Tables(
@@ -405,20 +412,29 @@ def _refusals(plan: Plan, request: Request) -> Refusals:
     """Return why ranks cannot trade heads: too few heads, or a bias that is too large to gather."""
     reasons = []
     if reason := too_many_ranks(request.q_heads, plan.cp_size):
-        reasons.append(reason)
-    gathered = plan.cp_size * request.shared_bias_bytes
-    if gathered > _MOST_SHARED_BIAS:
+        most = max(legal_sizes(plan.cp_size, request.q_heads))
         reasons.append(
-            f"each rank would gather a bias of {gathered / 2**30:.1f} GiB, whose one head all query "
-            f"heads share, and at most {_MOST_SHARED_BIAS >> 30} GiB are gathered"
+            f"{reason}; groups of {most} can: StrategyConfig('hybrid', ulysses_size={most})"
         )
-    return tuple(reasons)
+    return (*reasons, *shared_bias_refusals(request, plan.cp_size))
+
+
+def shared_bias_refusals(request: Request, ranks: int) -> Refusals:
+    """Return why so many ranks cannot gather a bias that all heads share, if there is one."""
+    gathered = ranks * request.shared_bias_bytes
+    if gathered <= _MOST_SHARED_BIAS:
+        return ()
+    reason = (
+        f"each rank would gather a bias of {gathered / 2**30:.1f} GiB, whose one head all query "
+        f"heads share, and at most {_MOST_SHARED_BIAS >> 30} GiB are gathered"
+    )
+    return (reason,)
 
 
 def _resolve(resolution: Resolution) -> Strategy:
-    request, ranks = resolution.request, resolution.program.plan.cp_size
-    heads = head_plan(request.q_heads, request.kv_heads, ranks)
-    return Ulysses(not_none(resolution.inner), heads)
+    request, grid = resolution.request, not_none(resolution.grid)
+    heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
+    return Ulysses(not_none(resolution.inner), heads, grid)
 
 
 ULYSSES = StrategySpec("ulysses", _resolve, _refusals, splits_heads=True)

@@ -2,8 +2,9 @@
 
 ``doctor`` shows versions, devices, and the kernels and transports that can run on them or why not,
 and compares each kernel with a float64 reference. ``matrix`` shows which options each kernel
-supports. ``bench`` times a ring against one device that computes the whole sequence, and with
-``--rates`` each kernel alone, for the table from which ``kernel="auto"`` chooses.
+supports, ``explain`` what one call would do. ``bench`` times a ring against one device that
+computes the whole sequence, and with ``--rates`` each kernel alone, for the table from which
+``kernel="auto"`` chooses.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pathlib import Path
 import torch
 
 from ring_core.choose.rates import RATES_VARIABLE
-from ring_core.tools import bench, doctor
+from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
+from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.context import explained
 from ring_torch.kernels import matrix
 from ring_torch.local import LocalRankError
+from ring_torch.options import CallOptions
 from ring_torch.tools import bench as _bench_torch, rates
 from ring_torch.tools.doctor import diagnose, ring_checks, shown, versions
 from ring_torch.transports import transport_names
@@ -33,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; ``None`` for those of the process.
     """
-    parser, bench_parser = framework_commands("ring_torch", "PyTorch")
+    parser, explain_parser, bench_parser = framework_commands("ring_torch", "PyTorch")
+    explain_parser.add_argument(
+        "--backward", action=argparse.BooleanOptionalAction, default=True,
+        help="a backward follows, which is the default",
+    )  # fmt: skip
     bench_parser.add_argument(
         "--transport",
         choices=transport_names(),
@@ -45,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
     )  # fmt: skip
     args = parser.parse_args(argv)
+    if args.command == "explain":
+        return _explain(args)
     if args.command != "matrix" and is_refused("ring_torch", args.command):
         return 2
     if args.command == "bench":
@@ -62,6 +72,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     diagnosis = diagnose()
     print(doctor.report(diagnosis, shown, as_json=args.json))
     return 0 if diagnosis.healthy else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    """Run ``explain``: print what rank 0 would do, on a GPU if there is one; return exit code."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        case = explain.case_of(args)
+        dtype, needs_grad = getattr(torch, case.dtype), case.backward
+        query_shape, key_shape = case.local_shapes
+        q, k, v = (
+            torch.empty(shape, dtype=dtype, device=device, requires_grad=needs_grad)
+            for shape in (query_shape, key_shape, key_shape)
+        )
+        ranks = ALONE if case.cp_size == 1 else Ranks(None, 0, case.cp_size)
+        text = explained(ranks, case.layout, q, k, v, CallOptions(**case.options))
+    except (ValueError, RuntimeError) as error:
+        print(f"ring_torch: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{case.describe(device)}\n{text}")
+    return 0
 
 
 def _time_kernels(path: Path, length: int | None) -> int:

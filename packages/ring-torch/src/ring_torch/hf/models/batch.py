@@ -19,13 +19,13 @@ from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.hf.models.check import ModelReport
 from ring_torch.hf.models.documents import STATED, check_positions, stated_documents
 from ring_torch.hf.models.placeholders import (
-    IGNORED,
     Placeholder,
     ShardedMask,
     ShiftedLabels,
     UnshiftedLabels,
 )
 from ring_torch.sharding import Sharding
+from ring_torch.training.part import IGNORED
 
 #: Tensors ``[B, T, ...]`` that are split, and the values they are padded with.
 _SPLIT = {

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from ring_core import UnsupportedError
 from ring_torch.sharding import Sharding
-
-IGNORED = -100  # the label of a token that has nothing to predict
+from ring_torch.training.part import IGNORED, loss_part
 
 
 class PlaceholderError(UnsupportedError, AttributeError):
@@ -147,11 +146,10 @@ class UnshiftedLabels(Placeholder):
             or reduction not in ("mean", "sum")
         ):
             raise PlaceholderError(cls._refusal)
-        total: Tensor = cross_entropy(
-            kwargs["input"], target.values, ignore_index=IGNORED, reduction="sum",
+        return loss_part(
+            kwargs["input"], target.values, target.items if reduction == "mean" else None,
             label_smoothing=kwargs.get("label_smoothing", 0.0),
         )  # fmt: skip
-        return total if reduction == "sum" else total / target.items
 
 
 @dataclass(frozen=True, eq=False)

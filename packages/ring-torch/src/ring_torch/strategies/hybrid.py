@@ -1,0 +1,120 @@
+"""Strategy ``hybrid``: groups of ranks trade tokens for heads; a ring or a gather between groups.
+
+Ranks stand in a :class:`ring_core.programs.grid.RankGrid`. In its group a rank trades tokens for
+heads as in ``ulysses``. Then it has all tokens of the group for a part of the heads, and attends
+together with the ranks of other groups that have the same heads::
+
+    4 ranks, groups of 2         first trade       then attend with
+    group 0   ranks 0 1          0 <-> 1           0 with 2
+    group 1   ranks 2 3          2 <-> 3           1 with 3
+
+That inner call is a ring or a gather over the layout that the groups' tokens have, in which work is
+as even as in the layout of the ranks. Messages of both go over the call's own process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError, head_plan
+from ring_core.base.arguments import not_none
+from ring_core.programs.grid import RankGrid, rank_grid
+from ring_torch.buffers import Shapes
+from ring_torch.call import Call, Resolution, StrategySpec
+from ring_torch.comm.ranks import Ranks, hosts_of
+from ring_torch.records import Inputs
+from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_refusals
+from ring_torch.transports.api import Traffic
+
+
+@dataclass(frozen=True)
+class Hybrid(Ulysses):
+    """Strategy ``hybrid``: the inner call runs between groups, over the tokens of this rank's.
+
+    The forward saves what the inner call saves, too.
+    """
+
+    name: str = "hybrid"
+
+    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Return the shapes of the inner call's inputs and results, and of what it saves."""
+        shapes = super().saved_shapes(call, inputs, plan_known=plan_known)
+        if not call.needs_grad:
+            return shapes
+        inner_inputs = self._shapes_inside(call, inputs)
+        inner_shapes = self.inner.strategy.saved_shapes(
+            self.inner, inner_inputs, plan_known=plan_known
+        )
+        return [*shapes, *inner_shapes]
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of a pass's exchanges of heads, and of the inner call."""
+        inside = self._shapes_inside(call, inputs)
+        strategy = self.inner.strategy
+        inner_saved = bool(strategy.saved_shapes(self.inner, inside, plan_known=True))
+        passes = (
+            super().traffic(call, inputs, forward=forward, saved=saved),
+            strategy.traffic(self.inner, inside, forward=forward, saved=inner_saved),
+        )
+        return Traffic(*map(sum, zip(*passes, strict=True)))
+
+    def _shapes_inside(self, call: Call, inputs: Inputs) -> Inputs:
+        """Return tensors without numbers, of the shapes of the inner call's q, k, v and ids."""
+        layouts = exchanges_of(call, inputs, self.heads)
+        q, k, v = (
+            torch.empty(
+                (x.batch, layouts.qkv.ranks * x.length, x.heads, x.dim), dtype=x.dtype, device="meta"
+            )
+            for x in layouts.qkv.parts
+        )  # fmt: skip
+        q_ids = k_ids = None
+        if layouts.ids is not None:
+            q_ids, k_ids = (
+                torch.empty(x.shape[:2], dtype=torch.int32, device="meta") for x in (q, k)
+            )
+        return Inputs(q, k, v, q_ids, k_ids, None, None, None)
+
+    def notes(self, call: Call) -> tuple[str, ...]:
+        """Return the ranks with which this one exchanges, and what is special about heads."""
+        rank, grid = call.ranks.rank, self.grid
+        lines = [f"trades tokens for heads with ranks {_listed(grid.inner_ranks(rank))}"]
+        if grid.outer_size > 1:
+            name = self.inner.strategy.name
+            lines.append(f"then {name} with ranks {_listed(grid.outer_ranks(rank))}")
+        return (*lines, *self.inner.strategy.notes(self.inner), *super().notes(call))
+
+
+def _listed(ranks: range) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _grid(
+    ranks: Ranks, layout: LayoutSpec, request: Request, config: StrategyConfig, probe: bool
+) -> RankGrid:
+    """Return the grid of a call's ranks.
+
+    Raises:
+        UnsupportedError: These ranks make no such grid, or a bias is too large to gather.
+    """
+    hosts = None
+    if config.ulysses_size is None and ranks.size > 1:
+        hosts = hosts_of(ranks, torch.device(request.device), wait=probe)
+    grid = rank_grid(
+        ranks.size, request.q_heads, layout, outer=config.outer,
+        ulysses_size=config.ulysses_size, hosts=hosts,
+    )  # fmt: skip
+    if reasons := shared_bias_refusals(request, grid.ulysses_size):
+        raise UnsupportedError(f"strategy {config.name!r}: {'; '.join(reasons)}")
+    return grid
+
+
+def _resolve(resolution: Resolution) -> Hybrid:
+    request, grid = resolution.request, not_none(resolution.grid)
+    heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
+    members = grid.inner_ranks(resolution.rank) if grid.outer_size > 1 else None
+    return Hybrid(not_none(resolution.inner), heads, grid, members)
+
+
+HYBRID = StrategySpec("hybrid", _resolve, splits_heads=True, grid=_grid)

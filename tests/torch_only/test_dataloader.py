@@ -1,0 +1,222 @@
+"""Batches for rings: the same on the ranks of a ring, others across rings; runs are resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from ring_core import Mask, RankMismatchError, make_plan, ring_program
+from ring_torch import ContextParallel, dataloader
+from ring_torch.local import LocalRanks
+
+IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+def documents(number: int = 14) -> list[Tensor]:
+    """Documents of unlike lengths; the token ids of each say which it is."""
+    return [torch.arange(3 + 5 * n % 11) + 100 * n for n in range(number)]
+
+
+def shuffled(seed: int = 0, documents_at_once: int = 3) -> Iterable[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        documents(),  # type: ignore[arg-type]  # a list is a dataset to torch
+        documents_at_once, shuffle=True, generator=generator, collate_fn=list,
+    )  # fmt: skip
+
+
+class Counted:
+    """A loader with a state of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < 6:
+            self.at += 1
+            self.read += 1
+            yield torch.full((2, 5), self.at)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _rings() -> tuple[ContextParallel, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    return ContextParallel(mesh["cp"]), mesh["dp"]
+
+
+def _packed_for_each_ring(rank: int) -> None:
+    cp, dp = _rings()
+    batches = list(dataloader(cp, shuffled(), dp=dp))
+    whole = list(shuffled())  # 5 batches; the last is of no turn
+    assert len(batches) == len(dataloader(cp, shuffled(), dp=dp)) == 2
+    for step, batch in enumerate(batches):
+        docs = whole[2 * step + rank // 2]
+        lengths = [len(x) for x in docs]
+        assert batch.seq_len == sum(lengths)
+        assert batch.cu_seqlens == (0, *torch.tensor(lengths).cumsum(0).tolist())
+        rows = {
+            name: cp.unshard(getattr(batch, name), dim=dim, seq_len=batch.seq_len)
+            for name, dim in (("tokens", 1), ("labels", 1), ("positions", 0))
+        }
+        assert rows["tokens"].tolist() == [torch.cat(docs).tolist()]
+        assert rows["positions"].tolist() == [n for x in lengths for n in range(x)]
+        shifted = [y for x in docs for y in (*x[1:].tolist(), IGNORED)]
+        assert rows["labels"].tolist() == [shifted]
+        both = whole[2 * step] + whole[2 * step + 1]
+        assert batch.count == sum(len(x) - 1 for x in both)
+        counted = (batch.labels != IGNORED).sum()
+        dist.all_reduce(counted)  # padding has no labels
+        assert counted == batch.count
+
+
+def test_documents_are_packed_for_each_ring(pool: LocalRanks) -> None:
+    pool.run(_packed_for_each_ring)
+
+
+def _balanced(rank: int) -> None:
+    del rank
+    cp = ContextParallel()
+    lengths = (40, 1400, 30, 70, 300, 150)
+    docs = [torch.arange(n) for n in lengths]
+    (batch,) = dataloader(cp, [docs], balanced=True)
+    tokens = sum(lengths)
+    assert batch.cu_seqlens is not None
+    assert (batch.seq_len, batch.cu_seqlens[-2:]) == (2048, (tokens, 2048))
+    joined = batch.cp.unshard(batch.tokens)[:, :tokens]
+    assert joined.tolist() == [torch.cat(docs).tolist()]
+    assert batch.count == tokens - len(lengths)  # none in the padding
+    mask = Mask(causal=True, cu_seqlens=batch.cu_seqlens)
+    imbalance = {
+        name: ring_program(make_plan(mask, seq_len=2048, cp_size=4, layout=layout)).imbalance
+        for name, layout in (("zigzag", cp.layout), ("balanced", batch.cp.layout))
+    }  # fmt: skip
+    assert imbalance["balanced"] < 1.1 < imbalance["zigzag"]
+    with pytest.raises(ValueError, match="balanced=True is for batches of documents"):
+        next(iter(dataloader(cp, [torch.ones(1, 8).long()], balanced=True)))
+
+
+def test_each_batch_has_a_balanced_layout(pool: LocalRanks) -> None:
+    pool.run(_balanced)
+
+
+def _rows_with_labels(rank: int) -> None:
+    cp, _ = _rings()
+    tokens = torch.arange(14).reshape(2, 7) + 100 * (rank // 2)
+    labels = tokens.masked_fill(torch.arange(7) < 3, IGNORED)
+    (batch,) = dataloader(cp, [{"input_ids": tokens, "labels": labels}], dp="own")
+    joined = cp.unshard(batch.labels, seq_len=7)
+    assert joined.tolist() == [[IGNORED, IGNORED, *x[3:].tolist(), IGNORED] for x in tokens]
+    assert (batch.count, batch.cu_seqlens, batch.seq_len) == (8, None, 7)
+    assert batch.tokens.shape == (2, 4)
+    assert batch.to("meta").tokens.is_meta
+
+
+def test_rows_of_each_rings_own_loader(pool: LocalRanks) -> None:
+    pool.run(_rows_with_labels)
+
+
+def _resumed(rank: int) -> None:
+    del rank
+    cp, dp = _rings()
+    for make in (shuffled, Counted):
+        expected = [x.tokens.tolist() for x in dataloader(cp, make(), dp=dp)]
+        first = dataloader(cp, make(), dp=dp)
+        batches = iter(first)
+        head = [next(batches).tokens.tolist()]
+        state = first.state_dict()
+        batches.close()  # type: ignore[attr-defined]  # a generator
+        source = make()
+        second = dataloader(cp, source, dp=dp)
+        second.load_state_dict(state)
+        assert head + [x.tokens.tolist() for x in second] == expected
+        assert second.state_dict()["batches"] == 0  # the pass has ended, and another begins
+        if isinstance(source, Counted):
+            assert source.read == 4  # not the first 2 again
+            assert len([*second]) == 3
+    other = dataloader(cp, shuffled(seed=1), dp=dp)
+    other.load_state_dict(first.state_dict() | {"loader": None, "batches": 1, "digest": "00"})
+    with pytest.raises(ValueError, match="yields other batches than when this state was saved"):
+        next(iter(other))
+
+
+def test_a_run_that_was_cut_off_goes_on(pool: LocalRanks) -> None:
+    pool.run(_resumed)
+
+
+def _another_seed(rank: int, seeds: list[int]) -> str:
+    cp, dp = _rings()
+    try:
+        list(dataloader(cp, shuffled(seeds[rank]), dp=dp))
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("seeds", [[0, 1, 0, 0], [0, 0, 1, 1]], ids=["of a ring", "of rings"])
+def test_ranks_that_read_other_batches_are_told(pool: LocalRanks, seeds: list[int]) -> None:
+    for error in pool.run(_another_seed, seeds):  # also on ranks whose ring reads the same
+        assert "read different batches until batch 0" in error
+        assert "seed the loader's generator alike" in error
+
+
+def _without_dp(rank: int) -> None:
+    del rank
+    cp, dp = _rings()
+    with pytest.raises(ValueError, match=r"dp is missing: the ring has 2 of 4 ranks.*mesh\['dp'\]"):
+        dataloader(cp, [])
+    with pytest.raises(ValueError, match="no other rank than this one in common"):
+        dataloader(ContextParallel(), [], dp=dp)
+
+
+def test_more_ranks_than_those_of_a_ring_need_dp(pool: LocalRanks) -> None:
+    pool.run(_without_dp)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (torch.zeros(3, dtype=torch.int64), "input_ids of a batch must be int64"),
+        (torch.zeros(1, 3), "input_ids of a batch must be int64"),
+        ([], "a list of documents"),
+        ([torch.zeros(0, dtype=torch.int64)], "a list of documents"),
+        ("text", "a list of documents"),
+        ({"tokens": torch.zeros(1, 3)}, "has input_ids and may have labels"),
+        (
+            {"input_ids": torch.ones(1, 3).long(), "labels": torch.ones(1, 2).long()},
+            "labels of a batch must be of the lengths of its input_ids",
+        ),
+    ],
+)
+def test_batches_of_another_form_are_refused(item: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        next(iter(dataloader(ContextParallel(), [item])))
+
+
+@pytest.mark.parametrize("state", [None, {}, {"batches": -1, "digest": "", "loader": None}])
+def test_states_of_something_else_are_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match=r"state( must be what|\['batches'\])"):
+        dataloader(ContextParallel(), []).load_state_dict(state)
+    with pytest.raises(ValueError, match="the same kind of loader"):
+        dataloader(ContextParallel(), Counted()).load_state_dict(
+            {"batches": 1, "digest": "", "loader": None}
+        )

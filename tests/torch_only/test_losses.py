@@ -1,0 +1,196 @@
+"""Cross entropy of a rank's tokens: the ranks' parts add up to torch's, in value and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
+
+from ring_core import UnsupportedError
+from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy
+from ring_torch.local import LocalRanks
+
+SIZE, VOCAB, DIM, LENGTH = 2, 11, 6, 16
+IGNORED = -100
+
+#: Options that mean what they mean to torch.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smooth": {"label_smoothing": 0.2},
+    "weights": {"weight": True},
+    "weights, smooth": {"weight": True, "label_smoothing": 0.3},
+    "class 3 is ignored": {"ignore_index": 3, "label_smoothing": 0.1},
+    "sum": {"reduction": "sum", "weight": True},
+}
+#: Which labels are ignored: none on any rank, some, all of rank 0, or all.
+IGNORES = ("few", "rank 0", "all")
+MODES = ("eager", "compiled", "autocast", "checkpoint", "compiled checkpoint")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(SIZE) as ranks:
+        yield ranks
+
+
+class Whole:
+    """The whole sequences, equal on all ranks, and a head."""
+
+    def __init__(
+        self, dtype: torch.dtype, ignored: str, length: int, options: dict[str, Any]
+    ) -> None:
+        random = torch.Generator().manual_seed(0)
+        draw = partial(torch.randn, generator=random, dtype=torch.float64)
+        self.hidden = draw(2, length, DIM).to(dtype)
+        self.head, self.bias = draw(VOCAB, DIM).to(dtype), draw(VOCAB).to(dtype)
+        self.labels = torch.randint(VOCAB, (2, length), generator=random)
+        self.options = dict(options)
+        if self.options.get("weight"):
+            wide = torch.promote_types(dtype, torch.float32)
+            self.options["weight"] = torch.rand(VOCAB, generator=random).to(wide)
+        drop = self.options.get("ignore_index", IGNORED)
+        self.labels[0, :5] = drop
+        if ignored == "rank 0":  # in zigzag it holds the first quarter and the last
+            self.labels[:, : length // 4] = self.labels[:, -(length // 4) :] = drop
+        if ignored == "all":
+            self.labels[:] = drop
+
+    def expected(self) -> tuple[Tensor, list[Tensor]]:
+        """Torch's loss on one process, and the gradients of hidden, head and bias."""
+        leaves = [x.clone().requires_grad_() for x in (self.hidden, self.head, self.bias)]
+        logits = functional.linear(*leaves)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = functional.cross_entropy(wide.flatten(0, 1), self.labels.flatten(), **self.options)
+        return loss.detach(), list(torch.autograd.grad(loss, leaves))
+
+
+def _loss(
+    cp: ContextParallel, is_linear: bool, seq_len: int | None, options: dict[str, Any],
+    hidden: Tensor, labels: Tensor, head: Tensor, bias: Tensor,
+) -> Tensor:  # fmt: skip
+    if is_linear:
+        return linear_cross_entropy(
+            cp, hidden, head, labels, bias=bias, seq_len=seq_len, tokens_at_once=3, **options
+        )
+    return cross_entropy(
+        cp, functional.linear(hidden, head, bias), labels, seq_len=seq_len, **options
+    )
+
+
+def _compare(
+    rank: int, is_linear: bool, mode: str, dtype: torch.dtype, ignored: str, length: int,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Compare the sum of parts, and gradients of sharded and of whole tensors, with torch's."""
+    del rank
+    cp = ContextParallel()
+    whole = Whole(dtype, ignored, length, options)
+    value, grads = whole.expected()
+    padded = length % 4 != 0
+    hidden = cp.shard(whole.hidden, pad=padded).requires_grad_()
+    labels = cp.shard(whole.labels, pad=padded)  # its padding is class 0, which is not ignored
+    head, bias = whole.head.clone().requires_grad_(), whole.bias.clone().requires_grad_()
+    function: Any = partial(_loss, cp, is_linear, length if padded else None, whole.options)
+    if "compiled" in mode:
+        torch.compiler.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    if "checkpoint" in mode:
+        function = partial(checkpoint, function, use_reentrant=False)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        part = function(hidden, labels, head, bias)
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    assert hidden.grad is not None and head.grad is not None and bias.grad is not None
+    for x in (head, bias):
+        assert x.grad is not None
+        dist.all_reduce(x.grad)
+    coarse = dtype == torch.bfloat16 or mode == "autocast"
+    close: Any = partial(torch.testing.assert_close, equal_nan=True, check_dtype=False)
+    if coarse:
+        close = partial(close, rtol=2e-2, atol=2e-2 * max(1.0, float(grads[0].abs().max())))
+    close(total, value)
+    close(hidden.grad, cp.shard(grads[0], pad=padded))
+    close(head.grad, grads[1])
+    close(bias.grad, grads[2])
+
+
+def _compare_all(rank: int, is_linear: bool, mode: str, cases: list[tuple[Any, ...]]) -> None:
+    for case in cases:
+        try:
+            _compare(rank, is_linear, mode, *case)
+        except BaseException as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.nightly(
+    unless=[
+        "eager-logits",
+        "eager-hidden",
+        "checkpoint-logits",
+        "autocast-hidden",
+        "compiled checkpoint-hidden",
+    ]
+)
+@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_add_up_to_the_loss_of_one_process(
+    pool: LocalRanks, mode: str, is_linear: bool
+) -> None:
+    cases: list[tuple[Any, ...]] = [
+        (torch.float64, ignored, LENGTH, options)
+        for ignored in IGNORES for options in OPTIONS.values()
+    ]  # fmt: skip
+    cases += [(torch.float64, "few", 7, options) for options in OPTIONS.values()]
+    cases += [(dtype, "few", LENGTH, {}) for dtype in (torch.float32, torch.bfloat16)]
+    if "compiled" in mode:
+        cases = [*cases[3:5], *cases[-4:]]
+    if mode == "autocast":
+        cases = [(torch.float32, ignored, LENGTH, x) for _, ignored, _, x in cases[:4]]
+    pool.run(_compare_all, is_linear, mode, cases)
+
+
+def _differ_in_count(rank: int) -> None:
+    """Ranks hold unlike numbers of labels; with a count nothing is sent, so one may be alone."""
+    cp = ContextParallel()
+    logits, labels = torch.randn(1, 8, VOCAB), torch.zeros(1, 8, dtype=torch.int64)
+    if rank == 0:
+        part = cross_entropy(cp, logits, labels, count=torch.tensor(4))
+        torch.testing.assert_close(part, functional.cross_entropy(logits[0], labels[0]) * 2)
+
+
+def test_with_a_count_nothing_is_sent(pool: LocalRanks) -> None:
+    pool.run(_differ_in_count)
+
+
+def test_logits_of_many_tokens_are_never_whole() -> None:
+    tokens, classes, dim = 131_072, 256, 8
+    cp = ContextParallel()
+    hidden = torch.randn(1, tokens, dim, requires_grad=True)
+    head = nn.Linear(dim, classes, bias=False)
+    labels = torch.full((1, tokens), 3)
+    with profile(profile_memory=True) as profiled:
+        linear_cross_entropy(cp, hidden, head.weight, labels).backward()
+    largest = max(event.self_cpu_memory_usage for event in profiled.events())
+    whole = 4 * tokens * classes
+    assert 4 * tokens * dim <= largest <= 8 * tokens * dim < whole / 8  # hidden's, labels'
+    with profile(profile_memory=True) as profiled:  # a loss of logits does hold them
+        cross_entropy(cp, head(hidden), labels).backward()
+    assert max(event.self_cpu_memory_usage for event in profiled.events()) >= whole
+
+
+def test_second_derivatives_of_a_loss_in_pieces_are_refused() -> None:
+    cp = ContextParallel()
+    hidden = torch.randn(4, 3, requires_grad=True)
+    loss = linear_cross_entropy(cp, hidden, torch.randn(5, 3), torch.zeros(4, dtype=torch.int64))
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        torch.autograd.grad(grad.sum(), hidden)
