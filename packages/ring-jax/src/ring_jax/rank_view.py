@@ -35,7 +35,6 @@ from ring_jax.records import (
 )
 from ring_jax.search import searchsorted
 
-
 Table = npt.NDArray[np.int32]
 
 
