@@ -65,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     For torch, start the process that ranks are forked from with all they import, once.
     """
     backend = config.getoption("--backend")
-    also = {
-        "torch": ("ring_torch.hf", "transformers.trainer", "peft"),
+    also = {  # the compiler would else be imported by each rank that compiles: two seconds
+        "torch": ("ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx"),
         "torch-triton": ("triton",),
     }
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
@@ -102,7 +102,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    # Traces are many objects that live: a fifteenth of the time went into looking for others.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 

@@ -56,9 +56,7 @@ def test_options(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="without Gluon Hopper gets the kernels of plain Triton")
-@pytest.mark.nightly(
-    unless=["True-64-only", "True-64-last", "True-128-later", "False-64-later", "False-128-first"]
-)
+@pytest.mark.nightly(unless=["True-64-only", "True-64-last", "True-128-later", "False-128-first"])
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])  # the last tiles are shared where it is full

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from cases import Case
+import torch
+from cases import CASES, Case
 from tolerances import assert_close
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from ring_core import Mask, StrategyConfig
+import ring_torch
+from ring_core import Mask, RankMismatchError, StrategyConfig, UnsupportedError
+from ring_torch.local import LocalRanks
 
 OUTER: tuple[Any, ...] = ("ring", "gather")
 
@@ -18,6 +25,7 @@ def hybrid(outer: Any, size: int | None = 2) -> StrategyConfig:
     return StrategyConfig("hybrid", ulysses_size=size, outer=outer)
 
 
+@pytest.mark.nightly(unless=["1-gather", "2-ring", "None-ring"])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("size", [1, 2, 4, None])
 def test_groups_of_every_size(size: int | None, outer: Any, backend: Any) -> None:
@@ -29,6 +37,7 @@ def test_groups_of_every_size(size: int | None, outer: Any, backend: Any) -> Non
 HEADS = [(8, 4), (4, 1), (7, 7), (9, 3), (6, 2)]
 
 
+@pytest.mark.nightly(unless=["8-4-ring", "7-7-gather", "9-3-ring", "6-2-gather"])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
 def test_all_options_go_together(heads: tuple[int, int], outer: Any, backend: Any) -> None:
@@ -38,3 +47,199 @@ def test_all_options_go_together(heads: tuple[int, int], outer: Any, backend: An
         segments="pair", lse_grad=True,
     )  # fmt: skip
     assert_close(case, backend.run(case, strategy=hybrid(outer)))
+
+
+#: Cases of the table for two groups of two ranks, whose strategy is that of a ring.
+TABLE = [
+    replace(case, heads=(max(2, case.heads[0]), case.heads[1]))
+    for case in CASES.values()
+    if case.cp_size == 4 and case.strategy == "ring" and case.layout != "striped"
+]
+
+
+@pytest.mark.nightly(only=[case.name for case in TABLE if "again" in case.nightly])
+@pytest.mark.parametrize("case", TABLE, ids=[case.name for case in TABLE])
+def test_case(case: Case, backend: Any) -> None:
+    outer = OUTER[TABLE.index(case) % 2 and case.mask.predicate is None]
+    assert_close(case, backend.run(case, strategy=hybrid(outer)))
+
+
+def _prefix(q_pos: Any, k_pos: Any) -> Any:
+    return (k_pos <= q_pos) | (k_pos < 6)
+
+
+PREFIX = Mask(predicate=_prefix)
+
+
+def attend(rank: int, strategy: Any = None, layout: Any = "zigzag", **options: Any) -> list[Tensor]:
+    """Results and gradients of a call of this rank's own random numbers."""
+    torch.manual_seed(rank)
+    *qkv, dout = (torch.randn(1, 8, heads, 16) for heads in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in qkv]
+    out = ring_torch.ring_attention(
+        *leaves,
+        causal="mask" not in options,
+        layout=layout,
+        strategy=strategy or hybrid("ring"),
+        **options,
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def refused(rank: int, options: dict[str, Any]) -> str:
+    """What a call is told before anything is sent."""
+    with pytest.raises(UnsupportedError) as error:
+        attend(rank, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"layout": "striped"}, "layout 'striped' gives a group of ranks tokens that outer='ring'"),
+        ({"strategy": hybrid("gather", 3)}, "ulysses_size=3: it does not divide 4 ranks"),
+        ({"strategy": hybrid("ring", 8)}, "ulysses_size=8: q has 4 heads"),
+        ({"transport": "symm_mem"}, "strategy 'hybrid' sends messages"),
+        ({"strategy": hybrid("gather"), "mask": PREFIX}, "outer='gather': strategy 'gather' over "),
+    ],
+    ids=["striped", "divides", "heads", "transport", "predicate"],
+)  # fmt: skip
+def test_what_is_refused(options: dict[str, Any], words: str, backend: Any) -> None:
+    for text in backend.pool(4).run(refused, options):
+        assert words in text
+
+
+def differ(rank: int, on_last: dict[str, Any]) -> str:
+    """What ranks are told of which the last makes another call."""
+    with pytest.raises(RankMismatchError) as error:
+        attend(rank, **(on_last if rank == 3 else {}))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("on_last", "words"),
+    [
+        ({"strategy": "ring"}, "strategy is 'ring' there and 'hybrid' here"),
+        ({"strategy": hybrid("ring", 4)}, "ulysses_size is 4 there and 2 here"),
+        ({"strategy": hybrid("gather")}, "outer is 'gather' there and 'ring' here"),
+    ],
+    ids=["strategy", "ulysses_size", "outer"],
+)
+def test_unlike_calls_are_named(on_last: dict[str, Any], words: str) -> None:
+    with LocalRanks(4, timeout=10) as pool:
+        texts = pool.run(differ, on_last)
+    assert any(words in text for text in texts)
+    assert all("ranks 2 and 3" in x or "ranks 3 and 0" in x for x in texts)
+
+
+def on_hosts(rank: int, hosts: str) -> str:
+    """What a call without a size would do, or why not, where each rank says another host."""
+    with patch("socket.gethostname", lambda: hosts[rank]):
+        try:
+            attend(rank, hybrid("gather", None))
+        except UnsupportedError as error:
+            return str(error)
+        q, k, v = (torch.ones(1, 8, heads, 16) for heads in (4, 2, 2))
+        return ring_torch.ContextParallel().explain(q, k, v, strategy=hybrid("gather", None))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("aabb", ["heads with ranks 0, 1", "then gather with ranks 0, 2"]),
+        ("aaab", ["hosts have unlike numbers of ranks: a 3, b 1", "by ulysses_size"]),
+        ("abab", ["ranks of one host are not consecutive", "by ulysses_size"]),
+    ],
+)
+def test_hosts_are_found(hosts: str, words: list[str]) -> None:
+    with LocalRanks(4, timeout=30) as pool:
+        texts = pool.run(on_hosts, hosts)
+    for text in words:
+        assert text in texts[0]
+
+
+def checked(rank: int, outer: str, bias_heads: int) -> None:
+    """Calls whose bytes and results are checked, with all that travels."""
+    torch.manual_seed(rank)
+    bias = torch.randn(1, bias_heads, 8, 32).requires_grad_()
+    ids = (torch.arange(8).expand(1, 8) // 5).int()
+    with ring_torch.check():
+        attend(rank, hybrid(outer))
+        attend(
+            rank, hybrid(outer), sinks=torch.zeros(4), bias=bias, segment_ids=ids, dropout_p=0.2,
+            dropout_seed=5,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("bias_heads", [1, 4])
+def test_right_calls_pass_the_check(bias_heads: int, outer: str, backend: Any) -> None:
+    backend.pool(4).run(checked, outer, bias_heads)
+
+
+def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[float]:
+    """Differences of results and gradients, compiled, and recomputed in the backward."""
+    torch.manual_seed(rank)
+    qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return ring_torch.ring_attention(
+            q, k, v, causal=True, layout="zigzag", strategy=hybrid(outer), **options
+        )
+
+    def again(*x: Tensor) -> Any:
+        return checkpoint(run, *x, use_reentrant=False)
+
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True), again):
+        out = function(*qkv)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), qkv)])
+    return [
+        float((a - b).abs().max())
+        for other in results[1:]
+        for a, b in zip(results[0], other, strict=True)
+    ]
+
+
+@pytest.mark.nightly(unless=["window-ring", "window-gather"])
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
+def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:
+    for differences in backend.pool(4).run(compiled_and_not, outer, options):
+        assert len(differences) == 8 and max(differences) == 0
+
+
+def one_after_another(rank: int) -> list[float]:
+    """Differences from a ring, call by call, with fresh tensors."""
+    differences = []
+    for outer in ("ring", "gather", "ring", "gather"):
+        both = [attend(rank, strategy) for strategy in (hybrid(outer), "ring")]
+        differences += [float((a - b).abs().max()) for a, b in zip(*both, strict=True)]
+    return differences
+
+
+def test_calls_one_after_another(backend: Any) -> None:
+    for differences in backend.pool(4).run(one_after_another):
+        assert len(differences) == 16 and max(differences) < 1e-5
+
+
+def lost(rank: int) -> str:
+    """What ranks are told when the last one does not come to the second call."""
+    attend(rank)
+    if rank == 3:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        attend(rank)
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_come_is_an_error_on_all() -> None:
+    with LocalRanks(4, timeout=4) as pool:
+        texts = pool.run(lost)
+    assert all("waited in vain" in text for text in texts[:3])
+
+
+def test_one_rank_has_no_groups_of_two() -> None:
+    with pytest.raises(UnsupportedError, match="ulysses_size=2: it does not divide 1 ranks"):
+        attend(0)
+    assert attend(0, hybrid("ring", None))[0].shape == (1, 8, 4, 16)

@@ -177,12 +177,14 @@ def test_logits_of_many_tokens_are_never_whole() -> None:
     hidden = torch.randn(1, tokens, dim, requires_grad=True)
     head = nn.Linear(dim, classes, bias=False)
     labels = torch.full((1, tokens), 3)
-    with profile(profile_memory=True) as profiled:
+    with profile(profile_memory=True, acc_events=True) as profiled:
         linear_cross_entropy(cp, hidden, head.weight, labels).backward()
     largest = max(event.self_cpu_memory_usage for event in profiled.events())
     whole = 4 * tokens * classes
     assert 4 * tokens * dim <= largest <= 8 * tokens * dim < whole / 8  # hidden's, labels'
-    with profile(profile_memory=True) as profiled:  # a loss of logits does hold them
+    with profile(
+        profile_memory=True, acc_events=True
+    ) as profiled:  # a loss of logits does hold them
         cross_entropy(cp, head(hidden), labels).backward()
     assert max(event.self_cpu_memory_usage for event in profiled.events()) >= whole
 

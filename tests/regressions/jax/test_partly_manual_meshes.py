@@ -53,7 +53,7 @@ RUNS = [
         "documents-shards-False",
         "chunks-global_arrays-False",
         "both-global_arrays-False",
-        "both-shards-False",
+        "both-global_arrays-True",
         "gathered-shards-False",
     ]
 )

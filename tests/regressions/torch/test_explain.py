@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from ring_torch import ContextParallel
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
 from ring_torch.tools.cli import main
+from ring_torch.transports import TRANSPORTS
 
 WIDTH, HEIGHT = 80, 24
 
@@ -66,3 +68,9 @@ def test_heads_are_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["explain", "--cp", "2", "--seq-len", "8", f"--heads={heads}"])
         assert "is no H/K such as 32/8" in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_are_to_be_asked() -> None:
+    absent = Ranks(None, 0, 4)
+    by_name = {transport.name: transport for transport in TRANSPORTS}
+    assert by_name["symm_mem"].refusals(absent, torch.device("cuda"), False) is None

@@ -304,11 +304,18 @@ def _prepare(
         outer, ways = ranks.part(grid.outer_ranks(ranks.rank)), ("auto", "auto")
         if outer.size > 1:
             ways = strategy_setting.outer, transport.name
-        inner = _prepare(
-            outer, grid.outer_layout(layout), _facts_of_heads(facts, split),
-            options._replace(strategy=ways[0], transport=ways[1]), False, types, grads, setting, False,
-            lse_grad=lse_grad, lengths=lengths,
-        )  # fmt: skip
+        try:
+            inner = _prepare(
+                outer, grid.outer_layout(layout), _facts_of_heads(facts, split),
+                options._replace(strategy=ways[0], transport=ways[1]), False, types, grads, setting, False,
+                lse_grad=lse_grad, lengths=lengths,
+            )  # fmt: skip
+        except UnsupportedError as error:
+            if outer.size == 1:
+                raise
+            raise UnsupportedError(
+                f"strategy {spec.name!r}, outer={strategy_setting.outer!r}: {error}"
+            ) from error
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None

@@ -7,8 +7,8 @@ module here.
 from ring_core.reference.dense import (
     Floats as Floats,
     Grads as Grads,
-    SegmentIds as SegmentIds,
     attention as attention,
     attention_grads as attention_grads,
 )
+from ring_core.reference.inputs import SegmentIds as SegmentIds
 from ring_core.reference.simulator import Simulation as Simulation, run as run, simulate as simulate

@@ -16,14 +16,8 @@ from ring_core.base.arguments import Floats, Ints, check_kind, not_none
 from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan
 from ring_core.programs.heads import PADDING, HeadPlan, Heads
-from ring_core.reference.dense import (
-    Grads,
-    Inputs,
-    SegmentIds,
-    check_inputs,
-    dense_backward,
-    dense_forward,
-)
+from ring_core.reference.dense import Grads, dense_backward, dense_forward
+from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
 from ring_core.reference.simulator import Simulation
 
 

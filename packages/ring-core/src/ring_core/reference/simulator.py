@@ -20,14 +20,8 @@ from ring_core.layouts.layout import Layout
 from ring_core.plan.plan import Plan, WorkItem
 from ring_core.programs.ring import RingProgram
 from ring_core.reference import item_kernel
-from ring_core.reference.dense import (
-    Inputs,
-    SegmentIds,
-    bias_shift,
-    check_inputs,
-    visible_pairs,
-    with_padding,
-)
+from ring_core.reference.dense import bias_shift, visible_pairs, with_padding
+from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
 from ring_core.reference.item_kernel import Params, Precision, QueryRows, Side
 
 

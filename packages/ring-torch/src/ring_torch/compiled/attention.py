@@ -264,10 +264,12 @@ def _call(
 
     if numbers is None:
         return checked(_widest(options, q, k, static.ranks.size))
-    names = (strategy_config(options.strategy, strategy_names()).name, options.transport)
-    if not static.plan_known and "auto" in names:
+    is_chosen = strategy_config(options.strategy, strategy_names()).name == "auto"
+    if not static.plan_known and (is_chosen or options.transport == "auto"):
         widest = checked(_widest(options, q, k, static.ranks.size))[0]
-        options = options._replace(strategy=widest.strategy.name, transport=widest.transport.name)
+        options = options._replace(transport=widest.transport.name)
+        if is_chosen:  # a strategy that is named keeps its parameters
+            options = options._replace(strategy=widest.strategy.name)
     return checked(options)
 
 

@@ -21,7 +21,6 @@ from ring_torch.hf.models.classes import (
     is_recurrent,
     makes_chunks,
     makes_masks,
-    missing_names,
     name_of,
     pair_reasons,
     pooling_of,
@@ -34,6 +33,7 @@ from ring_torch.hf.models.code import (
     parameters_of,
     reads_in_forward,
 )
+from ring_torch.hf.models.missing import missing_names
 
 #: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
 SERVED_LAYERS = ("full_attention", "sliding_attention")

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ring_core import UnsupportedError
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.documents import STATED
+from ring_torch.hf.verification.comparison import compare_traces
 from ring_torch.hf.verification.judgement import (
     ComparedRuns,
     VerifyReport,
@@ -20,7 +21,6 @@ from ring_torch.hf.verification.judgement import (
 )
 from ring_torch.hf.verification.runs import Runner, Target
 from ring_torch.hf.verification.state import unchanged
-from ring_torch.hf.verification.trace import compare_traces
 
 _NO_DOCUMENTS = (
     "verify: {}: with transformers' own attention the whole model does not read documents from it; "

@@ -1,0 +1,126 @@
+"""Comparison of traces: of a split run with a whole one, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ring_torch.hf.verification.trace import LEAST_FLOOR, Difference, Key, Tokens, Trace
+
+
+def compare_traces(
+    split: Trace, whole: Trace, other: Trace, sequences: list[Tokens], rows: int
+) -> dict[Key, Difference]:
+    """Compare this rank's part of a split run with a whole run, and that with a second whole run.
+
+    Returns:
+        Differences by record, in the order of the split run. Records without a counterpart, such
+        as experts that one run does not call and attention weights, are left out.
+    """
+    keys, values, floors = [], [], []
+    floor = LEAST_FLOOR
+    for key, split_record in split.records.items():
+        whole_record, other_record = whole.records.get(key), other.records.get(key)
+        if whole_record is None or other_record is None or whole_record.shape != other_record.shape:
+            continue
+        match = _sequence_of(split_record.shape, whole_record.shape, sequences, rows)
+        if match is None:
+            continue
+        dim, tokens = match
+        three = split_record, whole_record, other_record
+        if not all(dim in x.rows for x in three):
+            continue
+        floor = max(floor, whole_record.floor)  # later values are computed from this one
+        keys.append(key)
+        split_rows, whole_rows, other_rows = (x.rows[dim] for x in three)
+        values.append(_largest_errors(split_rows, whole_rows, other_rows, tokens))
+        floors.append(floor)
+    numbers = torch.stack(values).tolist() if values else []
+    return {
+        key: Difference.of(error, noise, floor)
+        for key, (error, noise), floor in zip(keys, numbers, floors, strict=True)
+    }
+
+
+def _sequence_of(
+    split: tuple[int, ...], whole: tuple[int, ...], sequences: list[Tokens], rows: int
+) -> tuple[int | None, Tokens | None] | None:
+    """Return the dimension along which a tensor is split in the split run, and its sequence.
+
+    Returns:
+        ``None`` if the shapes cannot be of one tensor; ``None`` as dimension if none is split.
+    """
+    if len(split) != len(whole):
+        return None
+    unlike = [
+        dim
+        for dim, sizes in enumerate(zip(split, whole, strict=True))
+        if sizes[0] != sizes[1] and (dim or sizes != (rows, 1))
+    ]
+    if len(unlike) > 1:
+        return None
+    for dim in unlike or range(len(split) - 1, -1, -1):
+        # Batch and sequence may be merged into one dimension, the first: [B * T, ...].
+        times = 1 if dim or whole[dim] % rows or split[dim] % rows else rows
+        matches = [
+            sequence if unlike else _held_whole(sequence)
+            for sequence in sequences
+            if (split[dim], whole[dim])
+            in {
+                (n * (sequence.local_length if unlike else sequence.length), n * sequence.length)
+                for n in (1, times)
+            }
+        ]
+        # If an encoder's and a decoder's sequence have one length, either may be meant: leave out
+        # tokens that are padding in any of them.
+        if matches:
+            real = torch.stack([sequence.real for sequence in matches]).all(dim=0)
+            return dim, replace(matches[0], real=real)
+    return None if unlike else (None, None)
+
+
+def _held_whole(sequence: Tokens) -> Tokens:
+    """Return a sequence as one that this rank holds whole."""
+    indices = torch.arange(sequence.length, device=sequence.positions.device)
+    return replace(
+        sequence, local_length=sequence.length, positions=indices, local_positions=indices
+    )
+
+
+def _largest_errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
+    """Return the largest error and the largest noise of a token, relative to its norm, ``[2]``.
+
+    A token with less than the median norm counts as one of median norm.
+
+    Args:
+        split: Split run's projections of this rank's part, ``[B, T_local, k]``.
+        whole: Whole run's projections, ``[B, T, k]``.
+        other: Projections of the second whole run, ``[B, T, k]``.
+        tokens: Sequence of the dimension; ``None`` if no dimension is split.
+    """
+    size = whole.norm(dim=-1).nan_to_num()  # [B, T]
+    real = torch.ones_like(size, dtype=torch.bool)
+    if tokens is not None:
+        real = _real_tokens(tokens, len(whole))
+    typical = size[real].median() if bool(real.any()) else size.new_zeros(())
+    size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
+    noise = _largest_relative(other - whole, size, real)
+    if tokens is not None:
+        real = _real_tokens(tokens, max(len(split), len(whole)))[:, tokens.positions]
+        whole, size = whole[:, tokens.positions], size[:, tokens.positions]
+        split = split[:, tokens.local_positions]
+    difference = (split - whole).where(whole.isfinite(), 0.0)
+    return torch.stack([_largest_relative(difference, size, real), noise])
+
+
+def _real_tokens(tokens: Tokens, rows: int) -> Tensor:
+    """Return True for tokens that are no padding: ``[B, T]``, or ``[1, T]`` for all rows alike."""
+    return tokens.real if rows == len(tokens.real) else tokens.real.all(dim=0, keepdim=True)
+
+
+def _largest_relative(difference: Tensor, size: Tensor, real: Tensor) -> Tensor:
+    """Return the largest norm of a token's difference over its size; NaN counts as infinite."""
+    relative = (difference.norm(dim=-1) / size).where(real, 0.0).nan_to_num(nan=torch.inf)
+    return relative.max() if relative.numel() else size.new_zeros(())
