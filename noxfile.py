@@ -385,6 +385,13 @@ def bench_jax_options(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def program_size(session: nox.Session) -> None:
+    """Print what JAX lowers a call to, in bytes, and the seconds it takes; arguments go to it."""
+    install(session, ["ring-core", "ring-jax"], [], *CONSTRAINED)
+    session.run("python", "tests/program_size.py", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def tpu_static(session: nox.Session) -> None:
     """Count what TPU kernels cost in their machine code, no TPU needed; arguments go to it."""
     install(session, BACKENDS["jax-tpu"], [], *CONSTRAINED)

@@ -17,28 +17,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ring_jax_tpu import ring_attention
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+_WIDTH = {"bf16": 2, "f32": 4, "s32": 4}
 CP, LOCAL, HEADS, KV_HEADS, DIM = 4, 8192, 8, 2, 128
 
 
+#: Topologies of eight chips, whose ring is a loop.
+LARGER = ("v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x2")
+
+
 @lru_cache
-def devices(topology: str) -> tuple[Any, ...]:
-    """Four devices of a topology."""
+def devices(topology: str, many: int) -> tuple[Any, ...]:
+    """The first devices of a topology."""
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    return tuple(described[:CP])
+    return tuple(described[:many])
 
 
 def compiled(
     topology: str, layout: Any, *, backward: bool, flags: dict[str, Any] | None = None,
-    local: int = LOCAL, **options: Any,
+    local: int = LOCAL, many: int = CP, **options: Any,
 ) -> Any:  # fmt: skip
-    """A call on bfloat16 arrays of ``local`` tokens a device, compiled."""
-    mesh = Mesh(np.array(devices(topology)), ("cp",))
+    """A call on bfloat16 arrays of ``local`` tokens on each of some devices, compiled."""
+    mesh = Mesh(np.array(devices(topology, many)), ("cp",))
     tokens = P(None, "cp")
     call = partial(ring_attention, axis_name="cp", layout=layout, **options)
     ring = jax.shard_map(call, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
     sharding = NamedSharding(mesh, tokens)
     q, k, v = (
-        jax.ShapeDtypeStruct((1, CP * local, heads, DIM), jnp.bfloat16, sharding=sharding)
+        jax.ShapeDtypeStruct((1, many * local, heads, DIM), jnp.bfloat16, sharding=sharding)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
 
@@ -82,6 +87,32 @@ def schedule_of(program: Any) -> list[tuple[str, str, str]]:
     return schedule
 
 
+def loops_of(program: Any) -> list[tuple[str, list[int]]]:
+    """Of each loop that transfers something, the schedule as a word, and the bytes that it copies.
+
+    The bytes are those of copies of arrays; of the kernel's lists of blocks there are some.
+    """
+    loops = []
+    for match in re.finditer(r"\n%?[\w.-]+ [^\n]*\{\n(.*?)\n\}", program.as_text(), re.DOTALL):
+        if "collective-permute-start" not in match[1] or "\nENTRY" in match[0]:
+            continue
+        word, copied = "", []
+        for line in match[1].splitlines():
+            operation = re.search(r" = (.*?) ([\w-]+)\(", line)
+            if operation is None:
+                continue
+            if operation[2] in ("collective-permute-start", "collective-permute-done"):
+                word += "S" if operation[2].endswith("start") else "D"
+            elif "tpu_custom_call" in line:
+                word += "K"
+            elif operation[2] in ("copy", "copy-start"):
+                dtype, shape = re.findall(r"(\w+)\[([\d,]*)\]", operation[1])[0]
+                elements = math.prod(int(n) for n in shape.split(",") if n)
+                copied.append(elements * _WIDTH.get(dtype, 1))
+        loops.append((word, copied))
+    return loops
+
+
 def letters(program: Any) -> str:
     """The schedule as a word: ``S`` start, ``D`` done, ``K`` kernel."""
     names = {"start": "S", "done": "D", "kernel": "K"}
@@ -112,13 +143,12 @@ def begun_by(operands: str) -> str:
 
 def permuted_bytes(program: Any) -> list[int]:
     """Bytes of each transfer."""
-    width = {"bf16": 2, "f32": 4, "s32": 4}
     sizes = []
     for line in program.as_text().splitlines():
         match = re.search(r"= \((\w+)\[([\d,]+)\].*collective-permute-start\(", line)
         if match:
             dtype, shape = match.groups()
-            sizes.append(math.prod(map(int, shape.split(","))) * width[dtype])
+            sizes.append(math.prod(map(int, shape.split(","))) * _WIDTH[dtype])
     return sizes
 
 

@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from ring_jax.records import Rectangle
+from ring_core.programs.ring import TABLE_UNBOUNDED
+from ring_jax.records import Item
 from ring_jax_gpu.hopper import backward, forward
 from ring_jax_gpu.hopper.stream_k import of_keys, of_queries, split_tiles, split_tiles_backward
 
 PROGRAMS = 132
 BATCH, HEADS, GROUP = 2, 4, 2
 LENGTHS = (1000, 5000)  # of queries and keys
+FULL = (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
 SEEN = {
-    "all": Rectangle(0, 0, 0, 1000, 0, 5000),
-    "first-keys": Rectangle(0, 0, 0, 1000, 0, 2500),
-    "last-queries": Rectangle(0, 0, 500, 1000, 0, 5000),
-    "inside": Rectangle(0, 0, 300, 700, 200, 4000),
-    "nothing": Rectangle(0, 0, 0, 0, 0, 0),
+    "all": Item(0, 1000, 0, 5000, *FULL),
+    "first-keys": Item(0, 1000, 0, 2500, *FULL),
+    "last-queries": Item(500, 1000, 0, 5000, *FULL),
+    "inside": Item(300, 700, 200, 4000, *FULL),
+    "nothing": Item(0, 0, 0, 0, *FULL),
 }
 
 

@@ -271,9 +271,10 @@ def test_explain_says_what_would_run() -> None:
     program = ring_program(
         make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
     )
-    assert (
-        text
-        == f"kernel xla (any device)\nstrategy ring, transport xla\n{viz.describe(program, pictures=False)}"
+    size = "4 launches or loops of them, forward and backward; 176 bytes of work items of all ranks"
+    assert text == (
+        f"kernel xla (any device)\nstrategy ring, transport xla\nprogram            {size}\n"
+        f"{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
     lines = []

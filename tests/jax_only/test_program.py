@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ from ring_core import LAYOUTS, Mask, make_plan, reference, ring_program
 from ring_jax import ring_attention
 
 CP, HEADS, KV_HEADS, DIM = 8, 4, 2, 64
-WIDTH = {"bf16": 2, "f32": 4}
 
 
-def lowered(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
+def traced(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
     """The program of a call on bfloat16 arrays, for 8 host devices."""
     mesh = jax.make_mesh((CP,), ("cp",), axis_types=(AxisType.Auto,))
     call = partial(ring_attention, axis_name="cp", layout=layout, **options)
@@ -36,15 +35,25 @@ def lowered(length: int, layout: Any, *, backward: bool, **options: Any) -> Any:
         out, pull = jax.vjp(ring, q, k, v)
         return out, pull(dout)
 
-    return jax.jit(both).lower(q, k, v, q) if backward else jax.jit(ring).lower(q, k, v)
+    return jax.jit(both).trace(q, k, v, q) if backward else jax.jit(ring).trace(q, k, v)
 
 
 def permutes(program: Any) -> list[int]:
-    """Bytes of each transfer of a program."""
-    shapes = re.findall(
-        r"collective_permute.*?-> tensor<([\dx]+)x(bf16|f32)>", program.as_text(), re.DOTALL
-    )
-    return [math.prod(map(int, shape.split("x"))) * WIDTH[dtype] for shape, dtype in shapes]
+    """Bytes of each transfer of a traced program, in order; those of a loop as often as it runs."""
+    return list(_permutes(program.jaxpr.jaxpr))
+
+
+def _permutes(jaxpr: Any) -> Iterator[int]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ppermute":
+            yield from (x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(
+            list(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+        ):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                yield from list(_permutes(getattr(inner, "jaxpr", inner))) * times
 
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -68,10 +77,10 @@ def test_transfers_are_the_plans(name: str, layout: Any) -> None:
     )
     kv = length // CP * KV_HEADS * 2 * DIM * 2
     forward = [kv for stage in program.forward if stage.kv_hop is not None]
-    assert permutes(lowered(length, layout, backward=False, **MASKS[name])) == forward
+    assert permutes(traced(length, layout, backward=False, **MASKS[name])) == forward
     backward = [kv for stage in program.backward if stage.kv_hop is not None]
     backward += [2 * kv for stage in program.backward if stage.grad_hop is not None]
-    both = permutes(lowered(length, layout, backward=True, **MASKS[name]))
+    both = permutes(traced(length, layout, backward=True, **MASKS[name]))
     assert sorted(both) == sorted(forward + backward)
 
 
@@ -80,8 +89,8 @@ def test_a_window_over_a_long_sequence_needs_one_hop() -> None:
     window: dict[str, Any] = {"causal": True, "window": (511, 0)}
     program = ring_program(make_plan(Mask(**window), seq_len=1 << 16, cp_size=CP))
     assert program.num_steps == 2
-    assert len(permutes(lowered(1 << 16, "contiguous", backward=False, **window))) == 1
-    assert len(permutes(lowered(1 << 16, "contiguous", backward=True, **window))) == 2
+    assert len(permutes(traced(1 << 16, "contiguous", backward=False, **window))) == 1
+    assert len(permutes(traced(1 << 16, "contiguous", backward=True, **window))) == 2
 
 
 def test_the_same_window_run() -> None:
@@ -104,7 +113,8 @@ def test_the_same_window_run() -> None:
 
 def test_helpers_alone_receive() -> None:
     """``balanced``, causal: a shipment names only the ranks that help."""
-    text = lowered(1024, "contiguous", backward=False, strategy="balanced", causal=True).as_text()
+    program = traced(1024, "contiguous", backward=False, strategy="balanced", causal=True)
+    text = program.lower().as_text()
     pairs = re.findall(r"source_target_pairs = dense<(\[\[.*?\]\])>", text)
     sizes = {len(re.findall(r"\[\d+, \d+\]", pair)) for pair in pairs}
     assert sizes == {CP, 1, 2, 3, 4}
@@ -114,7 +124,7 @@ def test_helpers_alone_receive() -> None:
 def test_memory_is_linear_in_the_length() -> None:
     """No scores of a whole shard: the temporaries grow with the length, not its square."""
     sizes = [
-        lowered(length, "zigzag", backward=True, causal=True).compile().memory_analysis()
+        traced(length, "zigzag", backward=True, causal=True).lower().compile().memory_analysis()
         for length in (1 << 14, 1 << 15)
     ]
     small, large = (size.temp_size_in_bytes for size in sizes)

@@ -1,76 +1,97 @@
-"""What a step is known to be when it is traced: what ranks show each other, if all or nothing."""
+"""What is known of items when a step, or a loop of steps, is traced: the distinct ones."""
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import RINGS
 
-from ring_core import Mask, make_plan, ring_program
-from ring_core.programs.ring import TABLE_COLUMNS
-from ring_jax.rank_view import step_table
-from ring_jax.records import rectangles_of
+from ring_core import LayoutName, Mask, RingProgram, make_plan, ring_program
+from ring_core.programs.ring import TABLE_COLUMNS, TABLE_UNBOUNDED
+from ring_jax.rank_view import Launches, step_table
+from ring_jax.records import Item
 
 MASKS = {
     "full": Mask(),
     "causal": Mask(causal=True),
     "window": Mask(causal=True, window=(9, 0)),
-    "documents": Mask(causal=True, cu_seqlens=(0, 20, 64)),
+    "chunks": Mask(causal=True, chunk_size=20),
     "predicate": Mask(predicate=lambda q, k: (q + k) % 2 == 0),
 }
 
 
-@pytest.mark.parametrize("ring", RINGS)
-@pytest.mark.parametrize("name", MASKS)
-def test_rectangles_are_those_of_the_items(name: str, ring: str) -> None:
-    program = ring_program(
-        make_plan(MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0]), RINGS[ring][1]
-    )
-    for step, what in enumerate(program.steps):
-        items = {
-            rank: [item for item in program.items(rank, step) if item.q_rank == rank]
-            for rank in range(program.plan.cp_size)
-        }
-        by_rank = {x.q_rank: x for x in rectangles_of(step_table(program, step).items)}
-        if any(len(some) > 1 or not all(x.is_full for x in some) for some in items.values()):
-            assert by_rank == {}
-            continue
-        assert by_rank.keys() == {rank for rank, some in items.items() if some}
-        for rank, x in by_rank.items():
-            (item,) = items[rank]
-            assert x.kv_rank == item.kv_rank == (rank - what.shift) % program.plan.cp_size
-            assert (x.q_start, x.q_stop) == (item.q_start, item.q_stop)
-            assert (x.k_start, x.k_stop) == (item.k_start, item.k_stop)
+def ring_of(name: str, ring: str, cp_size: int = 4) -> RingProgram:
+    """The program of a mask, 16 tokens a rank."""
+    plan = make_plan(MASKS[name], seq_len=16 * cp_size, cp_size=cp_size, layout=RINGS[ring][0])
+    return ring_program(plan, RINGS[ring][1])
 
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("name", MASKS)
 def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
     """With their bands; none where a rank has several, or it takes more than a band to say it."""
-    program = ring_program(
-        make_plan(MASKS[name], seq_len=64, cp_size=4, layout=RINGS[ring][0]), RINGS[ring][1]
-    )
-    column_index = {column: n for n, column in enumerate(TABLE_COLUMNS)}
+    program = ring_of(name, ring)
+    ranks = range(program.plan.cp_size)
     for step in range(program.num_steps):
-        part = step_table(program, step)
-        live = [
-            [row for row in rows if row[column_index["q_stop"]] > row[column_index["q_start"]]]
-            for rows in part.own
-        ]
-        several = [len(rows) > 1 or part.has_documents for rows in live]
-        if any(several) or program.plan.blocks is not None:
-            assert part.items is None
+        own = [[x for x in program.items(rank, step) if x.q_rank == rank] for rank in ranks]
+        launches = Launches.of(step_table(program, step))
+        several = any(len(items) > 1 or any(x.cu_q is not None for x in items) for items in own)
+        if several or program.plan.blocks is not None or launches.table is None:
+            assert launches.items is None
+            assert several or program.plan.blocks is not None or not any(own)
             continue
-        assert part.items is not None
-        shown = [(*x.rectangle, x.lo, x.hi) for x in part.items]
-        names = ("q_rank", "kv_rank", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
-        assert shown == [
-            tuple(row[column_index[x]] for x in names) for rows in live for row in rows
-        ]
+        assert launches.items is not None
+        assert len(set(launches.items)) == len(launches.items)
+        for rank in ranks:
+            item = launches.items[int(launches.table.numbers_of(jnp.int32(rank))[0, 0])]
+            expected = [
+                Item(
+                    x.q_start, x.q_stop, x.k_start, x.k_stop,
+                    -TABLE_UNBOUNDED if x.lo is None else x.lo,
+                    TABLE_UNBOUNDED if x.hi is None else x.hi,
+                )
+                for x in own[rank]
+            ]  # fmt: skip
+            assert ([] if item.is_empty else [item]) == expected
+            assert all(x.is_full == item.is_full for x in own[rank])
+
+
+@pytest.mark.parametrize("ring", [name for name in RINGS if RINGS[name][1] == "ring"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_rank_finds_its_rows(name: str, ring: str) -> None:
+    """Those of the program's tables, in a loop over all steps as in each step alone."""
+    program = ring_of(name, ring, cp_size=8)
+    tables = [step_table(program, step).own for step in range(program.num_steps)]
+    launches = Launches.of(*(step_table(program, step) for step in range(program.num_steps)))
+    assert launches.table is not None
+    columns = [TABLE_COLUMNS.index(x) for x in Item._fields]
+    for rank in range(8):
+        numbers = np.asarray(launches.table.numbers_of(jnp.int32(rank)))
+        for table, rows in zip(tables, launches.table.rows[numbers], strict=True):
+            np.testing.assert_array_equal(rows[: table.shape[1]], table[rank][:, columns])
+            assert not rows[table.shape[1] :].any()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_tables_hardly_grow_with_the_ring(layout: LayoutName) -> None:
+    """A causal ring has two kinds of steps, so each step takes the first ranks of two ranges."""
+    sizes = []
+    for cp_size in (64, 256):
+        plan = make_plan(Mask(causal=True), seq_len=16 * cp_size, cp_size=cp_size, layout=layout)
+        program = ring_program(plan)
+        steps = (step_table(program, step) for step in range(1, program.num_steps))
+        table = Launches.of(*steps).table
+        assert table is not None
+        sizes.append(table.nbytes)
+    assert sizes[1] < 4.2 * sizes[0] < 8192
 
 
 def test_steps_of_a_causal_ring_are_rectangles() -> None:
     """All but the first, of a zigzag: half of the queries see all, or all of them a half."""
-    program = ring_program(make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag"))
-    steps = [rectangles_of(step_table(program, step).items) for step in range(program.num_steps)]
-    assert [len(x) for x in steps] == [0, 4, 4, 4]
-    assert {tuple(x)[2:] for some in steps for x in some} == {(8, 16, 0, 16), (0, 16, 0, 8)}
+    program = ring_of("causal", "zigzag")
+    parts = [step_table(program, step) for step in range(program.num_steps)]
+    assert [part.has_rectangles for part in parts] == [False, True, True, True]
+    items = Launches.of(*parts[1:]).items
+    assert items is not None
+    assert {tuple(x)[:4] for x in items} == {(8, 16, 0, 16), (0, 16, 0, 8)}

@@ -24,6 +24,7 @@ from ring_jax import (
     tripwire,
 )
 from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Item
 from ring_jax.strategies import STRATEGIES as JAX_STRATEGIES, ring as ring_strategy
 from ring_jax.strategies.steps import StepRunner, own_message
 from ring_jax.tripwire import traffic as tripwire_traffic
@@ -58,7 +59,7 @@ def scale_dropped() -> Patches:
 
 def window_inverted() -> Patches:
     """Left is taken for right."""
-    lo, hi = 6, 7  # columns of a table of items
+    lo, hi = (Item._fields.index(side) for side in ("lo", "hi"))
 
     def swap(spec: Any, work: Any) -> Any:
         items = work.items

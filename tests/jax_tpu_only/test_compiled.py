@@ -9,11 +9,13 @@ from backends.tpu_compiled import (
     CP,
     DIM,
     KV_HEADS,
+    LARGER,
     LOCAL,
     TOPOLOGIES,
     compiled,
     exposed,
     letters,
+    loops_of,
     memory_allowed,
     permuted_bytes,
 )
@@ -66,6 +68,18 @@ def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool 
     assert exposed(program) == []
     assert sorted(permuted_bytes(program)) == transfers("zigzag", **CAUSAL)[1]
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
+
+
+@pytest.mark.nightly(unless=["v5e:2x4"])
+@pytest.mark.parametrize("topology", LARGER)
+def test_in_a_loop(topology: str) -> None:
+    """An iteration is two stages, ordered alike; K/V and dK/dV are not copied."""
+    local = 2048
+    program = compiled(topology, "zigzag", backward=True, local=local, many=8, **CAUSAL)
+    forward, backward = loops_of(program)
+    assert forward[0] == "SKD" * 2
+    assert backward[0] == "SSKDD" * 2
+    assert max(*forward[1], *backward[1], 0) < local * KV_HEADS * DIM * 2
 
 
 def test_dead_steps_are_not_run() -> None:

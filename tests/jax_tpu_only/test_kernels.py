@@ -21,9 +21,10 @@ from tolerances import assert_close
 import ring_jax
 from ring_core import KernelConfig, Mask
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL
+from ring_core.programs.ring import TABLE_COLUMNS
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.records import ItemTable, KeyBlock, QueryBlock
+from ring_jax.records import Item, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu import PallasKernel, operands
 from ring_jax_tpu.block_index import (
     NONFINITE,
@@ -190,7 +191,9 @@ def test_kinds_of_blocks(mask: Mask, shift: int) -> None:
     q, kv, no = jnp.zeros((1, 1, 512, 8)), jnp.zeros((1, 1, 512, 16)), None
     rows = QueryBlock(q, jnp.asarray(q_pos), jnp.asarray(q_pos), cells[0], no, no, no, no, no, no)
     columns = KeyBlock(kv, jnp.asarray(k_pos), cells[1], no)
-    work = ItemTable(jnp.asarray(program.table(step)[1]), None)
+    columns_of_items = [TABLE_COLUMNS.index(name) for name in Item._fields]
+    items = jnp.asarray(program.table(step)[1][:, columns_of_items])
+    work = ItemTable(items, None, jnp.int32(1), jnp.int32(1 - shift) % 2, None)
     blocks = Blocks(size, size, 512, 512)
     kinds = block_kinds(rows, columns, work, blocks)
     visible = mask.dense(q_pos, k_pos).reshape(4, size, 4, size).swapaxes(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from ring_core import RingProgram
 from ring_core.base.arguments import EMPTY, FULL, TILE
 from ring_core.programs.ring import TABLE_COLUMNS
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.rank_view import RankView, step_table
+from ring_jax.rank_view import Launches, RankView, step_table
 from ring_jax.records import CallSpec, Inputs, KVPayload, QueryPayload
 from ring_jax_tpu.block_index import block_kinds
 from ring_jax_tpu.block_sizes import Blocks
@@ -49,15 +50,13 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     """The kinds of the blocks that a rank's kernel is told."""
     call = CallSpec(program, None, 1.0, None, 0.0, (XlaKernel(),), None, "float32", 8)  # type: ignore[arg-type]  # its strategy is not read
     side = RankView(call, NOTHING, jnp.int32(rank))
-    part = step_table(program, step)
-    work = side.peer_work(part) if helped else side.own_work(part)
-    if work is None:
+    launches = Launches.of(step_table(program, step), for_peer=helped)
+    if launches.table is None:
         return None
+    work = jax.tree.map(lambda x: x[0], side.work_of(launches))
     empty: Any = jnp.zeros((1, 1, 1, 1))
-    shift = part.shift
-    q_shift, k_shift = (shift, 0) if helped else (0, shift)
-    rows = side.rows(part, q_shift, QueryPayload(empty, None, None, None))
-    columns = side.columns(part, side.key_positions(k_shift), KVPayload(empty, None))
+    rows = side.rows(launches, work.q_rank, QueryPayload(empty, None, None, None))
+    columns = side.columns(launches, side.key_positions(work.kv_rank), KVPayload(empty, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 

@@ -12,9 +12,8 @@ from jax import lax
 
 from ring_core import Capabilities, KernelConfig, RingProgram
 from ring_core.base.arguments import not_none
-from ring_jax.collectives import Ranks
 from ring_jax.kernels import compute_capability
-from ring_jax.rank_view import remote_table, step_table
+from ring_jax.rank_view import Launches, remote_table, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -55,8 +54,8 @@ class Tile(NamedTuple):
     @classmethod
     def of(cls, item: Item) -> Tile | None:
         """Return the tile of a work item; ``None`` if it has another shape."""
-        _, _, q_start, q_stop, k_start, k_stop = item.rectangle
-        lo, hi, (queries, keys) = item.lo, item.hi, (q_stop - q_start, k_stop - k_start)
+        q_start, q_stop, k_start, k_stop, lo, hi = item
+        queries, keys = q_stop - q_start, k_stop - k_start
         if lo <= 1 - keys and hi >= queries - 1:
             return cls(q_start, q_stop, k_start, k_stop, causal=False, window=None)
         if lo != 0 or hi < 0 or queries > keys:
@@ -108,16 +107,15 @@ class CudnnKernel:
         into: AttentionState,
     ) -> AttentionState:
         """Return ``into`` merged with the attention of the work item."""
-        del work  # the spec has the items
-        return _for_own_tile(spec, partial(_attend, spec, rows, columns), into)
+        return _for_own_tile(spec, work, partial(_attend, spec, rows, columns), into)
 
     def grads_into(
         self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, work: ItemTable,
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Return ``into`` plus the gradients of the work item."""
-        del work
-        return _for_own_tile(spec, partial(_differentiate, spec, rows, columns, upstream), into)
+        run = partial(_differentiate, spec, rows, columns, upstream)
+        return _for_own_tile(spec, work, run, into)
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
@@ -149,8 +147,8 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
     if any(part.helpers for part in parts):
         yield "has no ranks that help each other (strategy 'balanced')"
         return
-    items = [part.items for part in parts]
-    tiles = [Tile.of(item) for part_items in items for item in part_items or ()]
+    items = [Launches.of(part).items for part in parts if part.own.size]
+    tiles = [Tile.of(x) for some in items for x in some or () if not x.is_empty]
     if None in items:
         yield "takes one rectangle a rank and step, and this plan has more"
     elif None in tiles:
@@ -168,21 +166,20 @@ def _refused_steps(local: LocalShape, program: RingProgram) -> Iterator[str]:
 
 
 def _for_own_tile[State: (AttentionState, Grads)](
-    spec: LaunchSpec, run: Callable[[Tile, State], State], into: State
+    spec: LaunchSpec, work: ItemTable, run: Callable[[Tile, State], State], into: State
 ) -> State:
     """Run a function on this rank's tile; a rank without one returns ``into``.
 
-    The rank is traced, so there is a branch for each distinct tile of all ranks.
+    Which item is this rank's is known on the device only, so there is a branch for each distinct
+    tile.
     """
-    tiles = {item.rectangle.q_rank: Tile.of(item) for item in not_none(spec.items)}
-    by_rank = [tiles.get(rank) for rank in range(spec.call.plan.cp_size)]
-    distinct = list(dict.fromkeys(by_rank))
+    tiles = [None if item.is_empty else Tile.of(item) for item in not_none(spec.items)]
+    distinct = list(dict.fromkeys(tiles))
     branches = [(lambda x: x) if tile is None else partial(run, tile) for tile in distinct]
     if len(branches) == 1:
         return branches[0](into)
-    branch_of_rank = jnp.asarray([distinct.index(tile) for tile in by_rank], jnp.int32)
-    rank = Ranks(spec.call.axis_name, spec.call.plan.cp_size).rank()
-    return cast("State", lax.switch(branch_of_rank[rank], branches, into))
+    branch_of_item = jnp.asarray([distinct.index(tile) for tile in tiles], jnp.int32)
+    return cast("State", lax.switch(branch_of_item[not_none(work.number)], branches, into))
 
 
 def _attend(

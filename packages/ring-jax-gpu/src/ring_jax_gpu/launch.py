@@ -8,11 +8,11 @@ from typing import Any, Literal
 from jax import lax
 
 from ring_core.triton.tile_configs import Blocks, stages_that_fit
-from ring_jax.records import Array, Rectangle
+from ring_jax.records import Array, Item
 
 Arrays = dict[str, Array]
 KernelName = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
-RANK_OPERAND = "rank"  # rank of the queries, int32[]; only kernels for Hopper take it
+ITEM_NUMBER = "item_number"  # of the rank's item in `rectangles`; only kernels for Hopper take it
 
 # Parameters of kernels that are further views of an array. Arrays that the copy engine fetches are
 # also passed as pointers, for blocks that are computed NaN-safe; keys and values that lie side by
@@ -34,7 +34,9 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # a kernel for Hopper can do it
-    rectangles: tuple[Rectangle, ...] = ()  # fully visible items, which kernels for Hopper split
+    rectangles: tuple[
+        Item, ...
+    ] = ()  # distinct items if fully visible: kernels for Hopper split them
     fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 
@@ -55,7 +57,7 @@ def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Array
 
     ``changed`` are the arrays that some launch changes; each launch has parameters for its own.
     """
-    parameters, optional = kernel_of(launch).arg_names, {*changed, RANK_OPERAND}
+    parameters, optional = kernel_of(launch).arg_names, {*changed, ITEM_NUMBER}
     return {name: x for name, x in arrays.items() if name not in optional or name in parameters}
 
 

@@ -20,7 +20,6 @@ from jax import lax
 from ring_core import Plan, UnsupportedError
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, not_none
 from ring_core.philox import dropout_threshold
-from ring_core.programs.ring import TABLE_COLUMNS
 from ring_core.triton.tile_configs import (
     Blocks,
     KernelPass,
@@ -43,7 +42,7 @@ from ring_jax.records import (
     QueryBlock,
 )
 from ring_jax.search import searchsorted
-from ring_jax_gpu.launch import RANK_OPERAND, Arrays, KernelName, Launch
+from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, KernelName, Launch
 from ring_jax_gpu.primitive import launch_kernel
 
 _HOPPER_DIMS = (64, 128)
@@ -233,7 +232,7 @@ class StepWork:
             blocks.stages, hopper=hopper, rectangles=self.spec.rectangles if hopper else (),
         )  # fmt: skip
         if launch.rectangles:
-            arrays[RANK_OPERAND] = self.work.items[0, TABLE_COLUMNS.index("q_rank")]
+            arrays[ITEM_NUMBER] = not_none(self.work.number)
         return launch, arrays
 
     @property
@@ -342,9 +341,7 @@ class StepWork:
                 "Instead: use kernel='xla', which evaluates the predicate block by block"
             )
         bits, index = geometry.tiles
-        # Unused rows of the table come last, so the first one names the ranks of the tiles.
-        ranks = (self.work.items[0, TABLE_COLUMNS.index(name)] for name in ("q_rank", "kv_rank"))
-        which = jnp.asarray(index)[tuple(ranks)]
+        which = jnp.asarray(index)[self.work.q_rank, self.work.kv_rank]
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
         return PredicateTiles(bits, which.astype(jnp.int32))
 

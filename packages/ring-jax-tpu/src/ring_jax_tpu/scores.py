@@ -26,6 +26,7 @@ from ring_jax_tpu.block_index import Visit
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
 ALL = slice(None)
+_MOST_UNROLLED_ITEMS = 8  # more are visited in a loop, so that a kernel does not grow with them
 LOG2E = math.log2(math.e)
 
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
@@ -174,9 +175,17 @@ class Tile:
         row = lax.broadcasted_iota(jnp.int32, (1, self.shape[1]), 1)
         row += self.visit.q_block * self.shape[1]
         col = lax.broadcasted_iota(jnp.int32, self.shape, 0) + self.visit.k_block * self.shape[0]
-        visible = self._in_item(0, row, col)
-        for item in range(1, self.consts.num_items):
-            visible |= self._in_item(item, row, col)
+        visible, num_items = self._in_item(0, row, col), self.consts.num_items
+        if num_items <= _MOST_UNROLLED_ITEMS:
+            for item in range(1, num_items):
+                visible |= self._in_item(item, row, col)
+        else:  # a loop's carry cannot be booleans
+            flags = lax.fori_loop(
+                1, num_items,
+                lambda item, flags: flags | self._in_item(item, row, col).astype(jnp.int32),
+                visible.astype(jnp.int32),
+            )  # fmt: skip
+            visible = flags > 0
         if self.rows.cells is not None:
             visible &= self.rows.cells[...] == as_column(self.columns.cells)
         if self.rows.ids is not None:
@@ -187,7 +196,7 @@ class Tile:
             )
         return visible
 
-    def _in_item(self, item: int, row: Any, col: Any) -> Any:
+    def _in_item(self, item: Any, row: Any, col: Any) -> Any:
         """Return which scores of the block an item shows: a range of columns for each row.
 
         The first column and their number are computed on a single row of registers. One difference

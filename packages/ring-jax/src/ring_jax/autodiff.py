@@ -60,7 +60,7 @@ def _compiled(call: CallSpec) -> Callable[[Inputs], tuple[Array, Array]]:
         slopes = None if x.slopes is None else _without_gradient(x.slopes)
         return _attend(call, x._replace(q=q, k=k, v=v, sinks=sinks, bias=bias, slopes=slopes))
 
-    return jax.jit(run, inline=True)
+    return jax.jit(run)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

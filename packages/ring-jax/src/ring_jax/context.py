@@ -43,6 +43,7 @@ from ring_jax.meshes import check_axes, devices_of, numbered, with_devices
 from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
+from ring_jax.strategies import STRATEGIES
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
@@ -379,8 +380,8 @@ class ContextParallel:
         """Say what :meth:`attention` would do with these arguments, computing nothing.
 
         Returns:
-            Lines of text: the kernel of each platform, why others were not chosen, the strategy
-            and the plan.
+            Lines of text: the kernel of each platform, why others were not chosen, the strategy,
+            the size of the program, and the plan.
         """
         call, _, choice = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         return explained(call, choice)
@@ -552,7 +553,11 @@ def _advice(what: str, name: str) -> str:
 
 def explained(call: CallSpec, choice: Selection) -> str:
     """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
+    launches = STRATEGIES[call.strategy].launches(call.program)
+    tables = sum(x.table.nbytes for x in launches if x.table is not None)
     return (
         f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n"
+        f"program            {len(launches)} launches or loops of them, forward and backward; "
+        f"{tables:,} bytes of work items of all ranks\n"
         f"{viz.describe(call.program, pictures=False)}"
     )

@@ -58,8 +58,7 @@ def global_attention(
     return jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=(specs,), out_specs=(specs.q, rows), axis_names=manual
-        ),
-        inline=True,
+        )
     )
 
 

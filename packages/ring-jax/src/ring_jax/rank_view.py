@@ -1,7 +1,7 @@
 """A rank's side of the plan: its work items, and the positions of its tokens.
 
 Work comes in parts: a part is a step of the ring, or, with gathered keys, all other ranks' keys at
-once.
+once. Parts that differ in nothing but their items are launched in a loop.
 
 The rank is a traced number, so everything that differs between ranks is looked up in small arrays:
 the program's tables, and the first position of each run of the layout.
@@ -9,6 +9,7 @@ the program's tables, and the first position of each run of the layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
@@ -31,7 +32,6 @@ from ring_jax.records import (
     KVPayload,
     QueryBlock,
     QueryPayload,
-    Rectangle,
 )
 from ring_jax.search import searchsorted
 
@@ -52,8 +52,8 @@ class StepTable(NamedTuple):
             keys (strategy ``balanced``). It has no rows if no rank helps another.
         helpers: The ranks that have rows in ``peer``.
         has_documents: Some item spans several documents or chunks.
-        items: The content of ``own`` if no rank has more than one item and none has several
-            documents or a predicate; else ``None``.
+        has_single_items: No rank has more than one item of ``own``, and none has several documents
+            or a predicate.
     """
 
     shift: int
@@ -62,7 +62,126 @@ class StepTable(NamedTuple):
     peer: Table
     helpers: tuple[int, ...]
     has_documents: bool
+    has_single_items: bool
+
+    @property
+    def has_rectangles(self) -> bool:
+        """True if it has single items, all of which are fully visible."""
+        empty = self.own[..., TABLE_COLUMNS.index("q_stop")] == 0
+        return self.has_single_items and bool((_is_full(self.own) | empty).all())
+
+
+class RankTable(NamedTuple):
+    """A table ``[P, ..., C]`` of rows of each of ``P`` ranks, compressed.
+
+    A program is one for all ranks, so it holds the work items of all of them. Most are alike: under
+    a causal mask a rank that comes after another sees one rectangle of its keys, a rank that comes
+    before it another one, whatever their distance. So equal rows are stored once, and neighbouring
+    ranks that have the same one as a range of ranks.
+
+    Attributes:
+        rows: The distinct rows, int32 ``[U, C]``.
+        starts: First rank of each range of ranks with the same row, ascending, int32 ``[..., G]``;
+            ``P`` where there are fewer than ``G`` ranges. ``None`` if each rank is a range.
+        numbers: Number of the row of each range, int32 ``[..., G]``.
+    """
+
+    rows: Table
+    starts: Table | None
+    numbers: Table
+
+    @classmethod
+    def of(cls, table: Table) -> RankTable:
+        """Compress a table ``[P, ..., C]``."""
+        ranks, width = len(table), table.shape[-1]
+        rows, numbers = _distinct(table.reshape(-1, width))
+        by_rank = np.moveaxis(numbers.reshape(table.shape[:-1]), 0, -1)  # [..., P]
+        begins = np.ones(by_rank.shape, dtype=bool)
+        begins[..., 1:] = by_rank[..., 1:] != by_rank[..., :-1]
+        ranges = int(begins.sum(axis=-1).max(initial=1))
+        if 2 * ranges >= ranks:  # a first rank and a number for each range take no less
+            return cls(rows, None, by_rank.astype(np.int32))
+        order = np.argsort(~begins, axis=-1, kind="stable")[..., :ranges]
+        starts = np.where(np.take_along_axis(begins, order, axis=-1), order, ranks)
+        return cls(
+            rows, starts.astype(np.int32), np.take_along_axis(by_rank, order, -1).astype(np.int32)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constants that a program holds for it."""
+        return sum(x.nbytes for x in self if x is not None)
+
+    def numbers_of(self, rank: Array) -> Array:
+        """Return the numbers of a rank's rows, int32 ``[...]``."""
+        numbers = jnp.asarray(self.numbers)
+        if self.starts is None:
+            return numbers[..., rank]
+        last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
+        return jnp.take_along_axis(numbers, last, axis=-1)[..., 0]
+
+    def rows_of(self, rank: Array) -> tuple[Array, Array]:
+        """Return a rank's rows, int32 ``[..., C]``, and their numbers, int32 ``[...]``."""
+        if self.starts is None and self.numbers.shape[-1] == 1:  # one rank: nothing to look up
+            numbers = self.numbers[..., 0]
+            return jnp.asarray(self.rows[numbers]), jnp.asarray(numbers)
+        numbers_of_rank = self.numbers_of(rank)
+        return jnp.asarray(self.rows)[numbers_of_rank], numbers_of_rank
+
+
+def _distinct(rows: Table) -> tuple[Table, npt.NDArray[np.intp]]:
+    """Return the distinct rows of ``[N, C]``, and the number of each row among them."""
+    # Rows are compared as strings of bytes, which is faster than column by column.
+    packed = np.ascontiguousarray(rows).view(
+        np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
+    )
+    _, first, numbers = np.unique(packed[:, 0], return_index=True, return_inverse=True)
+    return rows[first], numbers
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The work items of all ranks in one launch, or in a loop of launches, each for a part.
+
+    Attributes:
+        shifts: For each launch the distance of the ranks that meet, see :class:`StepTable`.
+        gathered: The keys are those of all ranks.
+        for_peer: The items are those of other ranks' queries, over each rank's own keys.
+        has_documents: Some item spans several documents or chunks.
+        items: The distinct items, as in :class:`LaunchSpec`.
+        table: All items, ``[P, launches, R, len(Item._fields)]``; ``None`` if no rank has any.
+    """
+
+    shifts: tuple[int, ...]
+    gathered: bool
+    for_peer: bool
+    has_documents: bool
     items: tuple[Item, ...] | None
+    table: RankTable | None
+
+    @classmethod
+    def of(cls, *parts: StepTable, for_peer: bool = False) -> Launches:
+        """Return the launches of parts."""
+        tables = [part.peer if for_peer else part.own for part in parts]
+        table = _stacked([x[..., _ITEM_COLUMNS] for x in tables])
+        compressed = RankTable.of(table) if table.size else None
+        items = None
+        if compressed and not for_peer and all(part.has_single_items for part in parts):
+            items = tuple(Item(*row) for row in compressed.rows.tolist())
+        return cls(
+            tuple(part.shift for part in parts), parts[0].gathered, for_peer,
+            any(part.has_documents for part in parts), items, compressed,
+        )  # fmt: skip
+
+
+_ITEM_COLUMNS = [TABLE_COLUMNS.index(name) for name in Item._fields]
+
+
+def _stacked(tables: Sequence[Table]) -> Table:
+    """Stack tables ``[P, R, C]`` as ``[P, tables, R, C]``; unused rows are zeros."""
+    rows = max(table.shape[1] for table in tables)
+    padded = [np.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) for x in tables]
+    return np.stack(padded, axis=1)
 
 
 @lru_cache(maxsize=1024)
@@ -80,7 +199,7 @@ def step_table(program: RingProgram, step: int) -> StepTable:
         peer=_compact_rows(table, is_peer),
         helpers=tuple(np.flatnonzero(is_peer.any(axis=1)).tolist()),
         has_documents=bool((live & (column["doc_stop"] > column["doc_start"])).any()),
-        items=_single_items(own) if plan.blocks is None else None,
+        has_single_items=plan.blocks is None and _are_single(own),
     )
 
 
@@ -102,7 +221,7 @@ def remote_table(program: RingProgram) -> StepTable | None:
     table[..., [column["k_start"], column["k_stop"]]] += offset[..., None]
     own = _join_adjacent(_compact_rows(table, live))
     has_documents = any(part.has_documents for part in parts)
-    return StepTable(0, True, own, own[:, :0], (), has_documents, _single_items(own))
+    return StepTable(0, True, own, own[:, :0], (), has_documents, _are_single(own))
 
 
 def _compact_rows(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
@@ -145,14 +264,11 @@ def _is_full(table: Table) -> npt.NDArray[np.bool_]:
     )
 
 
-def _single_items(table: Table) -> tuple[Item, ...] | None:
-    """Return the rows as items; ``None`` if a rank has two, or one spans several documents."""
+def _are_single(table: Table) -> bool:
+    """Return False if a rank has two items, or one that spans several documents."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     live, several = column["q_stop"] > column["q_start"], column["doc_stop"] > column["doc_start"]
-    if table.shape[1] > 1 or several[live].any():
-        return None
-    columns = [TABLE_COLUMNS.index(name) for name in (*Rectangle._fields, "lo", "hi")]
-    return tuple(Item(Rectangle(*row[:6]), *row[6:]) for row in table[live][:, columns].tolist())
+    return table.shape[1] <= 1 and not several[live].any()
 
 
 @dataclass(frozen=True)
@@ -169,62 +285,60 @@ class RankView:
     inputs: Inputs
     rank: Array
 
+    def work_of(self, launches: Launches) -> ItemTable:
+        """Return this rank's items in each launch of some that have any."""
+        assert launches.table is not None
+        items, numbers = launches.table.rows_of(self.rank)  # [launches, R, C], [launches, R]
+        size, shifts = self.call.plan.cp_size, np.array(launches.shifts, np.int32)
+        ranks = jnp.broadcast_to(self.rank, shifts.shape), (self.rank - shifts) % size
+        q_rank, kv_rank = ranks[::-1] if launches.for_peer else ranks
+        kinds = None
+        if self.call.plan.blocks is not None:
+            all_ranks = np.arange(size)[:, None]
+            q_ranks, kv_ranks = all_ranks, (all_ranks - shifts) % size
+            if launches.for_peer:
+                q_ranks, kv_ranks = kv_ranks, q_ranks
+            kinds = jnp.asarray(self.call.plan.blocks.kinds[q_ranks, kv_ranks])[self.rank]
+        return ItemTable(
+            items, kinds, q_rank, kv_rank,
+            None if launches.items is None else numbers[:, 0],
+        )  # fmt: skip
+
     def rank_before(self, shift: int) -> Array:
         """Return the rank ``shift`` places before this one on the ring, or after if negative."""
         return (self.rank - shift) % self.call.plan.cp_size
 
-    def key_positions(self, shift: int) -> Array:
-        """Return the global index of each key of rank ``rank_before(shift)``, int32 ``[S]``."""
-        return local_positions(self.call.plan.k_layout, self.rank_before(shift))
+    def key_positions(self, rank: Array) -> Array:
+        """Return the global index of each key of a rank, int32 ``[S]``."""
+        return local_positions(self.call.plan.k_layout, rank)
 
-    def own_work(self, part: StepTable) -> ItemTable | None:
-        """Return the items of this rank's own queries; ``None`` if no rank has any."""
-        return self._work(part.own, 0, part.shift)
-
-    def peer_work(self, part: StepTable) -> ItemTable | None:
-        """Return the items of the queries of the rank it helps; ``None`` if no rank helps."""
-        return self._work(part.peer, part.shift, 0)
-
-    def _work(self, table: Table, q_shift: int, kv_shift: int) -> ItemTable | None:
-        """Look up this rank's rows of a table, with the tiles of a predicate.
-
-        Queries are those of ``rank_before(q_shift)``, keys those of ``rank_before(kv_shift)``.
-        """
-        if table.shape[1] == 0:
-            return None
-        kinds, size = None, self.call.plan.cp_size
-        if self.call.plan.blocks is not None:
-            q_rank, kv_rank = ((np.arange(size) - shift) % size for shift in (q_shift, kv_shift))
-            kinds = jnp.asarray(self.call.plan.blocks.kinds[q_rank, kv_rank])[self.rank]
-        return ItemTable(jnp.asarray(table)[self.rank], kinds)
-
-    def rows(self, part: StepTable, shift: int, queries: QueryPayload) -> QueryBlock:
-        """Return a kernel's operands for queries of ``rank_before(shift)``."""
-        indices = local_positions(self.call.plan.q_layout, self.rank_before(shift))
+    def rows(self, launches: Launches, rank: Array, queries: QueryPayload) -> QueryBlock:
+        """Return a kernel's operands for the queries of a rank."""
+        indices = local_positions(self.call.plan.q_layout, rank)
         positions = indices + self.call.plan.q_offset
         return QueryBlock(
-            queries.q, positions, indices, self._cells(part, positions), queries.ids, queries.bias,
+            queries.q, positions, indices, self._cells(launches, positions), queries.ids, queries.bias,
             queries.bias_shift, self.inputs.slopes, self.inputs.seed, self.inputs.offsets,
         )  # fmt: skip
 
-    def columns(self, part: StepTable, positions: Array, keys: KVPayload) -> KeyBlock:
+    def columns(self, launches: Launches, positions: Array, keys: KVPayload) -> KeyBlock:
         """Return a kernel's operands for keys at global ``positions``, int32 ``[S]``."""
-        return KeyBlock(keys.kv, positions, self._cells(part, positions), keys.ids)
+        return KeyBlock(keys.kv, positions, self._cells(launches, positions), keys.ids)
 
-    def _cells(self, part: StepTable, positions: Array) -> Array | None:
+    def _cells(self, launches: Launches, positions: Array) -> Array | None:
         """Return the number of the document or chunk at each position, int32.
 
-        ``None`` if no item of the part spans several, so that kernels need not compare them.
+        ``None`` if no item of the launches spans several, so that kernels need not compare them.
         """
         boundaries = self.call.plan.boundaries
-        if boundaries is None or (self.call.plan.blocks is None and not part.has_documents):
+        if boundaries is None or (self.call.plan.blocks is None and not launches.has_documents):
             return None
         return searchsorted(jnp.asarray(boundaries.astype(np.int32)), positions, "right")
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:
     """Return the global index of each token of a rank, int32 ``[T_local]``."""
-    starts = jnp.asarray(layout.run_positions(np.arange(layout.cp_size)).astype(np.int32))[rank]
+    starts = _run_positions(layout, rank)
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index
     for n, run_start in enumerate(layout.run_starts[1:], start=1):
@@ -232,6 +346,16 @@ def local_positions(layout: Layout, rank: Array) -> Array:
             index >= run_start, starts[n] + layout.stride * (index - run_start), positions
         )
     return positions
+
+
+def _run_positions(layout: Layout, rank: Array) -> Array:
+    """Return the global index of the first token of each run of a rank, int32 ``[runs]``."""
+    starts = layout.run_positions(np.arange(layout.cp_size)).astype(np.int32)
+    # Most layouts go on from rank to rank by equal distances; others are looked up.
+    distance = starts[-1:] - starts[-2:-1] if layout.cp_size > 1 else starts
+    if (np.diff(starts, axis=0) == distance).all():
+        return jnp.asarray(starts[0]) + jnp.asarray(distance[0]) * rank
+    return jnp.asarray(starts)[rank]
 
 
 def is_padding(call: CallSpec) -> Array:

@@ -141,13 +141,16 @@ class KeyBlock(NamedTuple):
 
 
 class ItemTable(NamedTuple):
-    """The work items of one launch, rows of the program's table for this rank.
+    """The work items of one launch: this rank's rows of the program's tables.
 
-    ``kinds`` are the kinds of the tiles of a predicate mask, ``[ceil(T / TILE), ceil(S / TILE)]``.
+    In a loop of launches each array has a first dimension more, the stages of the loop.
     """
 
-    items: Array  # int32 [R, len(TABLE_COLUMNS)]
-    kinds: Array | None
+    items: Array  # int32 [R, len(Item._fields)]; items of no row are unused
+    kinds: Array | None  # of the tiles of a predicate, [ceil(T / TILE), ceil(S / TILE)]
+    q_rank: Array  # int32 [], the rank whose queries these are
+    kv_rank: Array  # int32 [], the rank whose keys they meet; unused if keys are gathered
+    number: Array | None  # int32 [], that of the only item among `LaunchSpec.items`
 
 
 class BackwardInputs(NamedTuple):
@@ -195,40 +198,34 @@ class LocalShape(NamedTuple):
     deterministic: bool  # the backward must repeat bit for bit
 
 
-class Rectangle(NamedTuple):
-    """Local queries of one rank that see the same local keys of one rank, all of them."""
+class Item(NamedTuple):
+    """A work item: a rectangle of local queries and keys, and the band of it that is visible.
 
-    q_rank: int
-    kv_rank: int
+    Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; an unbounded
+    side is ``TABLE_UNBOUNDED``, as in the program's table. An item of no queries is no work.
+    """
+
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
-
-
-class Item(NamedTuple):
-    """A rank's only work item of a step: a rectangle, and the band of it that is visible.
-
-    Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; an unbounded
-    side is ``TABLE_UNBOUNDED``, as in the program's table.
-    """
-
-    rectangle: Rectangle
     lo: int
     hi: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it has no queries."""
+        return self.q_stop <= self.q_start
+
+    @property
+    def is_full(self) -> bool:
+        """True if all of its queries see all of its keys."""
+        return (self.lo, self.hi) == (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
 
 
 def nbytes(*arrays: Array | None) -> int:
     """Count the bytes of arrays, those that are traced too; ``None`` has none."""
     return sum(x.size * x.dtype.itemsize for x in arrays if x is not None)
-
-
-def rectangles_of(items: tuple[Item, ...] | None) -> tuple[Rectangle, ...]:
-    """Return the rectangles of items if every one is fully visible, else an empty tuple."""
-    unbounded = (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
-    if items is None or any((item.lo, item.hi) != unbounded for item in items):
-        return ()
-    return tuple(item.rectangle for item in items)
 
 
 @dataclass(frozen=True)
@@ -293,8 +290,9 @@ class LaunchSpec:
         overwrite: The accumulator still holds the identity: ``out`` and ``lse`` in a forward,
             ``dkv`` in a backward. A kernel may write there without reading.
         is_final: No later launch merges into the result, so it may be rounded to the call's dtype.
-        items: The one work item of each rank that has any, apart from segment ids, which may hide
-            more; ``None`` if some rank has several items, several documents or a predicate.
+        items: The distinct work items of all ranks, apart from segment ids, which may hide more;
+            ``ItemTable.number`` says which one is the rank's. ``None`` if some rank has several
+            items, several documents or a predicate.
     """
 
     call: CallSpec
@@ -303,9 +301,10 @@ class LaunchSpec:
     items: tuple[Item, ...] | None = None
 
     @property
-    def rectangles(self) -> tuple[Rectangle, ...]:
-        """Rectangles of ``items`` if all are fully visible, else an empty tuple."""
-        return rectangles_of(self.items)
+    def rectangles(self) -> tuple[Item, ...]:
+        """The distinct work items if all are fully visible, else an empty tuple."""
+        items = self.items or ()
+        return items if all(item.is_full or item.is_empty for item in items) else ()
 
 
 class Kernel(Protocol):

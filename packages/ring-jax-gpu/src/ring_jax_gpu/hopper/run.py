@@ -25,7 +25,7 @@ from ring_jax_gpu.hopper.stream_k import (
     of_keys,
     of_queries,
 )
-from ring_jax_gpu.launch import RANK_OPERAND, Arrays, Launch, arguments_of, kernel_of
+from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, Launch, arguments_of, kernel_of
 
 _HALF = 64  # queries of a block of 128 that one group of warps computes
 _STAGES = 2
@@ -53,7 +53,11 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     batch, heads, q_len, dim = q.shape
     flags_per_head = 2 * -(-q_len // QUERIES)
     num_flags = batch * heads * flags_per_head
-    stream_k = {x.q_rank: of_queries(x, batch * heads, programs) for x in launch.rectangles}
+    stream_k = {
+        n: of_queries(x, batch * heads, programs)
+        for n, x in enumerate(launch.rectangles)
+        if not x.is_empty
+    }
     split = max((x.split for x in stream_k.values()), default=0)
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
@@ -64,7 +68,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
         "items": InArray(arrays["items"]),
-        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(num_flags + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=BTHD),
         "lse": _result(arrays["lse"], consts["OVERWRITE"]),
@@ -94,7 +98,9 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     sizes, dim = _sizes(arrays), q.shape[3]
     heads, blocks = sizes["batch"] * sizes["heads"] // sizes["group"], -(-sizes["k_len"] // KEYS)
     stream_k = {
-        x.q_rank: of_keys(x, heads, sizes["group"], _processors()) for x in launch.rectangles
+        n: of_keys(x, heads, sizes["group"], _processors())
+        for n, x in enumerate(launch.rectangles)
+        if not x.is_empty
     }
     split = max((x.split for x in stream_k.values()), default=0)
     helpers = max((x.helpers for x in stream_k.values()), default=0)
@@ -114,7 +120,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         "neg_delta": _row_tiles(-arrays["delta"], hopper_consts.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
         "items": InArray(arrays["items"]),
-        "stream_k": _row_of_rank(stream_k, arrays) if split else None,
+        "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
         "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
         "dk": _result(arrays["dk"], consts["OVERWRITE"], BTHD),
@@ -141,12 +147,14 @@ def _key_heads_per_swizzle(heads: int, blocks: int) -> int:
     return next(n for n in range(min(least, heads), heads + 1) if heads % n == 0)
 
 
-def _row_of_rank(stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays) -> InArray:
-    """Return this rank's schedule, int32; zeros for a rank that computes nothing in this step."""
+def _row_of_item(
+    launch: Launch, stream_k: Mapping[int, StreamK | StreamKBackward], arrays: Arrays
+) -> InArray:
+    """Return the schedule of this rank's item, int32; zeros if it is empty."""
     (width,) = {len(x) for x in stream_k.values()}
-    table = np.zeros((max(stream_k) + 1, width), np.int32)
+    table = np.zeros((len(launch.rectangles), width), np.int32)
     table[list(stream_k)] = list(stream_k.values())
-    return InArray(jnp.asarray(table)[arrays[RANK_OPERAND]])
+    return InArray(jnp.asarray(table)[arrays[ITEM_NUMBER]])
 
 
 def _run_left_out(
@@ -158,7 +166,7 @@ def _run_left_out(
         The arrays that the launch changed.
     """
     kernel = kernel_of(launch)
-    arrays = {name: x for name, x in arrays.items() if name != RANK_OPERAND}
+    arrays = {name: x for name, x in arrays.items() if name != ITEM_NUMBER}
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
     left_out = replace(

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL
-from ring_core.programs.ring import TABLE_COLUMNS
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
 
 _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
@@ -20,7 +19,7 @@ Flags = tuple[Array, Array]  # bool for each block: some of it is visible, all o
 
 
 class Bounds(NamedTuple):
-    """The rectangle and the band of one work item, traced int32 scalars."""
+    """The rectangle and the band of one work item, an :class:`Item` of traced int32 scalars."""
 
     q_start: Array
     q_stop: Array
@@ -32,8 +31,7 @@ class Bounds(NamedTuple):
 
 def item_bounds(work: ItemTable) -> Array:
     """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
-    columns = [work.items[:, TABLE_COLUMNS.index(name)] for name in Bounds._fields]
-    return jnp.clip(jnp.stack(columns, axis=1), -_FAR, _FAR)
+    return jnp.clip(work.items, -_FAR, _FAR)
 
 
 def kinds_of(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ring_core import RingProgram
 from ring_jax.collectives import order_after, overlap
-from ring_jax.rank_view import StepTable, remote_table, step_table
+from ring_jax.rank_view import Launches, remote_table, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -36,7 +36,7 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         The wide result, and the K/V of all ranks (``None`` if no query sees another rank's keys).
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = remote_table(call.program), _own_part(call)
+    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     # The K/V of all ranks are in flight ...
     gathering = None if remote_part is None else _gather_all(runner, own)
@@ -44,14 +44,17 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
     # ... while the kernel computes with the own ones.
     if own_part is not None:
         is_final = remote_part is None
-        into = runner.attend(own_part, q, own, into, overwrite=True, is_final=is_final)
+        into = runner.attend(
+            own_part, runner.work_of(own_part), q, own, into, overwrite=True, is_final=is_final
+        )
     if remote_part is None or gathering is None:
         return into, None
     # The gathered keys have arrived, and are used no earlier than that kernel ends.
     into, gathered = overlap(into, gathering)
     into = runner.attend(
-        remote_part, q, order_after(gathered, into), into, overwrite=own_part is None, is_final=True
-    )
+        remote_part, runner.work_of(remote_part), q, order_after(gathered, into), into,
+        overwrite=own_part is None, is_final=True,
+    )  # fmt: skip
     return into, gathered
 
 
@@ -64,7 +67,7 @@ def _gather_backward(
     that the sums of their gradients travel beside the own block.
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = remote_table(call.program), _own_part(call)
+    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
     own_dkv = runner.zeros(own.kv.shape)
@@ -72,16 +75,18 @@ def _gather_backward(
     if remote_part is not None and gathered is not None:
         dkv = runner.zeros(gathered.kv.shape)
         query_grads, dkv = runner.differentiate(
-            remote_part, q, gathered, upstream, query_grads, dkv, overwrite=True
-        )
+            remote_part, runner.work_of(remote_part), q, gathered, upstream, query_grads, dkv,
+            overwrite=True,
+        )  # fmt: skip
         # In flight: every rank's dK/dV for the keys of all ranks; each gets the sum for its own ...
         arriving = runner.ranks.scatter(dkv, _KV_TOKEN_DIM)
         own = own_message(x, after=query_grads.dq)
     # ... while the kernel computes the own block, in an accumulator of its own.
     if own_part is not None:
         query_grads, own_dkv = runner.differentiate(
-            own_part, q, own, upstream, query_grads, own_dkv, overwrite=True
-        )
+            own_part, runner.work_of(own_part), q, own, upstream, query_grads, own_dkv,
+            overwrite=True,
+        )  # fmt: skip
     if arriving is not None:
         query_grads, own_dkv, received = overlap(query_grads, own_dkv, arriving)
         own_dkv = own_dkv + received
@@ -94,10 +99,22 @@ def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
     return KVPayload(runner.ranks.gather(own.kv, _KV_TOKEN_DIM), ids)
 
 
-def _own_part(call: CallSpec) -> StepTable | None:
-    """Return the step in which ranks meet their own keys; ``None`` if no rank sees any of them."""
-    steps = (n for n, step in enumerate(call.program.steps) if step.shift == 0)
-    return next((step_table(call.program, n) for n in steps), None)
+def _remote_part(program: RingProgram) -> Launches | None:
+    """Return the launch over all gathered keys; ``None`` if no query sees another rank's keys."""
+    part = remote_table(program)
+    return None if part is None else Launches.of(part)
+
+
+def _own_part(program: RingProgram) -> Launches | None:
+    """Return the launch over a rank's own keys; ``None`` if no rank sees any of them."""
+    steps = (n for n, step in enumerate(program.steps) if step.shift == 0)
+    return next((Launches.of(step_table(program, n)) for n in steps), None)
+
+
+def _launches(program: RingProgram) -> list[Launches]:
+    """Return the launches of both passes."""
+    parts = (_remote_part(program), _own_part(program))
+    return [part for part in parts if part is not None] * 2
 
 
 def _refusals(program: RingProgram) -> list[str]:
@@ -130,4 +147,6 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
-GATHER = Strategy(_gather_forward, _gather_backward, _refusals, _key_lengths, _gather_sent)
+GATHER = Strategy(
+    _gather_forward, _gather_backward, _refusals, _key_lengths, _launches, _gather_sent
+)

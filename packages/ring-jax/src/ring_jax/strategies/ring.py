@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
+from typing import NamedTuple
+
 import numpy as np
 
+from ring_core import RingProgram
+from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import order_after, overlap
-from ring_jax.rank_view import step_table
+from ring_jax.rank_view import Launches, StepTable, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -18,10 +25,94 @@ from ring_jax.records import (
     Direction,
     Grads,
     Inputs,
+    ItemTable,
     KVPayload,
+    QueryPayload,
     nbytes,
 )
 from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, own_message, to_bhtd
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive stages of a pass that differ in nothing but their work items: a loop, or one.
+
+    Attributes:
+        stages: The stages.
+        grad_hop: Distance that the dK/dV sums of the stage before travel, beside each of them.
+        next_stage: The stage after the last one; ``None`` at the end of the pass.
+    """
+
+    stages: tuple[Stage, ...]
+    grad_hop: int | None
+    next_stage: Stage | None
+
+    @property
+    def kv_hop(self) -> int | None:
+        """Distance that K/V travel beside each stage."""
+        return self.stages[0].kv_hop
+
+    @property
+    def offloads(self) -> bool:
+        """True if ranks help others in it."""
+        return self.stages[0].offloads
+
+
+_SHORTEST_LOOP = 4  # stages: a loop of fewer is no smaller than they are
+
+
+def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
+    """Cut a pass into loops of equal stages, and single stages.
+
+    Outside of loops are the first stage, which begins the accumulators, and the last one, which
+    ends them; stages with another hop than their neighbours, or with items that a kernel computes
+    in another way; and where ranks help others, all of them.
+    """
+    has_helpers = any(stage.offloads for stage in stages)
+    arriving = [None, *(stage.grad_hop for stage in stages[:-1])]
+
+    def kind(n: int) -> object:
+        """Return what stages of one loop have in common."""
+        if n in (0, len(stages) - 1) or has_helpers:
+            return n
+        part = step_table(program, stages[n].step)
+        return stages[n].kv_hop, arriving[n], part.has_rectangles
+
+    loops = [list(group) for _, group in groupby(range(len(stages)), kind)]
+    numbers = chain.from_iterable(
+        [loop] if len(loop) >= _SHORTEST_LOOP else [[n] for n in loop] for loop in loops
+    )
+    following = [*stages[1:], None]
+    return [
+        Run(tuple(stages[n] for n in run), arriving[run[0]], following[run[-1]]) for run in numbers
+    ]
+
+
+def _launches_of(program: RingProgram, run: Run) -> Launches:
+    """Return the launches of a run's stages."""
+    return Launches.of(*(step_table(program, stage.step) for stage in run.stages))
+
+
+def _launches(program: RingProgram) -> list[Launches]:
+    """Return the launches of both passes."""
+    passes = (program.forward, program.backward)
+    return [_launches_of(program, run) for stages in passes for run in _runs(program, stages)]
+
+
+class ForwardState(NamedTuple):
+    """The arrays of a forward between two stages.
+
+    Attributes:
+        held: The K/V that the next stage computes with.
+        into: Attention over all keys so far.
+        peer_queries: Queries of the rank that this one helps in the next stage.
+        returned: Results of this rank's own helper in the stage before.
+    """
+
+    held: KVPayload
+    into: AttentionState
+    peer_queries: QueryPayload | None
+    returned: AttentionState | None
 
 
 def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload | None]:
@@ -32,33 +123,63 @@ def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload 
     """
     runner, stages = StepRunner.of(call, x), call.program.forward
     q, own = to_bhtd(x.q), own_message(x)
-    held, into = own, runner.empty_state(q, x.v.shape[3])
-    # Queries of the rank that this one helps in the current stage, and results of its own helper.
-    peer_queries, returned = runner.send_to_helper(stages[0], q), None
-    for stage, next_stage in zip(stages, [*stages[1:], None], strict=True):
+
+    def run_stage(
+        run: Run, launches: Launches, work: ItemTable | None, state: ForwardState
+    ) -> ForwardState:
+        """Run one stage."""
+        held, into, peer_queries, returned = state
         # The K/V we hold go to the next rank, and those of the rank before arrive beside them;
         # so do the queries for the next stage. Nothing is overwritten: both sets are live.
-        arriving = runner.hop(held, stage.kv_hop)
-        next_peer_queries = runner.send_to_helper(next_stage, q)
+        arriving = runner.hop(held, run.kv_hop)
+        next_peer_queries = runner.send_to_helper(run.next_stage, q)
         # Meanwhile the kernel reads the K/V that are being sent.
-        part = step_table(call.program, stage.step)
-        is_final = next_stage is None and returned is None and peer_queries is None
-        overwrite = stage is stages[0]
-        into = runner.attend(part, q, held, into, overwrite=overwrite, is_final=is_final)
+        is_final = run.next_stage is None and returned is None and peer_queries is None
+        into = runner.attend(
+            launches, work, q, held, into, overwrite=run.stages[0] is stages[0], is_final=is_final
+        )
         # Our helper's results of the stage before have arrived beside that kernel.
         if returned is not None:
             into, returned = merge(into, returned), None
         # Help another rank; our results for it travel during the next stage's kernel.
         if peer_queries is not None:
+            part = step_table(call.program, run.stages[0].step)
             peer_result = runner.attend_for_peer(part, peer_queries, own)
             returned = runner.return_to_owner(part, peer_result)
         # The received K/V become the current ones, no earlier than this stage's kernel ends.
-        if next_stage is not None:
+        if run.next_stage is not None:
             into, arriving, next_peer_queries = overlap(into, arriving, next_peer_queries)
             arriving = order_after(arriving, into)
-        held, peer_queries = arriving, next_peer_queries
-    into = into if returned is None else merge(into, returned)
-    return into, held if len(stages) > 1 else None
+        return ForwardState(arriving, into, next_peer_queries, returned)
+
+    into = runner.empty_state(q, x.v.shape[3])
+    state = ForwardState(own, into, runner.send_to_helper(stages[0], q), None)
+    for run in _runs(call.program, stages):
+        launches = _launches_of(call.program, run)
+        state = runner.for_each(launches, partial(run_stage, run, launches), state)
+    into = state.into if state.returned is None else merge(state.into, state.returned)
+    return into, state.held if len(stages) > 1 else None
+
+
+class BackwardState(NamedTuple):
+    """The arrays of a backward between two stages.
+
+    Attributes:
+        held: The K/V that the next stage computes with.
+        dkv: Sum of dK/dV of the K/V of the stage before, to follow them round the ring; ``None``
+            before the first stage, and after the last one, where the sum is the rank's own.
+        query_grads: Gradients of this rank's queries so far.
+        own_dkv: dK/dV of this rank's own K/V; ``None`` as long as nothing was added to them.
+        peer_queries: Queries of the rank that this one helps in the next stage.
+        returned: The part in which this rank was helped before, and what its helper computed.
+    """
+
+    held: KVPayload
+    dkv: Array | None
+    query_grads: QueryGrads
+    own_dkv: Array | None
+    peer_queries: QueryPayload | None
+    returned: tuple[StepTable, QueryGrads] | None
 
 
 def _ring_backward(
@@ -69,49 +190,61 @@ def _ring_backward(
     The stages run in reverse, from ``last``, the K/V that arrived last in the forward.
     """
     runner, stages = StepRunner.of(call, x), call.program.backward
-    q, own = to_bhtd(x.q), own_message(x)
-    held = own if last is None else last
-    query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
-    own_dkv = runner.zeros(own.kv.shape)
-    in_flight: Array | None = None  # dK/dV of the K/V one stage ago, following them round the ring
-    peer_queries, returned = runner.send_to_helper(stages[0], q, upstream), None
-    for stage, next_stage in zip(stages, [*stages[1:], None], strict=True):
-        part = step_table(call.program, stage.step)
-        is_own = part.shift == 0
+    q, first = to_bhtd(x.q), own_message(x)
+    has_helpers = any(stage.offloads for stage in stages)
+
+    def run_stage(
+        run: Run, launches: Launches, work: ItemTable | None, state: BackwardState
+    ) -> BackwardState:
+        """Run one stage."""
+        held, dkv_before, query_grads, own_dkv, peer_queries, returned = state
+        is_own = launches.shifts == (0,)
         # In flight beside this stage's kernel: the K/V we hold, queries for helpers, and the sum
         # of dK/dV up to the stage before. The kernel adds to zeros, not to that sum.
-        arriving = runner.hop(held, stage.kv_hop)
-        next_peer_queries = runner.send_to_helper(next_stage, q, upstream)
-        own = own_message(x, after=query_grads.dq) if is_own and last is not None else own
-        keys, dkv = (own, own_dkv) if is_own else (held, runner.zeros(own.kv.shape))
+        arriving = runner.hop(held, run.kv_hop)
+        arriving_dkv = None if dkv_before is None else runner.hop(dkv_before, run.grad_hop)
+        next_peer_queries = runner.send_to_helper(run.next_stage, q, upstream)
+        own = own_message(x, after=query_grads.dq) if is_own and last is not None else first
+        keys, dkv = own if is_own else held, runner.zeros(own.kv.shape)
         # Other stages start from zeros. own_dkv has gradients already if this rank helped others.
-        overwrite = not is_own or not any(stage.offloads for stage in stages)
+        if is_own and own_dkv is not None:
+            dkv = own_dkv
         query_grads, dkv = runner.differentiate(
-            part, q, keys, upstream, query_grads, dkv, overwrite=overwrite
-        )
+            launches, work, q, keys, upstream, query_grads, dkv,
+            overwrite=not is_own or not has_helpers,
+        )  # fmt: skip
         # dQ that our helper computed in the stage before has arrived.
         if returned is not None:
             query_grads, returned = runner.add_returned(query_grads, *returned), None
         # Help another rank; its dQ travels during the next stage's kernel, dK/dV stay here.
         if peer_queries is not None:
-            peer_grads, own_dkv = runner.differentiate_for_peer(part, peer_queries, own, own_dkv)
+            part = step_table(call.program, run.stages[0].step)
+            before = runner.zeros(own.kv.shape) if own_dkv is None else own_dkv
+            peer_grads, own_dkv = runner.differentiate_for_peer(part, peer_queries, first, before)
             returned = part, runner.return_to_owner(part, peer_grads)
         # What arrived may be read from here on, no earlier than this stage's kernel ends.
-        if next_stage is not None or in_flight is not None:
-            query_grads, dkv, arriving, next_peer_queries, in_flight = overlap(
-                query_grads, dkv, arriving, next_peer_queries, in_flight
+        if run.next_stage is not None or arriving_dkv is not None:
+            query_grads, dkv, arriving, next_peer_queries, arriving_dkv = overlap(
+                query_grads, dkv, arriving, next_peer_queries, arriving_dkv
             )
             arriving = order_after(arriving, (query_grads, dkv))
-        # The sum that arrived is of the same keys as this stage's dK/dV. Send it on, or keep it
-        # where it is home: in the stage of this rank's own keys.
-        dkv = dkv if in_flight is None else dkv + in_flight
-        if is_own:
-            own_dkv = dkv
-        else:
-            in_flight = runner.hop(dkv, stage.grad_hop)
-        held, peer_queries = arriving, next_peer_queries
-    query_grads = query_grads if returned is None else runner.add_returned(query_grads, *returned)
-    return Grads(query_grads.dq, own_dkv, query_grads.dbias)
+        # The sum that arrived is of the same keys as this stage's dK/dV. It is sent on in the next
+        # stage, or kept where it is home: in the stage of this rank's own keys.
+        dkv = dkv if arriving_dkv is None else dkv + arriving_dkv
+        sums = (None, dkv) if is_own else (dkv, own_dkv)
+        return BackwardState(arriving, sums[0], query_grads, sums[1], next_peer_queries, returned)
+
+    query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
+    peer_queries = runner.send_to_helper(stages[0], q, upstream)
+    held = first if last is None else last
+    state = BackwardState(held, None, query_grads, None, peer_queries, None)
+    for run in _runs(call.program, stages):
+        launches = _launches_of(call.program, run)
+        state = runner.for_each(launches, partial(run_stage, run, launches), state)
+    query_grads = state.query_grads
+    if state.returned is not None:
+        query_grads = runner.add_returned(query_grads, *state.returned)
+    return Grads(query_grads.dq, not_none(state.own_dkv), query_grads.dbias)
 
 
 def _ring_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
@@ -147,5 +280,6 @@ RING = Strategy(
     _ring_backward,
     refusals=lambda _: [],
     key_lengths=lambda program: (program.plan.k_layout.local_len,),
+    launches=_launches,
     sent=_ring_sent,
 )

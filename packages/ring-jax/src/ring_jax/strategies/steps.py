@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,7 +27,7 @@ from ring_core import RingProgram
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
-from ring_jax.rank_view import RankView, StepTable, all_positions, step_table
+from ring_jax.rank_view import Launches, RankView, StepTable, all_positions, step_table
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -53,6 +54,7 @@ class Strategy(NamedTuple):
         backward: Computes gradients of this device's shards, wide, heads first.
         refusals: Returns the reasons why it cannot run a program; empty if it can.
         key_lengths: Returns each number of keys that a kernel is given at once.
+        launches: Returns the launches of both passes, whose tables a program holds.
         sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
             that it runs.
     """
@@ -61,6 +63,7 @@ class Strategy(NamedTuple):
     backward: Callable[[CallSpec, Inputs, BackwardInputs, KVPayload | None], Grads]
     refusals: Callable[[RingProgram], list[str]]
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
+    launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
 
 
@@ -140,9 +143,32 @@ class StepRunner:
         # arrays, so two sets of K/V are in memory until the step that reads the old one ends.
         return x if hop is None else self.ranks.move(x, hop)
 
+    def work_of(self, launches: Launches) -> ItemTable | None:
+        """Return this rank's items in the only launch; ``None`` if no rank has any."""
+        if launches.table is None:
+            return None
+        return cast("ItemTable", jax.tree.map(lambda x: x[0], self.view.work_of(launches)))
+
+    def for_each[S](
+        self, launches: Launches, body: Callable[[ItemTable | None, S], S], state: S
+    ) -> S:
+        """Run ``body(work, state)`` for this rank's items in each launch, in a loop if several.
+
+        The loop is one, however many launches there are: a program does not grow with the ring.
+        """
+        if len(launches.shifts) == 1:
+            return body(self.work_of(launches), state)
+        work = self.view.work_of(launches)
+        # An iteration is two stages. The K/V that arrive in the first are sent in the second, and
+        # those that arrive there take the place of the first ones. In a loop of one stage the place
+        # where K/V arrive would be the one that they are sent from, and they would be copied.
+        state, _ = lax.scan(lambda x, work: (body(work, x), None), state, work, unroll=2)
+        return state
+
     def attend(
         self,
-        part: StepTable,
+        launches: Launches,
+        work: ItemTable | None,
         q: Array,
         held: KVPayload,
         into: AttentionState,
@@ -151,24 +177,22 @@ class StepRunner:
         is_final: bool,
     ) -> AttentionState:
         """Merge attention of this device's queries over the K/V it holds now into ``into``."""
-        work = self.view.own_work(part)
         if work is None:
             return into
-        rows, columns = self._own_operands(part, q, held)
-        spec = LaunchSpec(self.call, overwrite=overwrite, is_final=is_final, items=part.items)
+        rows, columns = self._own_operands(launches, work, q, held)
+        spec = LaunchSpec(self.call, overwrite=overwrite, is_final=is_final, items=launches.items)
         return _launch("attend_into", spec, rows, columns, work, into=into)
 
     def differentiate(
-        self, part: StepTable, q: Array, held: KVPayload, upstream: BackwardInputs, grads: QueryGrads, dkv: Array,
-        *, overwrite: bool,
+        self, launches: Launches, work: ItemTable | None, q: Array, held: KVPayload,
+        upstream: BackwardInputs, grads: QueryGrads, dkv: Array, *, overwrite: bool,
     ) -> tuple[QueryGrads, Array]:  # fmt: skip
         """Add gradients of this device's queries to ``grads``, and of the K/V held to ``dkv``."""
-        work = self.view.own_work(part)
         if work is None:
             return grads, dkv
-        rows, columns = self._own_operands(part, q, held)
+        rows, columns = self._own_operands(launches, work, q, held)
         into = Grads(grads.dq, dkv, self.empty_bias_grad(rows.bias))
-        spec = LaunchSpec(self.call, overwrite=overwrite, items=part.items)
+        spec = LaunchSpec(self.call, overwrite=overwrite, items=launches.items)
         dq, dkv, dbias = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
         return QueryGrads(dq, self._add_bias_grad(grads.dbias, columns.positions, dbias)), dkv
 
@@ -242,29 +266,29 @@ class StepRunner:
 
     def _helper_key_positions(self, part: StepTable) -> Array:
         """Return positions of the keys that this device's queries meet on its helper."""
-        return self.view.key_positions(-part.shift)
+        return self.view.key_positions(self.view.rank_before(-part.shift))
 
     def _own_operands(
-        self, part: StepTable, q: Array, held: KVPayload
+        self, launches: Launches, work: ItemTable, q: Array, held: KVPayload
     ) -> tuple[QueryBlock, KeyBlock]:
-        """Return this device's queries, and the held or gathered keys that they meet in a step."""
+        """Return this device's queries, and the held or gathered keys that they meet."""
         view = self.view
-        if part.gathered:
+        if launches.gathered:
             positions = all_positions(self.call.plan.k_layout).reshape(-1)
         else:
-            positions = view.key_positions(part.shift)
+            positions = view.key_positions(work.kv_rank)
         bias = self._bias_of_keys(positions)
         queries = QueryPayload(q, self.inputs.q_ids, bias, self.inputs.bias_shift)
-        return view.rows(part, 0, queries), view.columns(part, positions, held)
+        return view.rows(launches, view.rank, queries), view.columns(launches, positions, held)
 
     def _peer_operands(
         self, part: StepTable, peer_queries: QueryPayload, own: KVPayload
     ) -> tuple[QueryBlock, KeyBlock, ItemTable]:
         """Return another rank's queries, this device's own keys, and the items between them."""
-        view = self.view
-        columns = view.columns(part, view.key_positions(0), own)
-        rows = view.rows(part, part.shift, peer_queries)
-        return rows, columns, not_none(view.peer_work(part))
+        view, launches = self.view, Launches.of(part, for_peer=True)
+        work = not_none(self.work_of(launches))
+        columns = view.columns(launches, view.key_positions(view.rank), own)
+        return view.rows(launches, work.q_rank, peer_queries), columns, work
 
     def _bias_of_keys(self, positions: Array) -> Array | None:
         """Return the columns of the bias for keys at some positions."""

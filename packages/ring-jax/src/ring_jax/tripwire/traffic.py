@@ -98,6 +98,7 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
     """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        times = equation.params["length"] if name == "scan" else 1
         if name in _COLLECTIVES:
             for x in equation.invars:
                 ranks = len(equation.params["perm"]) if name == "ppermute" else size
@@ -112,7 +113,7 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                yield from _bytes_moved(getattr(inner, "jaxpr", inner), size)
+                yield times * sum(_bytes_moved(getattr(inner, "jaxpr", inner), size))
 
 
 def start_clock(

@@ -1,0 +1,68 @@
+"""Calls whose ring is a loop, beside the same with each stage written out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from backends.jax_devices import Arrays, JaxBackend, Ways, _program
+from cases import Case
+
+from ring_core import Mask
+from ring_core.plan import plan
+from ring_core.programs.ring import ring_program
+from ring_jax.strategies import ring
+
+_SHAPE: dict[str, Any] = {"cp_size": 8, "seq_len": 128}
+CAUSAL = Mask(causal=True)
+
+#: Eight devices: forward and backward have a loop, of an even and an odd number of stages.
+CASES = {
+    case.name: case
+    for case in (
+        Case("causal", CAUSAL, "zigzag", **_SHAPE),
+        Case("full", Mask(), **_SHAPE),
+        Case("window", Mask(causal=True, window=(70, 0)), "zigzag", **_SHAPE),
+        Case("documents", Mask(causal=True, cu_seqlens=(0, 9, 90, 100, 128)), "striped", **_SHAPE),
+        Case("chunks", Mask(chunk_size=100), **_SHAPE),
+        Case("predicate", Mask(predicate=lambda q, k: (q * 7 + k) % 5 > 0), **_SHAPE),
+        Case("keys", CAUSAL, "zigzag", **_SHAPE, kv_seq_len=192, heads=(4, 2), batch=2),
+        Case("segments", CAUSAL, "zigzag", **_SHAPE, segments="padded", batch=2, lse_grad=True),
+        Case("bias", CAUSAL, "striped", **_SHAPE, bias="masked", batch=2, heads=(1, 1)),
+        Case("dropout", CAUSAL, "zigzag", **_SHAPE, dropout_p=0.3),
+        Case(
+            "everything", CAUSAL, "zigzag", **_SHAPE, softcap=2.0, sinks=0, bias="very-negative",
+            alibi=1, dropout_p=0.1, segments="padded", heads=(4, 2), dims=(8, 6), lse_grad=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def in_loop_and_unrolled(backend: JaxBackend, case: Case, ways: Ways) -> tuple[Arrays, Arrays]:
+    """The results of a case as it runs, and of its stages one by one."""
+    program = ring_program(case.plan)
+    for stages in (program.forward, program.backward):
+        assert any(len(run.stages) > 1 for run in ring._runs(program, stages))
+    looped = backend._run(case, ways, _program)
+    with _unrolled():
+        return looped, backend._run(case, ways, _program)
+
+
+@contextmanager
+def _unrolled() -> Iterator[None]:
+    plan._make_plan.cache_clear()  # so that the call is another one, and is traced anew
+    try:
+        with patch.object(ring, "_SHORTEST_LOOP", 1 << 30):
+            yield
+    finally:
+        plan._make_plan.cache_clear()
+
+
+def assert_equal_bits(looped: Arrays, unrolled: Arrays) -> None:
+    """Compare results, NaN included."""
+    assert looped.keys() == unrolled.keys()
+    for name, value in looped.items():
+        np.testing.assert_array_equal(value, unrolled[name], err_msg=name)

@@ -1,0 +1,78 @@
+"""What a program costs: bytes that JAX lowers an attention to, and seconds of tracing and lowering.
+
+``python tests/program_size.py`` prints the table; nothing is compiled or run, and no device is
+needed but the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+from time import process_time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+import ring_jax
+from ring_core import LayoutName, LayoutSpec
+
+LOCAL = 512  # tokens of a device
+
+
+class Size(NamedTuple):
+    """A program as it is lowered, for one platform, before it is compiled."""
+
+    bytes: int
+    seconds: float  # of CPU time, to trace it and to lower it
+
+
+def size_of(
+    devices: int, *, layers: int = 1, layout: LayoutSpec = "zigzag", package: Any = ring_jax,
+    platform: str = "cpu", **options: Any,
+) -> Size:  # fmt: skip
+    """Trace and lower the forward and backward of some equal layers over so many devices."""
+    mesh = AbstractMesh((devices,), ("cp",), axis_types=(AxisType.Auto,))
+    cp = package.ContextParallel(mesh, "cp", layout=layout)
+    q, k = (jax.ShapeDtypeStruct((1, devices * LOCAL, heads, 64), jnp.bfloat16) for heads in (8, 2))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        total = jnp.float32(0)
+        for n in range(layers):
+            total += cp.attention(q * (n + 1), k, v, **options).astype(jnp.float32).sum()
+        return total
+
+    jax.clear_caches()
+    began = process_time()
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, k)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    return Size(len(text), process_time() - began)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 64, 256])
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--balanced", action="store_true", help="also the strategy balanced")
+    arguments = parser.parse_args()
+    ways: list[tuple[LayoutName, str]] = [
+        ("zigzag", "ring"),
+        ("zigzag", "gather"),
+        ("contiguous", "ring"),
+    ]
+    ways += [("contiguous", "balanced")] if arguments.balanced else []
+    size_of(2, causal=True)  # imports and caches of jax itself
+    print("| layout | strategy | devices | layers | bytes | seconds |\n|---|---|---|---|---|---|")
+    for layout, strategy in ways:
+        for devices in arguments.devices:
+            for layers in arguments.layers:
+                size = size_of(
+                    devices, layers=layers, layout=layout, strategy=strategy, causal=True
+                )
+                row = (layout, strategy, devices, layers, f"{size.bytes:,}", f"{size.seconds:.1f}")
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
