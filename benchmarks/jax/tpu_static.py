@@ -208,7 +208,8 @@ def blocks_of_documents() -> tuple[int, int]:
 
     from ring_core import Mask, make_plan, ring_program
     from ring_core.base.arguments import EMPTY
-    from ring_jax.records import ItemTable, KeyBlock, QueryBlock
+    from ring_core.programs.ring import TABLE_COLUMNS
+    from ring_jax.records import Item, ItemTable, KeyBlock, QueryBlock
     from ring_jax_tpu.block_index import block_kinds
     from ring_jax_tpu.block_sizes import Blocks
 
@@ -223,7 +224,9 @@ def blocks_of_documents() -> tuple[int, int]:
     def kinds(ids: Any) -> Any:
         q, positions = jnp.zeros((1, 1, LENGTH, 1)), jnp.arange(LENGTH)
         rows = QueryBlock(q, positions, positions, None, ids, None, None, None, None, None)
-        work = ItemTable(jnp.asarray(program.table(0)[0]), None)
+        columns = [TABLE_COLUMNS.index(name) for name in Item._fields]
+        zero = jnp.int32(0)
+        work = ItemTable(jnp.asarray(program.table(0)[0][:, columns]), None, zero, zero, None)
         return block_kinds(rows, KeyBlock(q, positions, None, ids), work, blocks)
 
     visible = np.tri(LENGTH, dtype=bool) & (ids[:, None] == ids)

@@ -95,8 +95,8 @@ def keys_one_hop_late() -> Patches:
     """A step computes with this device's own keys, at the positions of others."""
     right = StepRunner.attend
 
-    def wrong(self: Any, part: Any, q: Any, _: Any, into: Any, **named: Any) -> Any:
-        return right(self, part, q, own_message(self.inputs), into, **named)
+    def wrong(self: Any, launches: Any, work: Any, q: Any, _: Any, *into: Any, **named: Any) -> Any:
+        return right(self, launches, work, q, own_message(self.inputs), *into, **named)
 
     return [(StepRunner, "attend", wrong)]
 
@@ -136,9 +136,9 @@ def last_step_dropped() -> Patches:
     """The program forgets the step of the keys that come last."""
     right = StepRunner.attend
 
-    def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
+    def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
         last = self.call.program.steps[-1].shift
-        return into if part.shift == last else right(self, part, q, held, into, **named)
+        return args[-1] if launches.shifts == (last,) else right(self, launches, *args, **named)
 
     return [(StepRunner, "attend", wrong)]
 
@@ -147,11 +147,12 @@ def counted_twice() -> Patches:
     """Every device's own keys count twice, as replicated tokens do in a ring."""
     right = StepRunner.attend
 
-    def wrong(self: Any, part: Any, q: Any, held: Any, into: Any, **named: Any) -> Any:
-        result = right(self, part, q, held, into, **named)
-        if part.shift:
+    def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
+        result = right(self, launches, *args, **named)
+        if launches.shifts != (0,):
             return result
-        return right(self, part, q, held, result, overwrite=False, is_final=named["is_final"])
+        named["overwrite"] = False
+        return right(self, launches, *args[:-1], result, **named)
 
     return [(StepRunner, "attend", wrong)]
 
