@@ -134,7 +134,7 @@ def gradients_to_the_wrong_owner() -> Patches:
 
 def last_step_dropped() -> Patches:
     """The program forgets the step of the keys that come last."""
-    right = StepRunner.attend
+    right: Any = StepRunner.attend
 
     def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
         last = self.call.program.steps[-1].shift
@@ -145,7 +145,7 @@ def last_step_dropped() -> Patches:
 
 def counted_twice() -> Patches:
     """Every device's own keys count twice, as replicated tokens do in a ring."""
-    right = StepRunner.attend
+    right: Any = StepRunner.attend
 
     def wrong(self: Any, launches: Any, *args: Any, **named: Any) -> Any:
         result = right(self, launches, *args, **named)
