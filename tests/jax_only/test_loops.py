@@ -9,7 +9,7 @@ from loops import CASES, in_loop_and_unrolled
 from tolerances import assert_close
 
 
-@pytest.mark.nightly(unless=["window", "bias", "everything"])
+@pytest.mark.nightly(unless=["everything"])
 @pytest.mark.parametrize("name", CASES)
 def test_in_a_loop(name: str) -> None:
     """As exact as a case has to be, and the same but for the order in which XLA adds."""
