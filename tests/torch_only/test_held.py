@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError
-from ring_torch import capture, prepare, ring_attention
+from ring_torch import capture, prepare
+from ring_torch.call import Call
+from ring_torch.comm.ranks import ALONE
+from ring_torch.options import CallOptions
 
 
 def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,15 +46,16 @@ def test_what_a_graph_has_captured_is_not_dropped(monkeypatch: pytest.MonkeyPatc
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_a_graph_cannot_hold_are_refused(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_a_graph_cannot_hold_are_refused(options: dict[str, Any]) -> None:
+    """Calls on CUDA ask this while they are captured; those on a CPU never are."""
     x = torch.zeros(1, 8, 2, 4)
-    ring_attention(x, x, x, **options)
-    monkeypatch.setattr(prepare, "is_capturing", lambda: True)
-    ring_attention(x, x, x, kernel="sdpa")
+
+    def call(**options: Any) -> Call:
+        return prepare.check_call(ALONE, 0, "contiguous", x, x, x, CallOptions(**options))[0]
+
+    prepare._check_capture(call(kernel="sdpa"))
     with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
-        ring_attention(x, x, x, **options)
+        prepare._check_capture(call(**options))
 
 
 def test_nothing_is_captured_without_cuda() -> None:
