@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import UnsupportedError
+from ring_core import ChunkLayout, UnsupportedError
 from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy
 from ring_torch.local import LocalRanks
 
@@ -196,3 +196,37 @@ def test_second_derivatives_of_a_loss_in_pieces_are_refused() -> None:
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(UnsupportedError, match="no second derivative"):
         torch.autograd.grad(grad.sum(), hidden)
+
+
+@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("kind", ["uint8", "int8", "int16", "uint16", "int32", "uint32", "uint64"])
+def test_labels_of_every_integer_dtype(kind: str, weights: bool, is_linear: bool) -> None:
+    """A class that would be ``ignore_index`` if that were rounded to the dtype of labels counts."""
+    dtype = getattr(torch, kind)
+    ignored, classes = (300, 44) if kind == "int8" else (IGNORED, 157)  # 300 is 44 in 8 bits
+    random = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(n, DIM, generator=random) for n in (8, classes + 1))
+    whole = torch.randint(classes, (8,), generator=random)
+    whole[2:5] = classes - (kind != "int8")  # 156 is -100 in 8 bits
+    options: dict[str, Any] = {"ignore_index": ignored}
+    if weights:
+        options["weight"] = torch.rand(classes + 1, generator=random)
+    value = _loss(
+        ContextParallel(layout=ChunkLayout(((0, 1),))), is_linear, 7, options, hidden, whole.to(dtype), head,
+        torch.zeros(classes + 1),
+    )  # fmt: skip
+    torch.testing.assert_close(
+        value, functional.cross_entropy((hidden @ head.T)[:7], whole[:7], **options)
+    )
+
+
+@pytest.mark.parametrize("is_linear", [False, True], ids=["logits", "hidden"])
+def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
+    hidden, head, labels = torch.randn(4, DIM), torch.randn(5, DIM), torch.zeros(4).long()
+    for dtype in (torch.float64, torch.bfloat16, torch.int32):
+        options = {"count": torch.tensor(4, dtype=dtype)}
+        value = _loss(
+            ContextParallel(), is_linear, None, options, hidden, labels, head, torch.zeros(5)
+        )
+        assert value.dtype == torch.float32

@@ -22,7 +22,7 @@ from ring_torch.compiled.static import from_json, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.sharding import Sharding
-from ring_torch.training.part import IGNORED, Count, loss_part
+from ring_torch.training.part import IGNORED, Count, loss_part, mean_of
 
 Reduction = Literal["mean", "sum"]
 
@@ -130,7 +130,7 @@ def linear_cross_entropy(
         hidden.flatten(0, -2), head_weight, bias, labels.flatten(), weight, ignore_index,
         float(label_smoothing), tokens_at_once,
     )  # fmt: skip
-    return total if divisor is None else total / divisor
+    return mean_of(total, divisor)
 
 
 def _divisor(
@@ -141,9 +141,7 @@ def _divisor(
     if reduction == "sum" or count is not None:
         return count
     is_kept = labels != ignore_index
-    own = (
-        is_kept.sum() if weight is None else weight[labels.where(is_kept, 0).long()][is_kept].sum()
-    )
+    own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
     # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
     counts = own.reshape(1)
     if torch.compiler.is_compiling():
@@ -156,7 +154,11 @@ def _divisor(
 def _without_padding(
     cp: ContextParallel, labels: Tensor, ignore_index: int, seq_len: int | None
 ) -> Tensor:
-    """Return labels in which those of padding, behind a rank's tokens, are ignored."""
+    """Return labels in which those of padding, behind a rank's tokens, are ignored.
+
+    They are int64, as another dtype may not hold ``ignore_index``: in uint8 -100 is class 156.
+    """
+    labels = labels.long()
     if seq_len is None:
         return labels
     if torch.compiler.is_compiling():
@@ -297,7 +299,7 @@ def linear_loss(
         hidden: ``[N, dim]``.
         head_weight: ``[V, dim]``.
         bias: ``[V]``.
-        labels: Integers ``[N]``.
+        labels: int64 ``[N]``.
         weight: Weight of each class, ``[V]``.
         ignore_index: Label of tokens that do not count.
         label_smoothing: Part of a label's probability that all classes share.
@@ -335,7 +337,7 @@ def linear_loss_backward(
         # The logits of a piece are computed again, and become their own gradients in place.
         logits = functional.linear(h, head_weight, bias).to(wide)
         is_kept = y != ignore_index
-        target = y.where(is_kept, 0).long()
+        target = y.where(is_kept, 0)
         # A token's loss is -sum(share * log(p)) over classes: `own` of its label, `rest` of each.
         # Where all labels of all ranks are ignored, `grad` is infinite.
         own = (class_weight[target] * (1 - label_smoothing) * grad).where(is_kept, 0)

@@ -29,4 +29,9 @@ def loss_part(
         labels.flatten().long(), weight, ignore_index=ignore_index, reduction="sum",
         label_smoothing=label_smoothing,
     )  # fmt: skip
-    return total if divisor is None else total / divisor
+    return mean_of(total, divisor)
+
+
+def mean_of(total: Tensor, divisor: Count) -> Tensor:
+    """Return a sum over a divisor, of any real dtype, in the dtype of the sum."""
+    return total if divisor is None else (total / divisor).to(total.dtype)
