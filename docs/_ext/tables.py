@@ -27,6 +27,7 @@ from ring_core import (
 from ring_core.base.config import pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.cost import HARDWARE
+from ring_core.programs.grid import rank_grid
 from ring_core.viz import kv_messages
 
 RING_SIZES = (1, 2, 4, 8, 16)
@@ -97,6 +98,8 @@ def _goes(name: str, strategy: StrategyName) -> bool:
     if strategy == "gather":
         return not gather_refusals(make_plan(mask, layout=layout, **sizes))
     try:
+        if strategy == "hybrid":
+            rank_grid(sizes["cp_size"], 8, layout)
         ring_program(
             make_plan(mask, layout=layout, **sizes), StrategyConfig(strategy).ring_strategy
         )

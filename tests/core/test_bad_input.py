@@ -40,7 +40,16 @@ from ring_core import (
     reference,
     ring_program,
 )
-from ring_core.cost import HARDWARE, Hardware, Model, bytes_sent, compare, estimate, hardware
+from ring_core.cost import (
+    HARDWARE,
+    Hardware,
+    Model,
+    bytes_by_link,
+    bytes_sent,
+    compare,
+    estimate,
+    hardware,
+)
 from ring_core.philox import dropout_keep
 from ring_core.viz import describe, plot, plot_costs
 
@@ -297,6 +306,13 @@ SUBJECTS: dict[str, Subject] = {
     "ring_core.cost.bytes_sent": Subject(
         bytes_sent, {"plan": plan, "model": model, "strategy": "ring"},
         {"plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG},
+    ),
+    "ring_core.cost.bytes_by_link": Subject(
+        bytes_by_link, {"plan": plan, "model": model, "strategy": "ring", "ranks_per_host": 1},
+        {
+            "plan": PLAN, "model": {"none": None, "word": "llama"}, "strategy": NAME, "backward": FLAG, "fetches_again": FLAG,
+            "ranks_per_host": {**SIZE, "none": None, "more than ranks": 4},
+        },
     ),
     "ring_core.cost.estimate": Subject(
         estimate, {"program": program, "model": model, "hardware": fast},

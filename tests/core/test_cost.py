@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 from cases import diagonals
 
-from ring_core import Mask, balanced_layout, make_plan, ring_program
-from ring_core.cost import HARDWARE, Cost, Hardware, Model, compare, estimate, hardware
+from ring_core import Mask, StrategyConfig, balanced_layout, make_plan, ring_program
+from ring_core.cost import (
+    HARDWARE,
+    Cost,
+    Hardware,
+    Model,
+    bytes_by_link,
+    bytes_sent,
+    compare,
+    estimate,
+    hardware,
+)
 
 # B=3, H=2, K=1, D=4, Dv=6, 2 bytes: 2 * 3 * 2 * (4 + 6) = 120 FLOPs a pair forward, 300 backward.
 MODEL = Model(num_q_heads=2, num_kv_heads=1, head_dim=4, v_head_dim=6, batch=3)
@@ -231,3 +241,33 @@ def test_impossible_models_are_refused(sizes: tuple[int, int, int], message: str
 def test_impossible_hardware_is_refused(rates: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Hardware("bad", *rates, "made up")
+
+
+GROUPS = (StrategyConfig("hybrid"), StrategyConfig("hybrid", ulysses_size=2, outer="gather"))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather", "ulysses", *GROUPS])
+def test_bytes_by_link_are_those_sent(strategy: Any) -> None:
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=8, layout="zigzag")
+    model = Model(9, 3, 4)
+    one_host = bytes_by_link(plan, model, strategy, ranks_per_host=8)
+    assert one_host.within_host == bytes_sent(plan, model, strategy)
+    assert not any(one_host.between_hosts)
+    alone = bytes_by_link(plan, model, strategy, ranks_per_host=1)
+    assert not any(alone.within_host)
+
+
+def test_only_the_last_rank_of_a_host_sends_a_ring_to_the_next() -> None:
+    plan = make_plan(Mask(), seq_len=64, cp_size=8)
+    sent = bytes_by_link(plan, Model(6, 3, 4), "ring", ranks_per_host=4, backward=False)
+    assert [x > 0 for x in sent.between_hosts] == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize("outer", ["ring", "gather"])
+def test_groups_of_a_host_send_the_second_step_alone_to_others(outer: Any) -> None:
+    """Of two hosts the one sends to the other what a rank of two does, with a part of the heads."""
+    plan, halves = (make_plan(Mask(), seq_len=64, cp_size=n, layout="zigzag") for n in (8, 2))
+    sent = bytes_by_link(
+        plan, Model(8, 4, 4), StrategyConfig("hybrid", outer=outer), ranks_per_host=4
+    )
+    assert sent.between_hosts == bytes_sent(halves, Model(2, 1, 4), outer) * 4

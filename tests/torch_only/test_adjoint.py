@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_core import gather_program, head_plan
+from ring_core import StrategyConfig, gather_program, head_plan
 from ring_core.programs.grid import RankGrid
 from ring_core.programs.heads import PADDING
 from ring_torch import ContextParallel
@@ -26,6 +26,7 @@ from ring_torch.prepare import check_call
 from ring_torch.strategies.ulysses import exchanges_of, tables_of
 
 SIZE, TOKENS = 3, 36
+ALL = RankGrid(SIZE, SIZE)
 LAYOUTS: Any = ("contiguous", "zigzag", "striped")
 
 
@@ -90,20 +91,26 @@ def _pack(rank: int, layout: Any) -> None:
     assert torch.equal(pack.run(ring, moved.detach(), back=True), x)
 
 
-def _ulysses(rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3) -> None:
+def _ulysses(
+    rank: int, layout: Any, q_heads: int = 6, kv_heads: int = 3, grid: RankGrid = ALL
+) -> None:
     q, k, v = numbers(rank, *((2, TOKENS // SIZE, n, 4) for n in (q_heads, kv_heads, kv_heads)))
     ring = ranks_of(None)
-    options = CallOptions(strategy="ulysses")
+    groups = StrategyConfig("hybrid", ulysses_size=grid.ulysses_size)
+    options = CallOptions(strategy="ulysses" if grid.outer_size == 1 else groups)
     call, inputs = check_call(ring, ring.next_call(), layout, q, k, v, options)
-    heads = head_plan(q_heads, kv_heads, SIZE)
-    grid, layouts = RankGrid(SIZE, SIZE), exchanges_of(call, inputs, heads)
+    heads = head_plan(q_heads, kv_heads, grid.ulysses_size)
+    layouts = exchanges_of(call, inputs, heads)
     tables = tables_of(call.plan, grid, heads, rank, q.device)
     orders = tables.rows, tables.columns, tables.columns
-    carry = head_exchange.HeadMessages(ring)
+    members = grid.inner_ranks(rank)
+    carry = head_exchange.HeadMessages(ring.part(members))
     by_heads = head_exchange.to_heads(carry, layouts.qkv, tables.placed(q, k, v), orders)
     y = numbers(rank + SIZE, *(x.shape for x in by_heads))
     for grad, places in zip(y, (heads.q, heads.kv, heads.kv), strict=True):
-        grad[:, :, torch.tensor(places[rank] == PADDING)] = 0  # as gradients of padding are
+        grad[:, :, torch.tensor(places[members.index(rank)] == PADDING)] = (
+            0  # as gradients of padding are
+        )
     back = tables.without_padding(*head_exchange.to_tokens(carry, layouts.grads, y, orders))
     for x, grad, with_heads, with_tokens in zip((q, k, v), y, by_heads, back, strict=True):
         same([(with_heads, grad)], [(x, with_tokens)])
@@ -168,3 +175,11 @@ def test_the_return_of_a_movement_is_its_adjoint(movement: Any, layout: str, bac
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_gradients_return_to_where_keys_were_fetched(layout: str, own: bool, backend: Any) -> None:
     backend.pool(SIZE).run(_gather, layout, own)
+
+
+@pytest.mark.parametrize("heads", [(6, 3), (7, 1)], ids=["even", "padded"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_return_to_ranks_of_a_group_is_its_adjoint(
+    layout: str, heads: tuple[int, int], backend: Any
+) -> None:
+    backend.pool(4).run(_ulysses, layout, *heads, RankGrid(4, 2))

@@ -37,7 +37,7 @@ def test_groups_of_every_size(size: int | None, outer: Any, backend: Any) -> Non
 HEADS = [(8, 4), (4, 1), (7, 7), (9, 3), (6, 2)]
 
 
-@pytest.mark.nightly(unless=["8-4-ring", "7-7-gather", "9-3-ring", "6-2-gather"])
+@pytest.mark.nightly(unless=["7-7-gather", "9-3-ring"])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads)))
 def test_all_options_go_together(heads: tuple[int, int], outer: Any, backend: Any) -> None:
@@ -57,7 +57,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.nightly(only=[case.name for case in TABLE if "again" in case.nightly])
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", TABLE, ids=[case.name for case in TABLE])
 def test_case(case: Case, backend: Any) -> None:
     outer = OUTER[TABLE.index(case) % 2 and case.mask.predicate is None]
@@ -201,7 +201,7 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
     ]
 
 
-@pytest.mark.nightly(unless=["window-ring", "window-gather"])
+@pytest.mark.nightly(unless=["window-ring"])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
 def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from ring_core import Mask, cost, make_plan, ring_program
+from ring_core import Mask, StrategyConfig, cost, make_plan, ring_program
 from ring_torch.comm.ranks import Ranks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies.balanced import Balanced
 from ring_torch.strategies.ring import Ring
+from ring_torch.strategies.ulysses import Ulysses
 from ring_torch.transports.api import Traffic
 
 T = 768
@@ -67,15 +68,28 @@ def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
         assert (done > 0) == (len(others) > 0)
 
 
+EVEN, PADDED = (8, 4), (9, 3)
+SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
+    ("ulysses", "striped", EVEN), ("ulysses", "zigzag", PADDED), *[
+        (StrategyConfig("hybrid", ulysses_size=size, outer=outer), layout, heads)
+        for size, outer, layout, heads in (
+            (2, "ring", "zigzag", EVEN), (2, "gather", "contiguous", PADDED),
+            (4, "ring", "zigzag", PADDED), (1, "gather", "zigzag", EVEN),
+        )
+    ],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
-    ("strategy", "layout"), [*RINGS, ("gather", "zigzag"), ("ulysses", "striped")]
+    ("strategy", "layout", "heads"),
+    [*((*ring, EVEN) for ring in RINGS), ("gather", "zigzag", EVEN), *SPLIT],
 )
 def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
-    strategy: str, layout: Any, mask: str, backward: bool
+    strategy: Any, layout: Any, heads: tuple[int, int], mask: str, backward: bool
 ) -> None:
-    q, k = (torch.zeros(1, T // 4, heads, 16, requires_grad=True) for heads in (8, 4))
+    q, k = (torch.zeros(1, T // 4, n, 16, requires_grad=True) for n in heads)
     options = CallOptions(mask=MASKS[mask], strategy=strategy)
     ranks: list[Traffic] = []
     for rank in range(4):
@@ -87,11 +101,14 @@ def test_bytes_are_those_of_the_model_and_what_is_sent_arrives(
         ]
         ranks.append(Traffic(*(sum(x) for x in zip(*passes, strict=True))))
     assert sum(x.sent for x in ranks) == sum(x.received for x in ranks) > 0
-    model = cost.Model(8, 4, 16, bytes_per_element=4)
+    model = cost.Model(*heads, 16, bytes_per_element=4)
     if strategy != "balanced":
         expected = cost.bytes_sent(call.plan, model, strategy, backward=backward)
-        # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
-        delta = 4 * 3 * 2 * (T // 4) if strategy == "ulysses" and call.kernel.needs_delta else 0
+        delta = 0
+        if isinstance(call.strategy, Ulysses) and call.kernel.needs_delta:
+            # The CPU's kernel takes delta, float32 [B, H, T], beside the gradient of the output.
+            members, places = call.strategy.heads.q.shape
+            delta = 4 * (members - 1) * places * (T // 4)
         assert [x.sent - delta * backward for x in ranks] == list(expected)
     if strategy in ("ring", "balanced"):
         bound = cost.estimate(call.program, model, cost.hardware("h200-nvlink"), backward=backward)

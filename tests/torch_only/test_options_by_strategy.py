@@ -1,0 +1,75 @@
+"""The table of strategies and options: each strategy runs each option that it takes, once."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from cases import Case, diagonals
+from tolerances import assert_close
+
+from ring_core import STRATEGIES, Mask, StrategyConfig
+from ring_core.base.config import OUTER_NAMES
+from ring_torch.local import LocalRankError
+
+CAUSAL = Mask(causal=True)
+
+#: Fields of cases of each option; those that go together share a call. Their keys name the cases.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window-sinks-lse_grad": {
+        "mask": Mask(causal=True, window=(9, 0)), "sinks": 2, "lse_grad": True,
+    },
+    "cu_seqlens-softcap": {"mask": Mask(causal=True, cu_seqlens=(0, 13, 30, 48)), "softcap": 3.0},
+    "chunk_size-softmax_scale": {"mask": Mask(causal=True, chunk_size=15), "softmax_scale": 0.4},
+    "predicate-dims": {"mask": Mask(causal=True, predicate=diagonals), "dims": (8, 6)},
+    "bias-segments-kv_seq_len": {
+        "mask": CAUSAL, "bias": "full", "segments": "pair", "kv_seq_len": 64, "batch": 2,
+    },
+    "alibi-dropout_p-heads": {"mask": CAUSAL, "alibi": 2, "dropout_p": 0.2, "heads": (9, 3)},
+}  # fmt: skip
+
+#: Strategies, by the words that ids have.
+WAYS: dict[str, str | StrategyConfig] = {
+    **{name: name for name in STRATEGIES if name != "hybrid"},
+    **{
+        f"hybrid-{outer}": StrategyConfig("hybrid", ulysses_size=2, outer=outer)
+        for outer in OUTER_NAMES
+    },
+}
+
+#: What is refused, by name.
+REFUSED = {("predicate-dims", "gather"), ("predicate-dims", "hybrid-gather")}
+
+
+def case_of(option: str) -> Case:
+    """Return the case of an option, on four ranks in zigzag."""
+    defaults: dict[str, Any] = {"layout": "zigzag", "cp_size": 4, "seq_len": 48, "heads": (6, 2)}
+    return Case(f"by-strategy-{option}", **defaults | OPTIONS[option])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(option: str, way: str, backend: Any) -> None:
+    case = case_of(option)
+    if way == "balanced":
+        case = replace(case, layout="contiguous", strategy="balanced")
+    if (option, way) in REFUSED:
+        with pytest.raises(LocalRankError, match=r"UnsupportedError.*'gather'"):
+            backend.run(case, strategy=WAYS[way])
+        return
+    assert_close(case, backend.run(case, strategy=WAYS[way]))
+
+
+def test_each_option_of_a_case_is_in_the_table() -> None:
+    plain = {"name", "mask", "layout", "cp_size", "seq_len", "dtype", "nightly", "strategy"}
+    numbers = {"spread", "poison", "numbers"}  # of values, not of a call
+    named = {field for fields_of in OPTIONS.values() for field in fields_of}
+    assert {field.name for field in fields(Case)} - plain - numbers == named - plain
+    rules = {
+        rule.name
+        for fields_of in OPTIONS.values()
+        for rule in fields(Mask)
+        if rule.init and getattr(fields_of["mask"], rule.name)
+    }
+    assert rules == {rule.name for rule in fields(Mask) if rule.init}
