@@ -220,3 +220,29 @@ def test_states_of_something_else_are_refused(state: Any) -> None:
         dataloader(ContextParallel(), Counted()).load_state_dict(
             {"batches": 1, "digest": "", "loader": None}
         )
+
+
+def _loaded_meanwhile(rank: int) -> None:
+    """A pass that runs does not undo a state that is loaded, or take batches of another pass."""
+    del rank
+    cp = ContextParallel()
+    loader = dataloader(cp, list(shuffled()))  # the same in each pass
+    running = iter(loader)
+    next(running)
+    state = loader.state_dict()
+    for wrong in (5, "zz", "abc"):
+        with pytest.raises(ValueError, match="state\\['digest'\\] must be hexadecimal digits"):
+            loader.load_state_dict({**state, "digest": wrong})
+    next(running)  # nothing was loaded
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="this pass over the loader has ended"):
+        next(running)
+    assert len(list(loader)) == len(loader) - 1
+    first, second = iter(loader), iter(loader)
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="another one began"):
+        next(first)
+
+
+def test_a_state_is_loaded_during_a_pass(pool: LocalRanks) -> None:
+    pool.run(_loaded_meanwhile)

@@ -230,3 +230,15 @@ def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
             ContextParallel(), is_linear, None, options, hidden, labels, head, torch.zeros(5)
         )
         assert value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_a_mean_over_no_labels_is_nan_as_torchs(is_linear: bool) -> None:
+    cp, labels = ContextParallel(), torch.full((1, 4), -100)
+    x, head = torch.ones(1, 4, 3), torch.ones(5, 3)
+    loss = (
+        linear_cross_entropy(cp, x, head, labels, count=0)
+        if is_linear
+        else cross_entropy(cp, x, labels, count=0)
+    )
+    assert loss.isnan()

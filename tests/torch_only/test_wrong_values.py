@@ -165,7 +165,6 @@ LOSS: dict[str, Values] = {
         "flag": True,
     },
     "count": {
-        "zero": 0,
         "negative": -1,
         "word": "x",
         "flag": True,

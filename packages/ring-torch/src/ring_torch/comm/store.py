@@ -12,7 +12,7 @@ import atexit
 import hashlib
 import json
 import os
-import socket
+import platform
 import struct
 import time
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def clear_failure(group: dist.ProcessGroup) -> None:
 
 def publish_host(group: dist.ProcessGroup, rank: int) -> None:
     """Leave the name of this rank's host for the other ranks."""
-    _ask_store(lambda: _store_of(group).set(_host_key(rank), socket.gethostname()))
+    _ask_store(lambda: _store_of(group).set(_host_key(rank), platform.node()))
 
 
 def read_hosts(group: dist.ProcessGroup, size: int, timeout: timedelta) -> tuple[str, ...]:

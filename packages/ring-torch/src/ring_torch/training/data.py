@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from string import hexdigits
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -87,6 +88,7 @@ class ShardedLoader:
         self._batches = 0  # of this rank, in this pass over the loader
         self._digest = b""  # of all batches of all rings that were read in this pass
         self._resumes = False
+        self._pass = 0  # number of the pass that runs; another pass or state ends it
 
     def __len__(self) -> int:
         """Return the number of batches of a pass, as the loader's."""
@@ -99,7 +101,10 @@ class ShardedLoader:
             RankMismatchError: Ranks read different batches.
             ValueError: A batch is malformed; or the loader yields others than before the state was
                 saved.
+            RuntimeError: Another pass began meanwhile, or a state was loaded.
         """
+        self._pass += 1
+        own_pass = self._pass
         items = iter(self._loader)
         if self._resumes and not isinstance(self._loader, _Stateful):
             self._skip(items)
@@ -108,6 +113,11 @@ class ShardedLoader:
         self._resumes = False
         # Each ring takes one batch of as many as there are rings; a rest of fewer is left out.
         for number in count():
+            if self._pass != own_pass:
+                raise RuntimeError(
+                    "this pass over the loader has ended: another one began, or a state was loaded. "
+                    "Iterate over the loader anew"
+                )
             step = [_read(item) for item in islice(items, self._rings)]
             self._digest = _chained(self._digest, step)
             # A GPU's host waits here for the step before, so not every batch is compared; a digest
@@ -149,8 +159,11 @@ class ShardedLoader:
                 "state was saved with a loader that has a state_dict, and this one has none, or the "
                 "other way round: give the same kind of loader"
             )
+        if not isinstance(digest, str) or len(digest) % 2 or not {*digest} <= {*hexdigits}:
+            raise ValueError(f"state['digest'] must be hexadecimal digits, got {digest!r}")
         if isinstance(self._loader, _Stateful):
             self._loader.load_state_dict(state["loader"])
+        self._pass += 1
         self._batches, self._digest, self._resumes = batches, bytes.fromhex(digest), True
 
     @property

@@ -285,7 +285,7 @@ def _check_options(
         if count.ndim or count.dtype == torch.bool or count.dtype.is_complex or count.is_meta:
             raise ValueError("count must be a real number, or a tensor of one without dimensions")
     else:
-        check_rate("count", count)
+        check_rate("count", count, zero=True)
 
 
 @torch.library.custom_op("ring_torch::linear_loss", mutates_args=())
