@@ -134,7 +134,7 @@ def test_unlike_calls_are_named(on_last: dict[str, Any], words: str) -> None:
 
 def on_hosts(rank: int, hosts: str) -> str:
     """What a call without a size would do, or why not, where each rank says another host."""
-    with patch("socket.gethostname", lambda: hosts[rank]):
+    with patch("platform.node", lambda: hosts[rank]):
         try:
             attend(rank, hybrid("gather", None))
         except UnsupportedError as error:

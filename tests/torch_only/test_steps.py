@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -69,15 +69,18 @@ def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
 
 
 EVEN, PADDED = (8, 4), (9, 3)
-SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
-    ("ulysses", "striped", EVEN), ("ulysses", "zigzag", PADDED), *[
-        (StrategyConfig("hybrid", ulysses_size=size, outer=outer), layout, heads)
-        for size, outer, layout, heads in (
-            (2, "ring", "zigzag", EVEN), (2, "gather", "contiguous", PADDED),
-            (4, "ring", "zigzag", PADDED), (1, "gather", "zigzag", EVEN),
-        )
-    ],
+HYBRID: list[tuple[int, Literal["ring", "gather"], str, tuple[int, int]]] = [
+    (2, "ring", "zigzag", EVEN), (2, "gather", "contiguous", PADDED),
+    (4, "ring", "zigzag", PADDED), (1, "gather", "zigzag", EVEN),
 ]  # fmt: skip
+SPLIT: list[tuple[Any, str, tuple[int, int]]] = [
+    ("ulysses", "striped", EVEN),
+    ("ulysses", "zigzag", PADDED),
+    *(
+        (StrategyConfig("hybrid", ulysses_size=size, outer=outer), layout, heads)
+        for size, outer, layout, heads in HYBRID
+    ),
+]
 
 
 @pytest.mark.parametrize("backward", [False, True])
