@@ -18,7 +18,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "gener
 exclude_patterns = ["_ext", "_static"]
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(collections|jax|numpy|torch)\..*"),  # their documentation is elsewhere
+    ("py:(class|func)", r"(collections|jax|numpy|torch)\..*"),  # their documentation is elsewhere
     ("py:(class|mod)", r"ring_\w+(\.\w+)*\._\w+(\.\w+)*"),  # private
     (
         "py:class",

@@ -72,7 +72,7 @@ class Batch:
 
 
 class ShardedLoader:
-    """Iterable over this rank's part of a loader's batches; see :func:`dataloader`."""
+    """Iterable over this rank's part of a loader's batches; see :func:`ring_torch.dataloader`."""
 
     def __init__(
         self,
