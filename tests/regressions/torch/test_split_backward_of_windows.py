@@ -79,7 +79,7 @@ def test_so_have_other_causal_windows(keys: int) -> None:
         {"mask": Mask(causal=True, window=(127, 0), cu_seqlens=(0, 1000, OSS.seq_len))},
         {"mask": Mask(window=(127, 100))},  # would end inside a tile that the next rows need
     ],
-    ids=lambda options: next(iter(options)),
+    ids=["returns_lse", "grad", "softcap", "deterministic", "kernel", "documents", "right"],
 )
 def test_others_fetch_what_they_see(options: dict[str, Any]) -> None:
     strategy = resolved(OSS, 1, **options)
