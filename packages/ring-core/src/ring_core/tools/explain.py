@@ -1,4 +1,4 @@
-"""What a call of attention would do, asked on a command line: its arguments, and their options.
+"""Command-line questions about a call of attention: its arguments, and their options.
 
 ``python -m ring_torch explain`` and ``python -m ring_jax explain`` are made of this. Nothing is
 computed or sent, and no other process is needed: the answer is that of rank 0.

@@ -42,7 +42,7 @@ class _Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a batch of token ids.
+    """Part of a batch of token ids that this rank holds.
 
     Attributes:
         tokens: int64 ``[B, T_local]``; ``B`` is 1 for packed documents.

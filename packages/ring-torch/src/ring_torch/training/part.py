@@ -1,4 +1,4 @@
-"""This rank's part of cross entropy, given the number of labels of all ranks; sends nothing."""
+"""Cross entropy of a rank's tokens, given the number of labels of all ranks; nothing is sent."""
 
 from __future__ import annotations
 

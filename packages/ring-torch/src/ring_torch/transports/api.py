@@ -109,7 +109,7 @@ Refusals = tuple[str, ...]  # reasons, each a clause of a sentence; empty if the
 
 
 class HeadOpener(Protocol):
-    """What begins a pass that trades tokens for heads."""
+    """Function that begins a pass in which ranks trade tokens for heads."""
 
     def __call__(
         self, ranks: Ranks, number: int, seed: int, signature: CallSignature,
