@@ -65,7 +65,7 @@ def test_plain_ring_by_hand() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_balanced_ring_by_hand(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ring_core.cost.offload_pieces", lambda _rows: pieces)
+    monkeypatch.setattr("ring_core.cost.estimates.offload_pieces", lambda _rows: pieces)
     # Rank 0 takes half of the block below the diagonal. Pairs: [[10, 10], [8, 8]].
     program = ring_program(
         make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="contiguous"), "balanced"
