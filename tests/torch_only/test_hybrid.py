@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import CASES, Case
 from tolerances import assert_close
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import Mask, RankMismatchError, StrategyConfig, UnsupportedError
+from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 
 OUTER: tuple[Any, ...] = ("ring", "gather")
@@ -237,6 +241,62 @@ def test_a_rank_that_does_not_come_is_an_error_on_all() -> None:
     with LocalRanks(4, timeout=4) as pool:
         texts = pool.run(lost)
     assert all("waited in vain" in text for text in texts[:3])
+
+
+def failed(rank: int, method: str, outer: str) -> str:
+    """What ranks are told when the kernel of one fails in a pass."""
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("played: out of memory")
+
+    attend(rank, hybrid(outer), kernel="eager")
+    with (
+        patch.object(EagerKernel, method, no_memory) if rank == 1 else nullcontext(),
+        pytest.raises(RuntimeError) as error,
+    ):
+        attend(rank, hybrid(outer), kernel="eager")
+    return str(error.value)
+
+
+@pytest.mark.nightly(unless=["ring-grads_into"])
+@pytest.mark.parametrize("method", ["attend_into", "grads_into"])
+@pytest.mark.parametrize("outer", OUTER)
+def test_a_kernel_that_fails_ends_the_pass_on_all(outer: str, method: str) -> None:
+    with LocalRanks(4, timeout=4) as pool:
+        texts = pool.run(failed, method, outer)
+    assert all("played: out of memory" in text for text in texts)
+    assert all("failed on rank 1 of the group" in text for n, text in enumerate(texts) if n != 1)
+
+
+def on_three_groups(rank: int) -> list[float]:
+    """Differences from a ring of calls in three threads, each on a group of its own."""
+    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3]), None]
+    differences: list[float] = []
+
+    def run(group: Any, outer: str) -> None:
+        numbers = torch.Generator().manual_seed(rank)
+        for _ in range(5):
+            x = [torch.randn(1, 8, heads, 16, generator=numbers) for heads in (4, 2, 2)]
+            given: dict[str, Any] = {"group": group, "layout": "zigzag", "causal": True}
+            out, expected = (
+                ring_torch.ring_attention(*x, strategy=way, **given)
+                for way in (hybrid(outer), "ring")
+            )
+            differences.append(float((out - expected).abs().max()))
+
+    threads = [
+        Thread(target=run, args=(group, OUTER[n % 2])) for n, group in enumerate(groups)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return differences
+
+
+def test_threads_on_groups_of_their_own(backend: Any) -> None:
+    for differences in backend.pool(4).run(on_three_groups):
+        assert len(differences) == 15 and max(differences) < 1e-5
 
 
 def test_one_rank_has_no_groups_of_two() -> None:

@@ -21,7 +21,7 @@ from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
-from ring_core.tools.sizes import size, window
+from ring_core.tools.sizes import add_window, size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
@@ -139,10 +139,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("float64", "float32", "bfloat16", "float16"),
         help=f"dtype of Q, K and V; {default('dtype')}",
     )  # fmt: skip
-    add(
-        "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
-    )  # fmt: skip
+    add_window(parser)
     add(
         "--layout",
         choices=LAYOUTS,

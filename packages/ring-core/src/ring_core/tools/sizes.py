@@ -75,15 +75,20 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         "--causal", action=argparse.BooleanOptionalAction, default=True,
         help="a query sees no later key, which is the default",
     )  # fmt: skip
-    add(
-        "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
-    )  # fmt: skip
+    add_window(parser)
     add(
         "--chunk-size", type=size, metavar="N",
         help="tokens per chunk, where a query sees its own chunk only",
     )  # fmt: skip
     add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents, in tokens")
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    """Add ``--window``."""
+    parser.add_argument(
+        "--window", type=window, metavar="LEFT,RIGHT",
+        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
+    )  # fmt: skip
 
 
 def mask_of(args: argparse.Namespace) -> Mask:
