@@ -12,7 +12,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from ring_core import (
     ChunkLayout,
-    HeadPlan,
     KernelConfig,
     LayoutSpec,
     Mask,
@@ -46,6 +45,7 @@ from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
+from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, facts_of_heads
 from ring_torch.transports import transport_names
 
 _LONGEST = 48  # characters of a list of numbers in an error message
@@ -218,19 +218,6 @@ def _check_capture(call: Call) -> None:
         )
 
 
-class TensorSpec(NamedTuple):
-    """Static properties of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def described(self) -> checks.Tensor:
-        """Return the properties in the form that the checks of ``ring_core`` take."""
-        return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
-
-
 @lru_cache(maxsize=256)
 def _prepare(
     ranks: Ranks,
@@ -265,7 +252,7 @@ def _prepare(
     check_every = every_of(setting)  # ranks have to agree on it
     if as_given:
         options = _in_normal_form(options)
-    sizes, tensors = _check_tensors(facts)
+    sizes, tensors = check_tensors(facts)
     if lengths is None:
         lengths = checks.check_seq_len(
             options.seq_len, sizes.q_len, sizes.k_len, layout, ranks.size
@@ -306,7 +293,7 @@ def _prepare(
             ways = strategy_setting.outer, transport.name
         try:
             inner = _prepare(
-                outer, grid.outer_layout(layout), _facts_of_heads(facts, split),
+                outer, grid.outer_layout(layout), facts_of_heads(facts, split),
                 options._replace(strategy=ways[0], transport=ways[1]), False, types, grads, setting, False,
                 lse_grad=lse_grad, lengths=lengths,
             )  # fmt: skip
@@ -342,69 +329,6 @@ def _prepare(
         grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"), check_every=check_every,
     )  # fmt: skip
-
-
-def _facts_of_heads(
-    facts: tuple[TensorSpec | None, ...], heads: HeadPlan
-) -> tuple[TensorSpec | None, ...]:
-    """Return the properties of the inner call's tensors: all tokens of a rank's heads."""
-    (ranks, q_heads), kv_heads = heads.q.shape, heads.kv.shape[1]
-    sizes = {"q": q_heads, "k": kv_heads, "v": kv_heads}
-
-    def of_heads(name: str, fact: TensorSpec) -> TensorSpec:
-        match name, fact.shape:
-            case (("q" | "k" | "v"), (batch, length, _, dim)):
-                shape: tuple[int, ...] = (batch, ranks * length, sizes[name], dim)
-            case (("q_ids" | "k_ids"), (batch, length)):
-                shape = (batch, ranks * length)
-            case "sinks", (_, *per_head):
-                shape = (q_heads, *per_head)
-            case "bias", (batch, bias_heads, length, keys):
-                shape = (batch, 1 if bias_heads == 1 else q_heads, ranks * length, keys)
-            case "slopes", (*batch, _):
-                shape = (*batch, q_heads)
-        return fact._replace(shape=shape)
-
-    return tuple([
-        None if fact is None else of_heads(name, fact)
-        for name, fact in zip(Inputs._fields, facts, strict=False)
-    ])  # fmt: skip
-
-
-class Described(NamedTuple):
-    """Tensors of a call in the form that the checks of ``ring_core`` take."""
-
-    q: checks.Tensor
-    k: checks.Tensor
-    v: checks.Tensor
-    q_ids: checks.Tensor | None
-    k_ids: checks.Tensor | None
-    sinks: checks.Tensor | None
-    bias: checks.Tensor | None
-    alibi_slopes: checks.Tensor | None
-
-
-def _check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
-    """Check all tensors but the bias, and return the call's sizes.
-
-    The bias is checked later: its width is the number of all keys, which the plan knows.
-    """
-    described: Any = [None if fact is None else fact.described() for fact in facts]
-    tensors = Described(*described)
-    sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
-    device = tensors.q.device
-    if device == "meta":
-        raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
-    checks.check_sinks(tensors.sinks, sizes, device)
-    checks.check_alibi_slopes(tensors.alibi_slopes, sizes, device)
-    if facts[-1] is not None and facts[-1].requires_grad:
-        raise ValueError(
-            "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
-        )
-    for side, ids in (("queries", tensors.q_ids), ("keys", tensors.k_ids)):
-        if ids is not None:
-            checks.check_segment_ids(ids, sizes, side, device)
-    return sizes, tensors
 
 
 def _check_options(
