@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch import memory_ops
 
 ROWS, KEYS = 13, 700  # of which the pass takes 8 and 512 at a time
@@ -16,6 +17,7 @@ ROWS, KEYS = 13, 700  # of which the pass takes 8 and 512 at a time
 def bias_of(dtype: torch.dtype, batch: int, heads: int) -> Tensor:
     """Numbers of all sizes, hidden ones, and rows that have nothing else."""
     bias = torch.randn(batch, heads, ROWS, KEYS).to(dtype)
+    bias[:, :, 8:] *= 30  # rows with a shift
     bias[:, :, 3:5] = torch.finfo(dtype).min
     bias[:, :, 5] = -torch.inf
     bias[:, :, 6, 7] = torch.inf
@@ -37,7 +39,7 @@ def by_torch(
             visible & ((q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None])[:, None]
         )
     shown = torch.where(visible & bias.isfinite(), bias.float(), -torch.inf).amax(-1)
-    return shown.masked_fill(shown == -torch.inf, 0.0)
+    return shown.masked_fill(~(shown.isfinite() & (shown.abs() > UNSHIFTED_BIAS)), 0.0)
 
 
 @pytest.mark.parametrize("segmented", [False, True])

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from ring_core.base.arguments import not_none
+from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_jax.collectives import Ranks, match_varying, permute, varying_axes
 from ring_jax.rank_view import local_positions
 from ring_jax.records import Array, CallSpec, Inputs
@@ -43,8 +44,9 @@ def unshifted(lse: Array, shift: Array | None) -> Array:
 def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
     """Return the largest finite bias among the keys that each row sees, 0 where there is none.
 
-    Float32 (float64 for float64 calls) ``[B or 1, H or 1, T]``. A row of the bias covers the keys
-    of all ranks, so the only message is a gather of segment ids, if there are any.
+    It is 0, too, where that is within ``UNSHIFTED_BIAS`` of 0. The result is float32 (float64 for
+    float64 calls) ``[B or 1, H or 1, T]``. A row of the bias covers the keys of all ranks, so the
+    only message is a gather of segment ids, if there are any.
     """
     bias, k_ids = not_none(x.bias), _ids_of_all_keys(call, x)
     batch, heads, length, keys = bias.shape
@@ -64,7 +66,8 @@ def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
             q_ids = lax.dynamic_slice_in_dim(x.q_ids, start, size, axis=1)[:, None, :, None]
             visible = visible & (q_ids == k_ids[:, None, None]) & (q_ids >= 0)
         largest = jnp.where(visible & jnp.isfinite(part), part, -jnp.inf).max(axis=3)
-        largest = jnp.where(largest == -jnp.inf, 0.0, largest)
+        is_needed = (largest != -jnp.inf) & (jnp.abs(largest) > UNSHIFTED_BIAS)
+        largest = jnp.where(is_needed, largest, 0.0)
         return lax.dynamic_update_slice_in_dim(shift, largest, start, axis=2)
 
     shift = match_varying(jnp.zeros((batch, heads, length), call.wide), varying_axes(x))

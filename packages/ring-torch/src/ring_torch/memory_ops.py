@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch.launches.direct import (
     Arguments,
     DirectKernel,
@@ -76,7 +77,7 @@ def sink_grads_on_gpu(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def bias_shift_on_gpu(
     bias: Tensor, start: Tensor | None, stop: Tensor | None, ids: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return the largest finite bias that each row sees, or 0 if there is none.
+    """Return the largest finite bias that each row sees, or 0 if it is small or there is none.
 
     Args:
         bias: ``[B or 1, H or 1, n, T_kv]``, contiguous in its last dimension.
@@ -97,7 +98,7 @@ def bias_shift_on_gpu(
             bias, start, stop, q_ids, k_ids, shift, rows, columns,
             bias.stride(0) if len(bias) > 1 else 0, *bias.stride()[1:3], *shift.stride()[:2],
             *((0, 0) if ids is None else (ids[0].stride(0), ids[1].stride(0))),
-            ROWS=_SHIFTED_ROWS, COLUMNS=_SHIFTED_COLUMNS,
+            UNSHIFTED=UNSHIFTED_BIAS, ROWS=_SHIFTED_ROWS, COLUMNS=_SHIFTED_COLUMNS,
         )  # fmt: skip
     return shift
 
@@ -204,7 +205,8 @@ def _add(
 @triton.jit
 def _largest_bias(
     bias, start, stop, q_ids, k_ids, shift, rows, columns, bias_batch, bias_head, bias_row,
-    shift_batch, shift_head, q_ids_batch, k_ids_batch, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    shift_batch, shift_head, q_ids_batch, k_ids_batch, UNSHIFTED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Find the largest finite bias among the visible columns of a few rows of one head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -233,7 +235,8 @@ def _largest_bias(
         x = tl.where(tl.abs(x) < float("inf"), x, float("-inf"))
         top = tl.maximum(top, tl.max(x, axis=1))
     dst = shift + batch * shift_batch + head * shift_head + row
-    tl.store(dst, tl.where(top == float("-inf"), 0.0, top), mask=inside)
+    is_needed = (top != float("-inf")) & (tl.abs(top) > UNSHIFTED)
+    tl.store(dst, tl.where(is_needed, top, 0.0), mask=inside)
 
 
 @DirectKernel

@@ -14,6 +14,10 @@ import numpy as np
 
 from ring_core.base.arguments import Floats, check_floats
 
+#: Largest size of a bias that is not taken off its row. Up to it ``lse`` loses no more digits than
+#: beside scores of that size, and kernels that add a bias have one subtraction less to do.
+UNSHIFTED_BIAS = 16.0
+
 
 def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[Floats, Floats]:
     """Merge the results of the same queries over two disjoint sets of keys.

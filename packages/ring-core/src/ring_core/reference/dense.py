@@ -19,6 +19,7 @@ from ring_core.base.arguments import (
     Floats as Floats,
     refuse_foreign_options,
 )
+from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_core.masks.mask import Mask, Window
 from ring_core.philox import dropout_keep
 from ring_core.reference.inputs import Inputs, SegmentIds, check_inputs
@@ -40,16 +41,18 @@ def visible_pairs(inputs: Inputs, mask: Mask) -> Bools:
 def bias_shift(inputs: Inputs, visible: Bools) -> Floats | None:
     """Return the number to subtract from each row of the bias, ``[B, H, T_q]``, or ``None``.
 
-    It is the largest finite number of the row among visible keys, or 0 if there are none. Softmax
-    stays the same, and scores keep their digits beside numbers such as -1e10, which additive masks
-    have for padding. The shift has no gradient; ``lse`` gets it back in the end. Sinks compete with
-    the scores as they are, so with sinks, as without a bias, there is no shift.
+    It is the largest finite number of the row among visible keys, or 0 if there are none or it is
+    within ``UNSHIFTED_BIAS`` of 0. Softmax stays the same, and scores keep their digits beside
+    numbers such as -1e10, which additive masks have for padding. The shift has no gradient; ``lse``
+    gets it back in the end. Sinks compete with the scores as they are, so with sinks, as without a
+    bias, there is no shift.
     """
     if inputs.bias is None or inputs.sinks is not None:
         return None
     numbers = np.where(visible & np.isfinite(inputs.bias), inputs.bias, -np.inf)
     top: Floats = numbers.max(axis=-1, initial=-np.inf)
-    return np.where(np.isneginf(top), 0, top).astype(inputs.bias.dtype)
+    is_needed = np.isfinite(top) & (np.abs(top) > UNSHIFTED_BIAS)
+    return np.where(is_needed, top, 0).astype(inputs.bias.dtype)
 
 
 class Grads(NamedTuple):

@@ -103,5 +103,6 @@ def shared_findings(ranks: Ranks, messages: Sequence[str], device: torch.device)
     note = "; ".join(messages).encode()[:_NOTE].ljust(_NOTE, b"\0")
     local = torch.frombuffer(bytearray(note), dtype=torch.uint8).to(device)
     by_rank = exchange(ranks, [[local] * ranks.size], device)[0]
-    notes = [bytes(x.cpu().numpy()).rstrip(b"\0").decode(errors="replace") for x in by_rank]
+    received = torch.stack(by_rank).cpu().numpy()  # one copy, as each waits for the device
+    notes = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in received]
     return "; ".join(f"rank {n}: {text}" for n, text in enumerate(notes) if text) or None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import not_none
+from ring_core.base.merge import UNSHIFTED_BIAS
 from ring_torch.buffers import BufferSpec
 from ring_torch.call import Call
 from ring_torch.comm.handshake import HEADER_BYTES, agree
@@ -31,8 +32,9 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
     """Return the largest bias among the keys that each row sees, ``[B or 1, H or 1, T_local]``.
 
     It is in the accumulators' dtype, and 0 where the largest is not finite, as in a row that sees
-    nothing. ``B`` and ``H`` are the bias's, but with segment ids ``B`` is the batch size: then rows
-    differ by it. With segment ids ranks communicate, to get the ids of all keys.
+    nothing, or within ``UNSHIFTED_BIAS`` of 0. ``B`` and ``H`` are the bias's, but with segment ids
+    ``B`` is the batch size: then rows differ by it. With segment ids ranks communicate, to get the
+    ids of all keys.
 
     Raises:
         RankMismatchError: A peer is making another call.
@@ -59,7 +61,8 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         rows = rows if visible is None else torch.where(visible, rows, -torch.inf)
         tops.append(rows.amax(dim=-1))
     top = torch.cat(tops, dim=2).to(call.acc_dtype)
-    return top.masked_fill_(~top.isfinite(), 0.0)
+    is_needed = top.isfinite() & (top.abs() > UNSHIFTED_BIAS)
+    return top.masked_fill_(~is_needed, 0.0)
 
 
 def sent_for_shift(call: Call, inputs: Inputs) -> int:

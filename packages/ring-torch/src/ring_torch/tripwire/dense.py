@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ring_core.base.arguments import not_none
 from ring_torch.kernels.eager import dropout_keep
+from ring_torch.positions import on_device
 from ring_torch.records import KernelParams
 
 _BLOCK_BYTES = 256 << 20  # most bytes of float64 that are computed at a time, of the longer side
@@ -292,7 +293,7 @@ def _visible_pairs(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) 
     visible = torch.as_tensor(mask.rule(q_pos, k_pos), device=device).expand(shape)
     visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
     if mask.document_offsets is not None:
-        offsets = torch.as_tensor(mask.document_offsets, device=device)
+        offsets = on_device(mask.document_offsets, device)
         q_doc, k_doc = (
             torch.searchsorted(offsets, x, right=True) for x in (queries.position, keys.position)
         )

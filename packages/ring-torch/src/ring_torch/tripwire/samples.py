@@ -11,6 +11,7 @@ implementation in the call's dtype. The call's error may be at most twice that o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import batched
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.ranks import exchange
-from ring_torch.positions import positions_of
+from ring_torch.positions import on_device, positions_of
 from ring_torch.records import BackwardInputs, Inputs, folded
 from ring_torch.tripwire.dense import (
     EXACT,
@@ -39,8 +40,9 @@ from ring_torch.tripwire.dense import (
 )
 from ring_torch.tripwire.traffic import CheckedPass
 
-#: Result of the call, exact result, plain result and root of the summed squares of terms that were
-#: rounded, ``[4, H, D]`` each, and a bound of each row's terms ``[4]``: input of ``SampledRows``.
+#: The fields of a ``SampledRows`` on the device: the call's result, the exact and the plain one,
+#: ``[4, H, D]`` each, a bound of each row's terms ``[4]``, and the root of the summed squares of
+#: terms that were rounded, ``[4, H, D]``.
 Compared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -70,7 +72,7 @@ class Sample(NamedTuple):
 
     def local_rows(self, kind: Kind) -> Tensor:
         """Return the local indices of this rank's sampled queries or keys."""
-        return torch.as_tensor(self._sampled(kind, self.call.ranks.rank), device=self.call.device)
+        return on_device(self._sampled(kind, self.call.ranks.rank), self.call.device)
 
     def dq(self, upstream: BackwardInputs, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return dQ of this rank's sampled queries: exact, plain, and the size of rounded terms.
@@ -149,8 +151,7 @@ class Sample(NamedTuple):
         sent = {name: [x[b, rows]] * ranks.size for name, x in tensors.items() if x is not None}
         if inputs.bias is not None:
             k_positions = (
-                torch.as_tensor(call.plan.k_positions(x), device=call.device)
-                for x in range(ranks.size)
+                on_device(call.plan.k_positions(x), call.device) for x in range(ranks.size)
             )
             sent["bias"] = [self._added(rows, columns) for columns in k_positions]
         # Every rank receives the sampled queries of all ranks (of their bias only the columns of
@@ -195,15 +196,16 @@ class Sample(NamedTuple):
         by_rank = [
             positions(rank)[self._sampled(kind, rank)] for rank in range(self.call.ranks.size)
         ]
-        return torch.as_tensor(np.concatenate(by_rank), device=self.call.device)
+        return on_device(np.concatenate(by_rank), self.call.device)
 
     def faults(self, kind: Kind, results: Mapping[str, Compared]) -> list[str]:
         """Return a message for each of this rank's results that is wrong."""
         messages = []
-        for name, (*three, rounded, terms) in results.items():
-            worst = SampledRows(*_on_host(*three, terms, rounded)).worst(
-                str(self.call.dtype).removeprefix("torch.")
-            )
+        dtype = str(self.call.dtype).removeprefix("torch.")
+        # One copy for all, as each waits for the device.
+        arrays = iter(_on_host(*(x for tensors in results.values() for x in tensors)))
+        for name, rows in zip(results, batched(arrays, len(SampledRows._fields)), strict=True):
+            worst = SampledRows(*rows).worst(dtype)
             if worst is not None:
                 token = int(self._sampled(kind, self.call.ranks.rank)[worst.row])
                 shapes = result_shapes(*(tuple(x.shape) for x in self.inputs[:3]))
@@ -249,8 +251,8 @@ def forward_faults(
     size = _largest_norm(inputs.v).expand(len(rows))
     results: dict[str, Compared] = {
         "out": (
-            out[sample.batch, rows], exact.means, plain.means.to(call.dtype), plain.squares.sqrt(),
-            size,
+            out[sample.batch, rows], exact.means, plain.means.to(call.dtype), size,
+            plain.squares.sqrt(),
         )
     }  # fmt: skip
     if call.params.needs_lse:
@@ -258,7 +260,7 @@ def forward_faults(
             x.unsqueeze(-1) for x in (lse[sample.batch, :, rows].t(), exact.lse, plain.lse)
         )
         zeros = torch.zeros_like(plain_lse)
-        results["lse"] = lse, exact_lse, plain_lse, zeros, torch.ones(len(rows))
+        results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows)), zeros
     messages = sample.faults("queries", results)
     messages += CheckedPass(call, inputs, forward=True, sent_before=sent_before).faults(watch)
     return sample.agree(messages, "forward")
@@ -293,7 +295,8 @@ def backward_faults(
     digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
     scale, v_long = abs(call.params.scale), _largest_norm(v, 2)
     size = scale * lengths * _largest_norm(k) * v_long * digits[:, rows].amax(dim=0)
-    messages = sample.faults("queries", {"dq": (dq[b, rows], *sample.dq(upstream, dlse), size)})
+    exact_dq, plain_dq, dq_rounded = sample.dq(upstream, dlse)
+    messages = sample.faults("queries", {"dq": (dq[b, rows], exact_dq, plain_dq, size, dq_rounded)})
     exact, plain = sample.key_sums(upstream, dlse)
     weights = exact[..., -1].amax(dim=-1) * digits.amax()
     long, dims = _largest_norm(upstream.dout, 2), [k.shape[3], v.shape[3]]
@@ -303,8 +306,8 @@ def backward_faults(
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
     dk_size = scale * weights * long * v_long * _largest_norm(q)
     messages += sample.faults("keys", {
-        "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_rounded, dk_size),
-        "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), dv_rounded, weights * long),
+        "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_size, dk_rounded),
+        "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), weights * long, dv_rounded),
     })  # fmt: skip
     messages += CheckedPass(call, inputs, forward=False, fetches=fetches).faults(watch)
     return sample.agree(messages, "backward")
