@@ -289,8 +289,8 @@ class Plan:
         check_index("kv_rank", kv_rank, self.cp_size)
         pair = q_rank, kv_rank
         if pair not in self._items:
-            rows = self.geometry.rows(np.array([q_rank]), np.array([kv_rank]))
-            self._items[pair] = self.work_items(rows, 0, q_rank, kv_rank)
+            rectangles = self.geometry.rectangles(np.array([q_rank]), np.array([kv_rank]))
+            self._items[pair] = self.work_items(rectangles, 0, q_rank, kv_rank)
         return self._items[pair]
 
     @cached_property
@@ -319,10 +319,10 @@ class Plan:
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
 
     def work_items(
-        self, rows: RectangleTable, pair: int, q_rank: int, kv_rank: int
+        self, rectangles: RectangleTable, pair: int, q_rank: int, kv_rank: int
     ) -> tuple[WorkItem, ...]:
-        """Return the rectangles ``rows[pair]`` of two ranks as work items, without empty ones."""
-        table = zip(*(x[pair].tolist() for x in (*rows.rect, *rows[1:])), strict=True)
+        """Return the ``rectangles[pair]`` of two ranks as work items, without empty ones."""
+        table = zip(*(x[pair].tolist() for x in (*rectangles.rect, *rectangles[1:])), strict=True)
         return tuple(self._work_item(q_rank, kv_rank, row) for row in table if row[1] > row[0])
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:
