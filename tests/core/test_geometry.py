@@ -24,8 +24,8 @@ def test_one_pair_of_ranks_is_counted_as_among_many(
     geometry, ranks = program.plan.geometry, np.arange(program.plan.cp_size)
     pair = q_rank, kv_rank = [data.draw(st.integers(0, program.plan.cp_size - 1)) for _ in "qk"]
     half = data.draw(st.sampled_from([None, 0, 1])) if program.strategy == "balanced" else None
-    alone = columns_of(geometry.rows(q_rank, kv_rank, half))
-    table = columns_of(geometry.rows(ranks[:, None], ranks, half))
+    alone = columns_of(geometry.rectangles(q_rank, kv_rank, half))
+    table = columns_of(geometry.rectangles(ranks[:, None], ranks, half))
     for alone_count, same_count in zip(alone, table, strict=True):
         assert alone_count.dtype == same_count.dtype == np.int64
         padded = np.zeros(same_count.shape[-1], dtype=int)
@@ -60,11 +60,11 @@ def test_tokens_assigned_one_by_one_of_chunks() -> None:
     """Each rank has two tokens of each chunk, and its rectangles span them all."""
     sizes: Any = {"seq_len": 16, "cp_size": 2, "layout": "striped"}
     geometry = make_plan(Mask(causal=True, chunk_size=4), **sizes).geometry
-    rows = geometry.rows(0, 0)
+    rows = geometry.rectangles(0, 0)
     assert (rows.doc_start.tolist(), rows.doc_stop.tolist()) == ([0], [4])
     assert geometry.count([[0], [1]], [0, 1]).tolist() == [[12, 4], [12, 12]]
     # In chunks of one token no rank sees another: nothing is left of such rectangles.
-    assert not np.any(columns_of(make_plan(Mask(chunk_size=1), **sizes).geometry.rows(0, 1)))
+    assert not np.any(columns_of(make_plan(Mask(chunk_size=1), **sizes).geometry.rectangles(0, 1)))
 
 
 @given(st.integers(1, 12), st.integers(1, 24), st.none() | st.integers(1, 30), st.data())
@@ -81,7 +81,7 @@ def test_halves_are_cut_at_the_row_that_halves_the_pairs(
     upto = pairs.cumsum()
     rows = np.arange(q_len) <= np.argmax(2 * upto >= upto[-1])
     for half, expected in enumerate((rows * pairs, ~rows * pairs)):
-        half_rows = plan.geometry.rows(q_rank, kv_rank, half)
+        half_rows = plan.geometry.rectangles(q_rank, kv_rank, half)
         np.testing.assert_array_equal(pairs_by_row(half_rows, plan, q_rank, kv_rank), expected)
         assert plan.geometry.count(q_rank, kv_rank, half) == expected.sum()
 
@@ -135,8 +135,8 @@ def test_tiles_are_counted(layout: Any, q_len: int, k_len: int) -> None:
         for half, rows in ((None, first | True), (0, first), (1, ~first)):
             part = rows[:, None] * pairs
             assert blocks.count(q_rank, kv_rank, half) == part.sum()
-            counted = np.concatenate(columns_of(blocks.rows(q_rank, kv_rank, half)))
-            many = columns_of(blocks.rows([[0], [1]], [0, 1], half))
+            counted = np.concatenate(columns_of(blocks.rectangles(q_rank, kv_rank, half)))
+            many = columns_of(blocks.rectangles([[0], [1]], [0, 1], half))
             np.testing.assert_array_equal(counted, np.concatenate(many, axis=-1)[q_rank, kv_rank])
             q_at, k_at = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
             if not part.any():
@@ -157,7 +157,7 @@ def test_tiles_are_halved_where_they_are_even() -> None:
     blocks = make_plan(mask, seq_len=4 * TILE, cp_size=2, layout="contiguous").blocks
     assert blocks is not None
     for half, start in ((0, 0), (1, TILE)):
-        rect = blocks.rows(0, 1, half).rect
+        rect = blocks.rectangles(0, 1, half).rect
         assert (rect.q_start.item(), rect.q_stop.item()) == (start, start + TILE)
 
 

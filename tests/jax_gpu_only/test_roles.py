@@ -15,7 +15,12 @@ from triton.experimental.gluon import language as gl
 from ring_core.programs.ring import TABLE_UNBOUNDED
 from ring_jax.records import Item
 from ring_jax_gpu.hopper import backward, forward
-from ring_jax_gpu.hopper.stream_k import of_keys, of_queries, split_tiles, split_tiles_backward
+from ring_jax_gpu.hopper.stream_k import (
+    backward_schedule,
+    forward_schedule,
+    split_tiles,
+    split_tiles_backward,
+)
 
 PROGRAMS = 132
 BATCH, HEADS, GROUP = 2, 4, 2
@@ -84,7 +89,7 @@ def test_all_is_done_once(
 ) -> None:
     """In the forward: what a program sees of each ticket, together."""
     seen = SEEN[name]
-    stream_k = of_queries(seen, BATCH * HEADS, programs)
+    stream_k = forward_schedule(seen, BATCH * HEADS, programs)
     assert stream_k.split > 0 or programs == 132 or name == "nothing"
     visited = seen_by_tiles((seen.q_start, seen.q_stop), (seen.k_start, seen.k_stop))
     as_python(forward, monkeypatch, visited)
@@ -120,7 +125,7 @@ def test_all_is_done_once_backwards(
     name: str, programs: int, heads_per_swizzle: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, heads = SEEN[name], range(BATCH * HEADS // GROUP)
-    stream_k = of_keys(seen, len(heads), GROUP, programs)
+    stream_k = backward_schedule(seen, len(heads), GROUP, programs)
     assert stream_k.split > 0 or name != "all"
     visited = seen_by_tiles((seen.k_start, seen.k_stop), (seen.q_start, seen.q_stop))
     as_python(backward, monkeypatch, visited)

@@ -26,7 +26,7 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import gather as gather_strategy
 from ring_torch.strategies.ring import Ring
-from ring_torch.tripwire import traffic as tripwire_traffic
+from ring_torch.tripwire import samples as tripwire_samples
 
 Patches = list[tuple[Any, str, Any]]
 SIZE = 3
@@ -363,7 +363,7 @@ def test_captured_calls_are_not_checked_and_said_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rate_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tripwire_traffic, "peak_tflops", lambda _: 989.5)
+    monkeypatch.setattr(tripwire_samples, "peak_tflops", lambda _: 989.5)
     with ring_torch.check():
         attend(0)  # a CPU is slower than that
         monkeypatch.setattr(watch.Watch, "seconds", 1e-12)

@@ -179,7 +179,7 @@ def mask_options(
     if isinstance(mask, Mask):
         return {"mask": mask}
     if isinstance(mask, Segments):
-        return {"segment_ids": _ids_of(mask)}
+        return {"segment_ids": _segment_ids(mask)}
     shown = broadcast("mask", jnp.asarray(mask), batch)
     if shown.shape[1:3] != (1, 1):
         lengths = (q_len, bound.global_length(k_len))
@@ -249,7 +249,7 @@ def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: b
         )
 
 
-def _ids_of(segments: Segments) -> Array | tuple[Array, Array]:
+def _segment_ids(segments: Segments) -> Array | tuple[Array, Array]:
     """Return the option ``segment_ids``: int32 ``[B, T]``, or a pair of those."""
     sides = [segments.queries] if segments.keys is None else [segments.queries, segments.keys]
     for ids in sides:

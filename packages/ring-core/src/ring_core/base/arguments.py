@@ -1,7 +1,8 @@
 """Check plain arguments (numbers, numpy arrays, records), and name the wrong ones in errors.
 
-Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records. Types of numpy arrays
-are here too, and the tiles of a predicate mask: their side, and what they show.
+Frameworks' tensors are checked in :mod:`ring_core.checks`, by their records. Here are also
+decorators for functions with the options of a call, and what the rest of the package needs before
+anything else: types of numpy arrays, and the size and kinds of tiles of a predicate mask.
 """
 
 from __future__ import annotations

@@ -291,7 +291,12 @@ def _case(entry: Any) -> Case:
     names = [field.name for field in fields(Case)]
     if not isinstance(entry, dict) or sorted(entry) != sorted(names):
         raise ValueError(f"a case has {', '.join(names)}, got {entry!r}")
-    counts = [entry["tokens"], entry["pairs"], *_two(entry, "heads"), *_two(entry, "dims")]
+    counts = [
+        entry["tokens"],
+        entry["pairs"],
+        *_pair_of_numbers(entry, "heads"),
+        *_pair_of_numbers(entry, "dims"),
+    ]
     if not all(type(x) is int and x >= 1 for x in counts):
         raise ValueError(f"tokens, pairs, heads and dims are integers >= 1, got {entry!r}")
     if type(entry["capability"]) is not int or entry["capability"] < 0:
@@ -307,13 +312,13 @@ def _case(entry: Any) -> Case:
     return Case(
         entry["framework"], entry["capability"], entry["gpu"],
         tuple((name, str(x)) for name, x in versions.items()), entry["tokens"], entry["pairs"],
-        _two(entry, "heads"), _two(entry, "dims"), entry["option"],
+        _pair_of_numbers(entry, "heads"), _pair_of_numbers(entry, "dims"), entry["option"],
         tuple((name, _times(name, x)) for name, x in kernels.items()),
     )  # fmt: skip
 
 
-def _two(entry: dict[str, Any], name: str) -> tuple[int, int]:
-    """Return a field of an entry that holds two numbers."""
+def _pair_of_numbers(entry: dict[str, Any], name: str) -> tuple[int, int]:
+    """Return a field of an entry that must be a list of two numbers."""
     numbers = entry[name]
     if not isinstance(numbers, list) or len(numbers) != 2:
         raise ValueError(f"{name} are two numbers, got {numbers!r}")

@@ -62,7 +62,7 @@ def bytes_sent(
             given where nothing is gathered, or without a backward.
     """
     config = _check_bytes(plan, model, strategy, backward, fetches_again)
-    sent = _moved(plan, model, config, backward, fetches_again)
+    sent = _bytes_by_ranks(plan, model, config, backward, fetches_again)
     return tuple(map(int, sent.sum(axis=1)))
 
 
@@ -110,13 +110,13 @@ def bytes_by_link(
             f"ranks_per_host must divide the plan's {plan.cp_size} ranks, got {ranks_per_host}"
         )
     host = np.arange(plan.cp_size) // ranks_per_host
-    sent = _moved(plan, model, config, backward, fetches_again, [str(x) for x in host])
+    sent = _bytes_by_ranks(plan, model, config, backward, fetches_again, [str(x) for x in host])
     of_host = np.equal.outer(host, host)
     within, between = (np.where(x, sent, 0).sum(axis=1) for x in (of_host, ~of_host))
     return LinkBytes(tuple(map(int, within)), tuple(map(int, between)))
 
 
-_BETWEEN_RANKS = npt.NDArray[np.int64]  # bytes from a rank (row) to a rank (column), [P, P]
+_BytesByRanks = npt.NDArray[np.int64]  # bytes from a rank (row) to a rank (column), [P, P]
 _COUNTED = ("ring", "gather", "ulysses", "hybrid")
 
 
@@ -136,11 +136,14 @@ def _check_bytes(
     return config
 
 
-def _moved(
+def _bytes_by_ranks(
     plan: Plan, model: Model, config: StrategyConfig, backward: bool, fetches_again: bool,
     hosts: Sequence[str] | None = None,
-) -> _BETWEEN_RANKS:  # fmt: skip
-    """Return the bytes of a call from each rank to each rank; ``hosts`` are those of ranks."""
+) -> _BytesByRanks:  # fmt: skip
+    """Return the bytes that each rank sends to each rank in a call.
+
+    ``hosts`` are the hosts of the ranks; by default all ranks are on one.
+    """
     match config.name:
         case "ring":
             return _ring_bytes(plan, model, backward)
@@ -169,15 +172,15 @@ def _moved(
     )  # fmt: skip
     outer_model = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
     outer = StrategyConfig(config.outer)
-    between_groups = _moved(outer_plan, outer_model, outer, backward, fetches_again)
+    between_groups = _bytes_by_ranks(outer_plan, outer_model, outer, backward, fetches_again)
     for rank in grid.inner_ranks(0):
         peers = grid.outer_ranks(rank)
         moved[np.ix_(peers, peers)] += between_groups
     return moved
 
 
-def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BETWEEN_RANKS:
-    """Return the bytes of a ring from each rank to each rank."""
+def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BytesByRanks:
+    """Return the bytes that each rank sends to each rank in a ring."""
     program, sizes = ring_program(plan), message_bytes(plan, model)
     moved, ranks = np.zeros((plan.cp_size, plan.cp_size), np.int64), np.arange(plan.cp_size)
     passes = (program.forward, program.backward) if backward else (program.forward,)
@@ -189,8 +192,8 @@ def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BETWEEN_RANKS:
     return moved
 
 
-def _gather_bytes(plan: Plan, model: Model, backward: bool, fetches_again: bool) -> _BETWEEN_RANKS:
-    """Return the bytes from each rank to each rank where a rank fetches what its queries see."""
+def _gather_bytes(plan: Plan, model: Model, backward: bool, fetches_again: bool) -> _BytesByRanks:
+    """Return the bytes that each rank sends to each rank in a gather of what its queries see."""
     if reasons := gather_refusals(plan):
         raise ValueError(f"strategy 'gather' cannot run this plan: {'; '.join(reasons)}")
     width = model.batch * model.num_kv_heads * (model.head_dim + model.value_dim)

@@ -53,7 +53,7 @@ class BandGeometry:
         first, last = min(0, self.q_offset), self.k_layout.seq_len
         object.__setattr__(self, "boundaries", self.mask.boundaries(first, last))
 
-    def rows(
+    def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
         """Return the rectangles that pairs of ranks compute, as few as possible.
@@ -63,12 +63,14 @@ class BandGeometry:
             half: 0 or 1 asks for the first or second half of the query rows, cut so that both see
                 equally many keys in sum; ``None`` for all rows.
         """
-        rows = self._pieces(q_rank, kv_rank, half)
+        table = self._pieces(q_rank, kv_rank, half)
         if self.boundaries is not None:
-            rows = self._live_only(q_rank, kv_rank, rows)
-        return self._coalesced(q_rank, kv_rank, rows) if rows.doc_start.shape[-1] > 1 else rows
+            table = self._live_only(q_rank, kv_rank, table)
+        return self._coalesced(q_rank, kv_rank, table) if table.doc_start.shape[-1] > 1 else table
 
-    def rows_between(self, q_rank: npt.ArrayLike, k_start: int, k_stop: int) -> RectangleTable:
+    def rectangles_between(
+        self, q_rank: npt.ArrayLike, k_start: int, k_stop: int
+    ) -> RectangleTable:
         """Return a rectangle for each run of a rank's queries against keys at ``k_start:k_stop``.
 
         The keys must lie in natural order on one rank (``k_layout.cp_size == 1``), so that columns
@@ -78,11 +80,11 @@ class BandGeometry:
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
         rect = self._rect_of_runs(q_local, k_local, q_pos, k_pos)
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
-        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
-        return rows if self.boundaries is None else self._live_only(q_rank, 0, rows)
+        table = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return table if self.boundaries is None else self._live_only(q_rank, 0, table)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
-        """Count the visible (query, key) pairs of each pair of ranks, as :meth:`rows` has them."""
+        """Count the visible (query, key) pairs in the :meth:`rectangles` of each pair of ranks."""
         if self.boundaries is None and half is None:  # the closed form needs no trimming
             return _count(self._rect_of_runs(*self._runs(q_rank, kv_rank))).sum(axis=-1)
         return self._count(q_rank, kv_rank, self._pieces(q_rank, kv_rank, half)).sum(axis=-1)
@@ -109,8 +111,8 @@ class BandGeometry:
         """Return a trimmed rectangle for every pair of runs, or half of its rows."""
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         rect = band.trim(self._rect_of_runs(q_local, k_local, q_pos, k_pos))
-        rows = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
-        return rows if half is None else self._half(q_rank, kv_rank, rows, half)
+        table = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
+        return table if half is None else self._half(q_rank, kv_rank, table, half)
 
     def _rect_of_runs(self, q_local: Ints, k_local: Ints, q_pos: Ints, k_pos: Ints) -> Rectangles:
         """Return the rectangle of the tokens of each pair of runs, and the mask's band in it."""
@@ -158,35 +160,38 @@ class BandGeometry:
         return np.clip(cell, 0, boundaries.size - 2)
 
     def _live_only(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable
     ) -> RectangleTable:
-        """Replace rectangles that show nothing by zeros: their band misses all cells they span."""
-        live = self._count(q_rank, kv_rank, rows) > 0
-        parts = [np.where(live, x, 0) for x in (*rows.rect, *rows[1:])]
+        """Replace rectangles without a visible pair by zeros: their band misses all cells."""
+        live = self._count(q_rank, kv_rank, table) > 0
+        parts = [np.where(live, x, 0) for x in (*table.rect, *table[1:])]
         return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
-    def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable) -> Ints:
+    def _count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable) -> Ints:
         """Count the visible pairs of each rectangle, ``[..., n]``."""
-        shown = _count(rows.rect)
-        if not rows.doc_stop.any():
+        shown = _count(table.rect)
+        if not table.doc_stop.any():
             return shown
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        return self._count_in_cells(rows, shown, q_pos - q_local, k_pos - k_local)
+        return self._count_in_cells(table, shown, q_pos - q_local, k_pos - k_local)
 
     def _count_in_cells(
-        self, rows: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
+        self, table: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
     ) -> Ints:
-        """Count the visible pairs of rectangles that span several cells; others keep ``shown``."""
+        """Count the visible pairs of rectangles that span several cells; others keep ``shown``.
+
+        ``shown`` are the pairs inside each rectangle's band, whatever their cells.
+        """
         if self.q_layout.stride > 1:
-            return np.where(rows.doc_stop > 0, self._count_by_cell(rows, q_zero, k_zero), shown)
-        first, last = rows.doc_start, np.maximum(rows.doc_stop - 1, 0)
+            return np.where(table.doc_stop > 0, self._count_by_cell(table, q_zero, k_zero), shown)
+        first, last = table.doc_start, np.maximum(table.doc_stop - 1, 0)
         # Cells between the first and the last lie whole inside the rectangle: a prefix sum counts
         # them. The first and the last may be cut by it, and are clipped and counted each.
         whole = self._pairs_before[last] - self._pairs_before[np.minimum(first + 1, last)]
-        ends = self._count_cell(rows.rect, first, q_zero, k_zero) + np.where(
-            last > first, self._count_cell(rows.rect, last, q_zero, k_zero), 0
+        ends = self._count_cell(table.rect, first, q_zero, k_zero) + np.where(
+            last > first, self._count_cell(table.rect, last, q_zero, k_zero), 0
         )
-        return np.where(rows.doc_stop > 0, whole + ends, shown)
+        return np.where(table.doc_stop > 0, whole + ends, shown)
 
     def _count_cell(self, rect: Rectangles, cell: Ints, q_zero: Ints, k_zero: Ints) -> Ints:
         """Count the visible pairs of each rectangle inside one cell, ``cell`` for each."""
@@ -197,10 +202,10 @@ class BandGeometry:
         k_start, k_stop = -((k_zero - start) // stride), -((k_zero - stop) // stride)
         return _count(band.clip(rect, q_start, q_stop, k_start, k_stop))
 
-    def _count_by_cell(self, rows: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
+    def _count_by_cell(self, table: RectangleTable, q_zero: Ints, k_zero: Ints) -> Ints:
         """Count visible pairs cell by cell, for striped layouts, which cut cells on each rank."""
         cells = not_none(self.boundaries).size - 1
-        flat = Rectangles(*(x.reshape(-1, 1) for x in rows.rect))
+        flat = Rectangles(*(x.reshape(-1, 1) for x in table.rect))
         q_flat, k_flat = q_zero.reshape(-1, 1), k_zero.reshape(-1, 1)
         total = np.zeros(flat.lo.shape[0], dtype=np.int64)
         # All cells of so many rectangles that the arrays [rectangles, cells] stay in the CPU's
@@ -211,7 +216,7 @@ class BandGeometry:
             total[part] = self._count_cell(rect, np.arange(cells), q_flat[part], k_flat[part]).sum(
                 axis=1
             )
-        return total.reshape(rows.doc_stop.shape)
+        return total.reshape(table.doc_stop.shape)
 
     @cached_property
     def _pairs_before(self) -> Ints:
@@ -221,42 +226,42 @@ class BandGeometry:
         return np.concatenate([[0], np.cumsum(band.count(length, length, lo, hi))])
 
     def _half(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable, half: int
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable, half: int
     ) -> RectangleTable:
         """Cut each rectangle at the row that halves its visible pairs; return one side of it."""
         # Bisection: rows up to ``above`` hold half of the pairs or more, rows up to ``below`` less.
-        below, above = rows.rect.q_start, rows.rect.q_stop
-        total = self._count(q_rank, kv_rank, rows)
+        below, above = table.rect.q_start, table.rect.q_stop
+        total = self._count(q_rank, kv_rank, table)
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
-            first = self._cut(q_rank, kv_rank, rows, rows.rect.q_start, middle)
+            first = self._cut(q_rank, kv_rank, table, table.rect.q_start, middle)
             enough = 2 * self._count(q_rank, kv_rank, first) >= total
             below, above = np.where(enough, below, middle), np.where(enough, middle, above)
-        bounds = (rows.rect.q_start, above) if half == 0 else (above, rows.rect.q_stop)
-        return self._cut(q_rank, kv_rank, rows, *bounds)
+        bounds = (table.rect.q_start, above) if half == 0 else (above, table.rect.q_stop)
+        return self._cut(q_rank, kv_rank, table, *bounds)
 
     def _cut(
         self,
         q_rank: npt.ArrayLike,
         kv_rank: npt.ArrayLike,
-        rows: RectangleTable,
+        table: RectangleTable,
         start: Ints,
         stop: Ints,
     ) -> RectangleTable:
         """Clip rectangles to the query rows ``start:stop``."""
-        rect = band.clip(rows.rect, start, stop, rows.rect.k_start, rows.rect.k_stop)
+        rect = band.clip(table.rect, start, stop, table.rect.k_start, table.rect.k_stop)
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
         return self._in_cells(rect, q_pos - q_local, k_pos - k_local)
 
     def _coalesced(
-        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, rows: RectangleTable
+        self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable
     ) -> RectangleTable:
         """Replace the rectangles of a pair by their bounding box where one band shows the same.
 
         Fewer rectangles are fewer launches: the step of a causal zigzag in which a rank meets its
         own keys is one causal block, and adjacent full rectangles are one.
         """
-        rect, live = rows.rect, rows.rect.live
+        rect, live = table.rect, table.rect.live
         largest = np.iinfo(np.int64).max
         q0 = np.where(live, rect.q_start, largest).min(axis=-1, keepdims=True)
         k0 = np.where(live, rect.k_start, largest).min(axis=-1, keepdims=True)
@@ -278,7 +283,7 @@ class BandGeometry:
             k_local + self.k_layout.run_length,
         )
         same = np.all([a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)], axis=0)
-        box_shows_the_same = (same & ~(rows.doc_stop > 0)).all(axis=-1, keepdims=True)
+        box_shows_the_same = (same & ~(table.doc_stop > 0)).all(axis=-1, keepdims=True)
         use_box = (live.sum(axis=-1, keepdims=True) > 1) & box_shows_the_same
         first = np.arange(live.shape[-1]) == 0
         out = Rectangles(
@@ -287,10 +292,10 @@ class BandGeometry:
         # Live rectangles first; columns no pair uses are dropped.
         order = np.argsort(~out.live, axis=-1, kind="stable")
         width = max(1, int(out.live.sum(axis=-1).max(initial=0)))
-        parts = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*out, *rows[1:])]
+        parts = [np.take_along_axis(x, order, axis=-1)[..., :width] for x in (*out, *table[1:])]
         return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
 
 
 def _count(rect: Rectangles) -> Ints:
-    """Count the cells that the band of each rectangle shows."""
+    """Count the (query, key) pairs inside the band of each rectangle."""
     return band.count(rect.q_stop - rect.q_start, rect.k_stop - rect.k_start, rect.lo, rect.hi)

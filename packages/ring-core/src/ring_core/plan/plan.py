@@ -289,8 +289,8 @@ class Plan:
         check_index("kv_rank", kv_rank, self.cp_size)
         pair = q_rank, kv_rank
         if pair not in self._items:
-            rows = self.geometry.rows(np.array([q_rank]), np.array([kv_rank]))
-            self._items[pair] = self.work_items(rows, 0, q_rank, kv_rank)
+            rectangles = self.geometry.rectangles(np.array([q_rank]), np.array([kv_rank]))
+            self._items[pair] = self.work_items(rectangles, 0, q_rank, kv_rank)
         return self._items[pair]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Classify every block of a predicate mask once, when the plan is made.
+"""Classify every tile of a predicate mask once, when the plan is made.
 
 A predicate may be any rule, so it is evaluated on all pairs, tile by tile, and each tile kept as
 empty, partial or full. Kernels skip the empty ones, mask nothing in the full ones, and evaluate the
@@ -64,24 +64,24 @@ class BlockGeometry:
         for name, tiles in zip(("kinds", "pairs"), self._kinds_and_pairs(), strict=True):
             store(self, name, tiles)
 
-    def rows(
+    def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
         """Return one rectangle per pair of ranks: the bounding box of the tiles that show anything.
 
-        Arguments are those of :meth:`BandGeometry.rows`, but a half is cut between rows of tiles.
+        Arguments are those of :meth:`BandGeometry.rectangles`, but halves are whole rows of tiles.
         """
-        pairs = self._tiles(q_rank, kv_rank, half)
+        pairs = self._visible_pairs(q_rank, kv_rank, half)
         live = pairs.any(axis=(-2, -1))[..., None]
-        q_sides = _sides(pairs.any(axis=-1), self.q_layout.num_tokens(q_rank))
-        k_sides = _sides(pairs.any(axis=-2), self.k_layout.num_tokens(kv_rank))
+        q_bounds = _token_bounds(pairs.any(axis=-1), self.q_layout.num_tokens(q_rank))
+        k_bounds = _token_bounds(pairs.any(axis=-2), self.k_layout.num_tokens(kv_rank))
         zero = np.zeros_like(live, dtype=np.int64)
-        box = (*q_sides, *k_sides, zero - UNBOUNDED, zero + UNBOUNDED)
+        box = (*q_bounds, *k_bounds, zero - UNBOUNDED, zero + UNBOUNDED)
         return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
     def count(self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None) -> Ints:
-        """Count the visible (query, key) pairs of each pair of ranks; see :meth:`rows`."""
-        return self._tiles(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
+        """Count the visible (query, key) pairs of each pair of ranks; see :meth:`rectangles`."""
+        return self._visible_pairs(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
 
     def digest(self) -> bytes:
         """Return 16 bytes by which ranks compare what their predicates show."""
@@ -109,10 +109,10 @@ class BlockGeometry:
         store = np.frombuffer(b"".join(numbers), dtype=np.uint8)
         return store.reshape(len(numbers), TILE, TILE // 8), index
 
-    def _tiles(
+    def _visible_pairs(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None
     ) -> npt.NDArray[np.int32]:
-        """Return the visible pairs of each tile, ``[..., a, b]``.
+        """Count the visible (query, key) pairs of each tile, ``[..., a, b]``.
 
         With ``half`` 0 or 1, tiles outside that half of the query rows are 0. Halves are whole rows
         of tiles, cut so that the first has at most half of the pairs.
@@ -193,7 +193,7 @@ def _tile_sizes(layout: Layout) -> Ints:
     return sizes
 
 
-def _sides(tiles: Bools, length: Ints) -> tuple[Ints, Ints]:
+def _token_bounds(tiles: Bools, length: Ints) -> tuple[Ints, Ints]:
     """Return where the first True tile starts and the last one stops, in tokens, ``[..., 1]``.
 
     ``length`` is the number of tokens of each rank, ``[...]``.

@@ -320,9 +320,9 @@ def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
     geometry = BandGeometry(
         plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
     )
-    rows = geometry.rows_between(rank, *span)
+    rectangles = geometry.rectangles_between(rank, *span)
     # The keys are counted by position, as if one rank held them all, in order.
-    for row in zip(*(x.tolist() for x in (*rows.rect, *rows[1:])), strict=True):
+    for row in zip(*(x.tolist() for x in (*rectangles.rect, *rectangles[1:])), strict=True):
         q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
         cu_q = cu_k = None
         if doc_stop > doc_start:

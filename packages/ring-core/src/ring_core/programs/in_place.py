@@ -1,4 +1,4 @@
-"""Work of a gather program over the rank's own keys where they lie.
+"""Find the work of a gather program that can read the rank's own keys where they lie.
 
 Rows of queries that see no other rank's keys wait for no transfer, and their keys need no copy.
 """
@@ -21,9 +21,9 @@ def split_own_key_rows(
 ) -> tuple[list[WorkItem], list[WorkItem]]:
     """Split off the rows of items that see only keys of the rank's own shard.
 
-    These can read the shard where it lies, and need not wait for anything. It is worth while only
-    where most of the rank's own keys then need not be copied into the buffer: otherwise nothing is
-    split off.
+    These rows can read the shard where it lies, and need not wait for anything. That pays only if
+    most of the rank's own keys then need not be copied into the buffer: otherwise nothing is split
+    off.
 
     Returns:
         The remaining items, over positions; and those split off, whose columns are local indices.

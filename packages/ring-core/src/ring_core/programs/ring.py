@@ -117,12 +117,12 @@ class ItemCounts:
     several_documents: int
 
 
-def _table_of(rows: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRows:
+def _table_of(rectangles: RectangleTable, q_rank: Ints, kv_rank: Ints) -> StepRows:
     """Return rectangles of pairs of ranks as rows of a table, ``[pair, R, len(TABLE_COLUMNS)]``."""
-    rect = rows.rect
+    rect = rectangles.rect
     bounds = np.clip(np.stack([rect.lo, rect.hi], axis=-1), -TABLE_UNBOUNDED, TABLE_UNBOUNDED)
     ranks = [np.broadcast_to(x[:, None], rect.lo.shape) for x in (q_rank, kv_rank, q_rank)]
-    columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], *rows[1:]]
+    columns = [*ranks, *rect[:4], bounds[..., 0], bounds[..., 1], *rectangles[1:]]
     return np.stack(columns, axis=-1).astype(np.int32)
 
 
@@ -203,8 +203,10 @@ class RingProgram:
             return ()
         if (rank, step) not in self._remote:
             helper = np.array([(rank + shift) % self.plan.cp_size])
-            _, rows = step_rows(offload, self.plan.geometry, helper, np.array([rank]))
-            self._remote[rank, step] = self.plan.work_items(not_none(rows), 0, rank, int(helper[0]))
+            _, rectangles = step_rectangles(offload, self.plan.geometry, helper, np.array([rank]))
+            self._remote[rank, step] = self.plan.work_items(
+                not_none(rectangles), 0, rank, int(helper[0])
+            )
         return self._remote[rank, step]
 
     def table(self, step: int) -> StepRows:
@@ -218,7 +220,7 @@ class RingProgram:
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
         kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
-        own, remote = step_rows(self.steps[step].offload, self.plan.geometry, ranks, kv_ranks)
+        own, remote = step_rectangles(self.steps[step].offload, self.plan.geometry, ranks, kv_ranks)
         parts = [_table_of(own, ranks, kv_ranks)]
         parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
@@ -275,7 +277,9 @@ class RingProgram:
             if not steps:
                 continue
             kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
-            own, remote = step_rows(offload, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks)
+            own, remote = step_rectangles(
+                offload, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks
+            )
             for pair, n in enumerate(steps):
                 items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
                 if remote is not None:
@@ -339,7 +343,7 @@ def active_steps(
     return tuple(step for step, _ in live), np.stack([pairs for _, pairs in live])
 
 
-def step_rows(
+def step_rectangles(
     offload: Offload, geometry: Geometry, ranks: Ints, kv_ranks: Ints
 ) -> tuple[RectangleTable, RectangleTable | None]:
     """Return what ``ranks`` compute in a step: for their own queries, and for those they help.
@@ -355,9 +359,11 @@ def step_rows(
         ``ranks``' keys, or ``None`` where nothing is offloaded.
     """
     if offload == "half":
-        return geometry.rows(ranks, kv_ranks, half=0), geometry.rows(kv_ranks, ranks, half=1)
-    remote = geometry.rows(kv_ranks, ranks) if offload == "mirror" else None
-    return geometry.rows(ranks, kv_ranks), remote
+        return geometry.rectangles(ranks, kv_ranks, half=0), geometry.rectangles(
+            kv_ranks, ranks, half=1
+        )
+    remote = geometry.rectangles(kv_ranks, ranks) if offload == "mirror" else None
+    return geometry.rectangles(ranks, kv_ranks), remote
 
 
 def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:

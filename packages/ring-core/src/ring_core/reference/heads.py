@@ -46,8 +46,8 @@ def run_heads(
     >>> from ring_core.reference.heads import run_heads
     >>> q, k, v = (np.random.default_rng(0).standard_normal((1, 8, n, 4)) for n in (5, 1, 1))
     >>> plan = make_plan(Mask(causal=True), seq_len=8, cp_size=2, layout="zigzag")
-    >>> found = run_heads(plan, head_plan(5, 1, 2), q, k, v)
-    >>> bool(np.allclose(found.out, reference.attention(q, k, v, causal=True)[0]))
+    >>> results = run_heads(plan, head_plan(5, 1, 2), q, k, v)
+    >>> bool(np.allclose(results.out, reference.attention(q, k, v, causal=True)[0]))
     True
 
     Args:

@@ -195,7 +195,13 @@ def _results(
     out = item_kernel.round_to(
         _gather(plan.q_layout, [rank.out for rank in ranks], axis=1), precision
     )
-    lse = _gather(plan.q_layout, [_whole_lse(rank) for rank in ranks], axis=2)
+    shifts = [rank.rows.bias_shift for rank in ranks]
+    lse = _gather(
+        plan.q_layout,
+        # The shift of a bias was taken off the scores: put it back.
+        [x.lse if shift is None else x.lse + shift for x, shift in zip(ranks, shifts, strict=True)],
+        axis=2,
+    )
     if upstream is None:
         return Simulation(out, lse)
 
@@ -214,11 +220,6 @@ def _results(
         dbias = _gather(plan.q_layout, [not_none(rank.dbias) for rank in ranks], axis=2)
     dsinks = None if folded is None else _sink_grads(ranks, folded)
     return Simulation(out, lse, dq, dk, dv, dsinks, dbias)
-
-
-def _whole_lse(rank: Rank) -> Floats:
-    """Return a rank's ``lse`` with the shift of the bias put back."""
-    return rank.lse if rank.rows.bias_shift is None else rank.lse + rank.rows.bias_shift
 
 
 def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Message]:

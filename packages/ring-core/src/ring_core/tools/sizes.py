@@ -1,4 +1,4 @@
-"""Arguments of command lines: sizes as ``64k``, windows as ``4096,0``, and those of a mask."""
+"""Options of command lines: sizes as ``64k``, windows as ``4096,0``, and those of a mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def size(text: str) -> int:
     65536
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: ``text`` is no such integer.
     """
     word = text.strip().lower()
     unit = _UNIT_SIZES.get(word[-1:], 1)
@@ -35,7 +35,7 @@ def window(text: str) -> Window:
     ((4096, 0), (None, 128))
 
     Raises:
-        argparse.ArgumentTypeError: It is none.
+        argparse.ArgumentTypeError: ``text`` is no pair of sides.
     """
     sides = [None if side.strip().lower() == "none" else size(side) for side in text.split(",")]
     if len(sides) != 2:
@@ -53,7 +53,7 @@ def head_counts(text: str) -> tuple[int, int]:
     ((32, 8), (16, 16))
 
     Raises:
-        argparse.ArgumentTypeError: It is none, or the second does not divide the first.
+        argparse.ArgumentTypeError: ``text`` is none, or ``K`` does not divide ``H``.
     """
     counts = [int(n) if n.isdecimal() else 0 for n in text.split("/")]
     if len(counts) > 2 or min(counts) < 1 or counts[0] % counts[-1]:
@@ -84,7 +84,7 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_window(parser: argparse.ArgumentParser) -> None:
-    """Add ``--window``."""
+    """Add the option ``--window``, which :func:`window` reads."""
     parser.add_argument(
         "--window", type=window, metavar="LEFT,RIGHT",
         help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
@@ -106,10 +106,10 @@ def mask_of(args: argparse.Namespace) -> Mask:
 
 
 def integer(option: str, text: str) -> int:
-    """Read one of an option's integers.
+    """Read one of the integers that an option takes, separated by commas.
 
     Raises:
-        ValueError: It is none.
+        ValueError: ``text`` is no integer; the message begins with ``option``.
     """
     try:
         return int(text)

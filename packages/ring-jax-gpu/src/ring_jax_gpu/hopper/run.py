@@ -22,8 +22,8 @@ from ring_jax_gpu.hopper.stream_k import (
     QUERIES_A_BLOCK,
     StreamK,
     StreamKBackward,
-    of_keys,
-    of_queries,
+    backward_schedule,
+    forward_schedule,
 )
 from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, Launch, arguments_of, kernel_of
 
@@ -54,7 +54,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     flags_per_head = 2 * -(-q_len // QUERIES)
     num_flags = batch * heads * flags_per_head
     stream_k = {
-        n: of_queries(x, batch * heads, programs)
+        n: forward_schedule(x, batch * heads, programs)
         for n, x in enumerate(launch.rectangles)
         if not x.is_empty
     }
@@ -98,7 +98,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
     sizes, dim = _sizes(arrays), q.shape[3]
     heads, blocks = sizes["batch"] * sizes["heads"] // sizes["group"], -(-sizes["k_len"] // KEYS)
     stream_k = {
-        n: of_keys(x, heads, sizes["group"], _processors())
+        n: backward_schedule(x, heads, sizes["group"], _processors())
         for n, x in enumerate(launch.rectangles)
         if not x.is_empty
     }

@@ -191,7 +191,7 @@ def move(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
     order: int, check: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the rows of this rank after a movement, or after its return.
+    """Return the rows of this rank after a movement, or after its backward.
 
     The second result is ``check`` of its backward, which may run in another thread, or later.
 

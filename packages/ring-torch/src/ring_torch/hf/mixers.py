@@ -1,4 +1,4 @@
-"""Hooks of layers that mix tokens by other means than attention: recurrent ones, convolutions."""
+"""Hooks for layers that mix tokens without attention: recurrent layers and convolutions."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class WholeLayer(MaskKeeper):
 class ConvolutionLayer(MaskKeeper):
     """Hooks that give a causal convolution a row for each run of consecutive tokens of this rank.
 
-    A row has before the run as many tokens of its neighbours as the kernel reaches back. The layer
-    itself pads the beginning of a sequence, and not with what it makes of zeros. So a run that
-    begins there begins its row: the tokens that it lacks before it are put behind it, where the
-    layer looks at none.
+    In its row a run follows the tokens before it that the kernel reaches back to; other ranks may
+    hold them. A run at the beginning of the sequence has none: the layer pads it inside, with zeros
+    that no input would become there. So such a run begins its row, and the columns that it lacks
+    before it are put behind it, where they change no output that is kept.
     """
 
     @untraced
@@ -149,7 +149,7 @@ class ConvolutionLayer(MaskKeeper):
 
     @property
     def _runs(self) -> Sharding:
-        """A sharding whose ranks hold runs of consecutive tokens: the batch's, if it has them."""
+        """Sharding in which each rank holds runs of consecutive tokens: the batch's, if it does."""
         sharding = self.mask.sharding
         return Sharding(sharding.group, "contiguous") if sharding.layout == "striped" else sharding
 

@@ -179,13 +179,9 @@ class Scores(Placeholder):
 
     def __add__(self, term: object) -> Scores:
         """Return the scores with a mask or a bias added, which must come before the softmax."""
-        if isinstance(term, LayerMask):
-            term = ScoreBias(self.shape, mask=term)
-        if isinstance(term, Tensor):
-            term = ScoreBias(tuple(term.shape), bias=term)
-        if self.is_softmax or not isinstance(term, ScoreBias):
+        if self.is_softmax or not isinstance(term, ScoreBias | LayerMask | Tensor):
             raise PlaceholderError(self._refusal)
-        return replace(self, term=term if self.term is None else self.term + term)
+        return replace(self, term=(self.term or ScoreBias(self.shape)) + term)
 
     __radd__ = __iadd__ = __add__
 

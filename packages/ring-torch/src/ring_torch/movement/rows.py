@@ -37,12 +37,10 @@ class MoveKind(Hashable, Protocol):
     @property
     def name(self) -> str:
         """Name in messages."""
-        ...
 
     @property
     def fill(self) -> float:
-        """Number in rows that no row moves to."""
-        ...
+        """Number in rows of the result that no row moves to."""
 
     def movement(self, tokens: int, size: int) -> Movement:
         """Return the plan for a sequence of ``tokens``, over ``size`` ranks that exchange rows.
@@ -50,7 +48,6 @@ class MoveKind(Hashable, Protocol):
         Raises:
             ValueError: The layout cannot divide the length, or documents end elsewhere.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -265,7 +262,7 @@ class MoveCall:
         return replace(self, order=self.order + 1, needs_grad=needs_grad)
 
     def run(self, x: Tensor, tokens: int) -> Tensor:
-        """Return the rows of this rank after the movement, or after its return.
+        """Return the rows of this rank after the movement, or after its backward.
 
         Args:
             x: This rank's rows.

@@ -1,8 +1,8 @@
-"""Comparison of some rows of a call's results with dense attention over the keys of all ranks.
+"""Check some rows of a call's results, and the bytes that it sent, on all ranks of a group.
 
 Every rank sends its sampled rows to all others. Each computes their attention over its own keys,
-and sends the parts back, where they are merged and compared. A third exchange tells all ranks what
-any of them has found, so that a fault on one rank is an error on all.
+densely, and sends the parts back, where they are merged and compared. A third exchange tells all
+ranks what any of them has found, so that a fault on one rank is an error on all.
 
 Attention is computed twice: exactly, in float64, and plainly, with the roundings of a simple
 implementation in the call's dtype. The call's error may be at most twice that of the plain result.
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from ring_core.base.arguments import Ints, not_none
-from ring_core.tripwire import Kind, SampledRows, result_shapes, sampled
+from ring_core.cost import BACKWARD_FLOPS, Model
+from ring_core.tripwire import Kind, SampledRows, peak_tflops, result_shapes, sampled
 from ring_torch.call import Call
 from ring_torch.checking.watch import Watch, shared_findings
+from ring_torch.comm.handshake import HEADER_BYTES
 from ring_torch.comm.ranks import exchange
 from ring_torch.positions import on_device, positions_of
 from ring_torch.records import BackwardInputs, Inputs, folded
@@ -38,7 +40,6 @@ from ring_torch.tripwire.dense import (
     plain_precision,
     query_means,
 )
-from ring_torch.tripwire.traffic import CheckedPass
 
 #: The fields of a ``SampledRows`` on the device: the call's result, the exact and the plain one,
 #: ``[4, H, D]`` each, a bound of each row's terms ``[4]``, and the root of the summed squares of
@@ -114,7 +115,7 @@ class Sample(NamedTuple):
         keys = SampledKeys(k[order], v[order], position[order], ids[0][order] if ids else None)
         bias = None
         if inputs.bias is not None:
-            bias = self._added(slice(None), keys.position)
+            bias = self._shifted_bias(slice(None), keys.position)
         index, q_position, _ = positions_of(call.plan, ranks.rank, call.device)
         queries = SampledQueries(
             inputs.q[b], index, q_position, None if inputs.q_ids is None else inputs.q_ids[b],
@@ -130,7 +131,7 @@ class Sample(NamedTuple):
         exact, plain = (torch.stack(x).sum(dim=0) for x in exchange(ranks, by_rank, call.device))
         return exact, plain
 
-    def _added(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
+    def _shifted_bias(self, rows: Tensor | slice, columns: Tensor) -> Tensor:
         """Return the bias less its rows' shift, ``[n, H or 1, m]``, as kernels add it to scores."""
         bias, shift, b = not_none(self.inputs.bias), self.inputs.bias_shift, self.batch
         columns = columns.clamp(max=bias.shape[-1] - 1)  # padding, which is not seen, has none
@@ -153,7 +154,7 @@ class Sample(NamedTuple):
             k_positions = (
                 on_device(call.plan.k_positions(x), call.device) for x in range(ranks.size)
             )
-            sent["bias"] = [self._added(rows, columns) for columns in k_positions]
+            sent["bias"] = [self._shifted_bias(rows, columns) for columns in k_positions]
         # Every rank receives the sampled queries of all ranks (of their bias only the columns of
         # its own keys) ...
         received = map(torch.cat, exchange(ranks, list(sent.values()), call.device))
@@ -262,7 +263,7 @@ def forward_faults(
         zeros = torch.zeros_like(plain_lse)
         results["lse"] = lse, exact_lse, plain_lse, torch.ones(len(rows)), zeros
     messages = sample.faults("queries", results)
-    messages += CheckedPass(call, inputs, forward=True, sent_before=sent_before).faults(watch)
+    messages += _traffic_faults(call, inputs, watch, sent_before=sent_before)
     return sample.agree(messages, "forward")
 
 
@@ -289,28 +290,77 @@ def backward_faults(
     sample, (q, k, v) = Sample.of(call, inputs), inputs[:3]
     b, rows, columns = sample.batch, sample.local_rows("queries"), sample.local_rows("keys")
     dq, dk, dv = grads
-    lengths = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
+    row_norms = upstream.dout[b, rows].double().norm(dim=-1).amax(dim=-1)
     # A backward computes exp(scores - lse) again. Its relative error is the absolute error of the
     # exponent, which grows with the size of lse.
-    digits = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
-    scale, v_long = abs(call.params.scale), _largest_norm(v, 2)
-    size = scale * lengths * _largest_norm(k) * v_long * digits[:, rows].amax(dim=0)
+    lse_error = 1 + upstream.lse[b].double().nan_to_num(posinf=0.0, neginf=0.0).abs()
+    scale, v_norm = abs(call.params.scale), _largest_norm(v, 2)
+    size = scale * row_norms * _largest_norm(k) * v_norm * lse_error[:, rows].amax(dim=0)
     exact_dq, plain_dq, dq_rounded = sample.dq(upstream, dlse)
     messages = sample.faults("queries", {"dq": (dq[b, rows], exact_dq, plain_dq, size, dq_rounded)})
     exact, plain = sample.key_sums(upstream, dlse)
-    weights = exact[..., -1].amax(dim=-1) * digits.amax()
-    long, dims = _largest_norm(upstream.dout, 2), [k.shape[3], v.shape[3]]
+    weights = exact[..., -1].amax(dim=-1) * lse_error.amax()
+    dout_norm, dims = _largest_norm(upstream.dout, 2), [k.shape[3], v.shape[3]]
     (exact_dk, exact_dv), (plain_dk, plain_dv, *squares) = (
         x[..., :-1].split(dims * 2, dim=-1)[:count] for x, count in ((exact, 2), (plain, 4))
     )
     dk_rounded, dv_rounded = (x.sqrt() for x in squares)
-    dk_size = scale * weights * long * v_long * _largest_norm(q)
+    dk_size = scale * weights * dout_norm * v_norm * _largest_norm(q)
     messages += sample.faults("keys", {
         "dk": (dk[b, columns], exact_dk, plain_dk.to(call.dtype), dk_size, dk_rounded),
-        "dv": (dv[b, columns], exact_dv, plain_dv.to(call.dtype), weights * long, dv_rounded),
+        "dv": (
+            dv[b, columns], exact_dv, plain_dv.to(call.dtype), weights * dout_norm, dv_rounded,
+        ),
     })  # fmt: skip
-    messages += CheckedPass(call, inputs, forward=False, fetches=fetches).faults(watch)
+    messages += _traffic_faults(call, inputs, watch, forward=False, fetches=fetches)
     return sample.agree(messages, "backward")
+
+
+def _traffic_faults(
+    call: Call, inputs: Inputs, watch: Watch, *, forward: bool = True, fetches: bool = True,
+    sent_before: int = 0,
+) -> list[str]:  # fmt: skip
+    """Compare the bytes and the time of a forward or backward with its program and its device.
+
+    No device exceeds its peak rate: a pass that seems to has left work out.
+
+    Args:
+        call: The call.
+        inputs: Inputs of this rank.
+        watch: Counter of the bytes that the pass sent and read, and its duration.
+        forward: True for the forward, False for the backward.
+        fetches: True if gathered keys are fetched; a backward may have them saved.
+        sent_before: Bytes of messages sent before those of the call's strategy.
+
+    Returns:
+        A message for other bytes than the program's, and one for an impossible speed.
+    """
+    messages = []
+    # Bytes are compared where they were counted: messages at the sender, reads at the reader.
+    if call.ranks.size > 1:
+        traffic = call.strategy.traffic(call, inputs, forward=forward, saved=not fetches)
+        expected, actual, verbs = traffic.received, watch.read, ("read from peers", "reads")
+        if call.transport.sends_messages:
+            expected, actual, verbs = traffic.sent, watch.sent, ("sent", "sends")
+            expected += HEADER_BYTES + sent_before
+        if actual != expected:
+            messages.append(
+                f"{actual:,} bytes were {verbs[0]}, and the program {verbs[1]} {expected:,}"
+            )
+    peak = peak_tflops(
+        torch.cuda.get_device_name(call.device) if call.device.type == "cuda" else "cpu"
+    )
+    # Segment ids and a bias may hide pairs that the plan counts.
+    if peak is not None and inputs.q_ids is None and inputs.bias is None:
+        q, v = inputs.q, inputs.v
+        model = Model(q.shape[2], q.shape[2], q.shape[3], v.shape[3], q.shape[0])
+        flops = call.strategy.visible_pairs(call) * model.flops_per_pair
+        rate = flops * (1.0 if forward else BACKWARD_FLOPS) / watch.seconds / 1e12
+        if rate > peak:
+            messages.append(
+                f"{rate:,.0f} TFLOP/s, and the device has {peak:,.0f}: work was left out"
+            )
+    return messages
 
 
 def _on_host(*tensors: Tensor) -> list[npt.NDArray[np.float64]]:

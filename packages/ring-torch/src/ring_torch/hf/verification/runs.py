@@ -128,7 +128,10 @@ class Runner:
         try:
             run = self._run(perturbs=perturbs, is_split=attention is None)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            # torch's error for a full GPU, Python's for a full host, and torch's for that.
+            if not isinstance(error, torch.OutOfMemoryError | MemoryError) and (
+                "allocate memory" not in str(error)
+            ):
                 raise
         self.model.zero_grad(set_to_none=True)
         is_full = torch.tensor(float(run is None), device=default_device(self.ranks))
@@ -254,10 +257,3 @@ def _sequences(hooks: ModelHooks, batch: Mapping[str, Any]) -> Iterator[Tokens]:
         if mask is not None:
             real &= mask != 0
         yield Tokens(length, len(positions), positions[local_positions], local_positions, real)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device's or the host's memory was too small."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
-        error
-    )
