@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, Case, diagonals
+from mutants import BUFFER_MUTANTS, HEAD_MUTANTS
 from tolerances import assert_close
 
 from ring_core import STRATEGIES, Mask, StrategyConfig
@@ -110,3 +111,30 @@ def test_case_under_hybrid(case: Case, backend: Any) -> None:
     way = StrategyConfig("hybrid", ulysses_size=size, outer=outer)
     case = _with_heads(case, size)
     assert_close(case, backend.run(case, strategy=way))
+
+
+#: Query heads with padding, a K/V head with copies, and all that belongs to single heads.
+WITNESS = Case(
+    "witness", Mask(causal=True), "zigzag", 4, 24, 40, heads=(5, 1), sinks=2, bias="shared", alibi=1,
+    dropout_p=0.2, segments="pair",
+)  # fmt: skip
+
+
+@pytest.mark.nightly(
+    unless=["groups-interleaved", "places-inverted", "padding-has-gradients", "rounded-down"]
+)
+@pytest.mark.parametrize("mutant", [*HEAD_MUTANTS, *BUFFER_MUTANTS])
+def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
+    assert _is_wrong(mutant, backend)
+
+
+def test_the_witness_is_right_otherwise(backend: Any) -> None:
+    assert not _is_wrong(None, backend)
+
+
+def _is_wrong(mutant: str | None, backend: Any) -> bool:
+    try:
+        assert_close(WITNESS, backend.run(WITNESS, mutant, strategy=WAYS["hybrid-gather"]))
+    except (AssertionError, LocalRankError):
+        return True
+    return False
