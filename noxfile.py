@@ -188,6 +188,15 @@ def nightly(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def conformance(session: nox.Session) -> None:
+    """Run every case of the table in torch: as ``auto`` has it, and under every other strategy."""
+    install(session, BACKENDS["torch"], GROUPS["torch"], *CONSTRAINED)
+    files = (f"tests/torch_only/test_{name}.py" for name in ("gather", "strategies"))
+    command = ("pytest", "tests/conformance", *files, "--backend=torch", "--all")
+    session.run(*command, "-n", workers_of("torch"), *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 @nox.parametrize("backend", [nox.param(x, id=x) for x in ("core", "torch", "jax", "jax-gpu")])
 def fuzz(session: nox.Session, backend: str) -> None:
     """Run random cases on a backend, for minutes or, with ``--seconds``, for hours."""

@@ -14,7 +14,7 @@ import numpy as np
 from ring_core import finalize
 from ring_core.masks import band as _band
 from ring_core.plan import geometry as _geometry, plan as _plan
-from ring_core.programs import gather as _gather, ring as _ring
+from ring_core.programs import gather as _gather, grid as _grid, ring as _ring
 from ring_core.reference import item_kernel, simulator
 
 Patches = list[tuple[Any, str, Any]]
@@ -30,8 +30,9 @@ def applied(name: str | None) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for target, attribute, replacement in (
-                MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | GROUP_MUTANTS | HARMLESS
-            )[name]():
+                MUTANTS | GATHERED_MUTANTS | JAX_GATHERED_MUTANTS | GROUP_MUTANTS | HEAD_MUTANTS
+                | BUFFER_MUTANTS | HARMLESS
+            )[name]():  # fmt: skip
                 stack.enter_context(patch.object(target, attribute, replacement))
             yield
     finally:
@@ -387,6 +388,116 @@ def _in_groups() -> Patches:
     return [(gathered, "head_groups_of", groups_of)]
 
 
+def _groups_interleaved() -> Patches:
+    """Ranks of a group are as far from each other as possible."""
+    grid = _grid.RankGrid
+
+    def inner(self: Any, rank: int) -> range:
+        return range(rank % self.outer_size, self.ranks, self.outer_size)
+
+    def outer(self: Any, rank: int) -> range:
+        first = rank - rank % self.outer_size
+        return range(first, first + self.outer_size)
+
+    return [(grid, "inner_ranks", inner), (grid, "outer_ranks", outer)]
+
+
+def _places_inverted() -> Patches:
+    """Tokens of a group are put where the sorted ones come from, not where they go."""
+    places = _grid.RankGrid.places
+    return [(_grid.RankGrid, "places", lambda *args: np.argsort(places(*args)))]
+
+
+def _tables_changed(change: Callable[[Any], dict[str, Any]]) -> Patches:
+    """The tables of a rank's exchanges have other values in some fields."""
+    ulysses = _torch("strategies.ulysses")
+    right = ulysses.tables_of
+
+    def tables(*args: Any) -> Any:
+        made = right(*args)
+        return made._replace(**change(made))
+
+    return [(ulysses, "tables_of", tables)]
+
+
+def _copies_not_summed() -> Patches:
+    """Of the gradients of a K/V head's copies only the first is taken."""
+    return _tables_changed(lambda x: {"kv_slots": x.kv_slots[:, :1]})
+
+
+def _padding_has_gradients() -> Patches:
+    """What stands in places without a head adds to the gradients of its K/V head."""
+    return _tables_changed(lambda x: {"padding": x.padding[:0]})
+
+
+def _options_of_the_first_heads() -> Patches:
+    """Sinks and slopes are those of rank 0's heads on every rank."""
+    return _tables_changed(lambda x: {"own": slice(0, len(x.heads))})
+
+
+def _dropout_of_local_heads() -> Patches:
+    return _tables_changed(lambda x: {"heads": x.heads - x.heads[0]})
+
+
+def _shared_bias_grad_of_one_rank() -> Patches:
+    ulysses = _torch("strategies.ulysses")
+    right = ulysses.to_tokens
+
+    def first(carry: Any, layout: Any, tensors: Any, orders: Any) -> Any:
+        results = right(carry, layout, tensors, orders)
+        if len(results) == 1:  # the gradient of a bias travels alone
+            results[0][:, :, 1:] = 0
+        return results
+
+    return [(ulysses, "to_tokens", first)]
+
+
+def _ids_of_queries_for_keys() -> Patches:
+    ulysses = _torch("strategies.ulysses")
+    right = ulysses._with_options
+
+    def swapped(*args: Any) -> Any:
+        traded = right(*args)
+        return traded._replace(k_ids=traded.q_ids)
+
+    return [(ulysses, "_with_options", swapped)]
+
+
+def _message_from_the_wrong_rank() -> Patches:
+    """Messages of a group are unpacked as if they came from the ranks one further on."""
+    exchange = _torch("comm.head_exchange")
+    right = exchange._unpack
+
+    def wrong(layout: Any, buffer: Any, *args: Any, **named: Any) -> None:
+        right(layout, buffer.roll(1, dims=0), *args, **named)
+
+    return [(exchange, "_unpack", wrong)]
+
+
+def _rounded_down() -> Patches:
+    """Tensors of a message begin at multiples of 16 bytes, which are rounded down."""
+    buffers = _torch("buffers")
+
+    def of(*tensors: Any) -> Any:
+        sizes = [math.prod(shape) * dtype.itemsize // 16 * 16 for shape, dtype in tensors]
+        starts = tuple(sum(sizes[:n]) for n in range(len(sizes)))
+        shapes, dtypes = zip(*tensors, strict=True)
+        return buffers.BufferSpec(tuple(map(tuple, shapes)), dtypes, starts, sum(sizes) + 16)
+
+    return [(buffers.BufferSpec, "of", staticmethod(of))]
+
+
+def _spans_from_the_start() -> Patches:
+    """Gradients are added to the first tokens of a buffer, whichever they belong to."""
+    buffers = _torch("buffers")
+    right = buffers.KeyGradBuffer.strided_views
+
+    def wrong(self: Any, flat: Any, length: int, span: slice) -> Any:
+        return right(self, flat, length, slice(0, span.stop - span.start))
+
+    return [(buffers.KeyGradBuffer, "strided_views", wrong)]
+
+
 MUTANTS: dict[str, Callable[[], Patches]] = {
     "window-off-by-one": _window_off_by_one,
     "last-step-dropped": _last_step_dropped,
@@ -420,6 +531,26 @@ JAX_GATHERED_MUTANTS: dict[str, Callable[[], Patches]] = {
 GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
     "groups-swapped": _groups_swapped,
     "grads-of-groups-dropped": lambda: [*_in_groups(), *_gathered_grads_dropped(overlapped=True)],
+}
+
+#: What only heads that ranks trade for tokens show.
+HEAD_MUTANTS: dict[str, Callable[[], Patches]] = {
+    "groups-interleaved": _groups_interleaved,
+    "groups-over-contiguous": lambda: [(_grid.RankGrid, "outer_layout", lambda *_: "contiguous")],
+    "places-inverted": _places_inverted,
+    "copies-not-summed": _copies_not_summed,
+    "padding-has-gradients": _padding_has_gradients,
+    "options-of-the-first-heads": _options_of_the_first_heads,
+    "dropout-of-local-heads": _dropout_of_local_heads,
+    "shared-bias-grad-of-one-rank": _shared_bias_grad_of_one_rank,
+    "ids-of-queries-for-keys": _ids_of_queries_for_keys,
+    "message-from-the-wrong-rank": _message_from_the_wrong_rank,
+}
+
+#: What only messages of several tensors show.
+BUFFER_MUTANTS: dict[str, Callable[[], Patches]] = {
+    "rounded-down": _rounded_down,
+    "spans-from-the-start": _spans_from_the_start,
 }
 
 #: Other ways to the same results.

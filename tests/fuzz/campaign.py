@@ -123,7 +123,7 @@ class Campaign:
             verdict = self._attempt(trial)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             if is_refusal(error):
-                self.tally.refused[" ".join(value for _, value in trial.way) or "auto"] += 1
+                self.tally.refused[" ".join(str(value) for _, value in trial.way) or "auto"] += 1
                 return None
             failure = Failure(seed, str(trial), _described(error), str(self._shrunk(trial, error)))
             self.tally.failures.append(failure)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from cases import RINGS, Case, Lattice, Segments, diagonals, prefix
 
-from fuzz.trial import Trial
-from ring_core import ChunkLayout, LayoutSpec, Mask
+from fuzz.trial import Choice, Trial
+from ring_core import ChunkLayout, LayoutSpec, Mask, StrategyConfig
 
 Rng = np.random.Generator
 
@@ -25,7 +25,7 @@ class Limits:
 
     ring_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    ways: dict[str, tuple[str, ...]]
+    ways: dict[str, tuple[Choice, ...]]
     tokens: int = 72
     pairs: int = 24_000  # of a query and a key, over batch and heads
     values: int = 1  # how many seeds share a program
@@ -36,11 +36,18 @@ LIMITS = {
         (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 11, 16), ("float64", "float32", "bfloat16"), {}
     ),
     "torch": Limits(
-        (1, 1, 2, 2, 2, 3, 4),
+        (1, 2, 2, 2, 3, 4, 4),
         ("float64", "float32", "float32", "bfloat16", "float16"),
         {
             "kernel": ("auto", "eager", "eager", "sdpa"),
-            "strategy": ("auto", "auto", "ring", "ring", "gather"),
+            "strategy": (
+                "auto",
+                "ring",
+                "gather",
+                "ulysses",
+                "hybrid",
+                StrategyConfig("hybrid", outer="gather"),
+            ),
         },
         tokens=64,
         pairs=12_000,

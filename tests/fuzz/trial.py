@@ -6,7 +6,9 @@ from dataclasses import dataclass, fields
 
 from cases import Case
 
-from ring_core import ChunkLayout, Mask
+from ring_core import ChunkLayout, Mask, StrategyConfig
+
+Choice = str | StrategyConfig
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Trial:
     """A case and the way to run it."""
 
     case: Case
-    way: tuple[tuple[str, str], ...] = ()  # keyword arguments of the backend's ``run``
+    way: tuple[tuple[str, Choice], ...] = ()  # keyword arguments of the backend's ``run``
 
     def __str__(self) -> str:
         """What to paste into the table of cases, and the way."""

@@ -13,7 +13,13 @@ from cases import RANDOM, RINGS
 from hf_models import LENGTH, MODELS, SIZES, WHOLE, Wide, build, run, whole
 from torch import Tensor
 
-from ring_core import KernelConfig, LayoutSpec, RankMismatchError, UnsupportedError
+from ring_core import (
+    KernelConfig,
+    LayoutSpec,
+    RankMismatchError,
+    StrategyConfig,
+    UnsupportedError,
+)
 from ring_torch import ContextParallel, hf
 from ring_torch.hf.register import _layer_seed
 from ring_torch.local import LocalRanks
@@ -27,6 +33,9 @@ def pool() -> Iterator[LocalRanks]:
     ranks = LocalRanks(4)
     yield ranks
     ranks.close()
+
+
+IN_GROUPS = StrategyConfig("hybrid", ulysses_size=2)
 
 
 def dense_masks(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -61,12 +70,14 @@ def _matches(rank: int, name: str, kind: str) -> None:
     pairs: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group in (None, pairs[rank // 2]):
         chunks = RANDOM[4 if group is None else 2]
-        rings: list[tuple[LayoutSpec, str]] = [*RINGS.values()]
-        rings += [(chunks, "ring")] if name == "Llama" else []
+        rings: list[tuple[LayoutSpec, str | StrategyConfig]] = [*RINGS.values()]
+        if name == "Llama":
+            rings += [(chunks, "ring"), ("striped", "ulysses"), ("zigzag", IN_GROUPS)]
         for layout, strategy in rings:
             cp = ContextParallel(group, layout=layout)
             what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
-            model.set_attn_implementation(hf.register(f"ring_{strategy}", strategy=strategy))
+            way = "groups" if strategy == IN_GROUPS else strategy
+            model.set_attn_implementation(hf.register(f"ring_{way}", strategy=strategy))
             local, part = run(model, hf.shard_batch(cp, batch, model=model))
             cp.reduce_gradients(model)
             dist.all_reduce(part, group=group)

@@ -1,9 +1,8 @@
-"""Groups that trade tokens for heads, with a ring or a gather between them: the table is right."""
+"""Groups of ranks that trade tokens for heads, with a ring or a gather between them."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from cases import CASES, Case
+from cases import Case
 from tolerances import assert_close
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -50,21 +49,6 @@ def test_all_options_go_together(heads: tuple[int, int], outer: Any, backend: An
         softcap=3.0, sinks=2, bias="full" if heads[0] % 2 else "shared", alibi=2, dropout_p=0.2,
         segments="pair", lse_grad=True,
     )  # fmt: skip
-    assert_close(case, backend.run(case, strategy=hybrid(outer)))
-
-
-#: Cases of the table for two groups of two ranks, whose strategy is that of a ring.
-TABLE = [
-    replace(case, heads=(max(2, case.heads[0]), case.heads[1]))
-    for case in CASES.values()
-    if case.cp_size == 4 and case.strategy == "ring" and case.layout != "striped"
-]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", TABLE, ids=[case.name for case in TABLE])
-def test_case(case: Case, backend: Any) -> None:
-    outer = OUTER[TABLE.index(case) % 2 and case.mask.predicate is None]
     assert_close(case, backend.run(case, strategy=hybrid(outer)))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_torch.compat as ring_flash_attn
-from ring_core import reference
+from ring_core import StrategyConfig, reference
 from ring_torch.compat import documents as _documents
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.movement.rows import MoveCall
@@ -47,7 +47,11 @@ ANSWERS = {
     "slopes": Option({"alibi_slopes": SLOPES, "causal": True}, {"alibi_slopes": SLOPES, "causal": True}),
     "dropout": Option({"dropout_p": 0.3, "causal": True}, {"dropout_p": 0.3, "causal": True}),
     "deterministic": Option({"deterministic": True}, {}),
+    "ulysses": Option({"causal": True, "strategy": "ulysses"}, {"causal": True}),
 }  # fmt: skip
+IN_GROUPS = Option(
+    {"causal": True, "strategy": StrategyConfig("hybrid", ulysses_size=2)}, {"causal": True}
+)
 
 
 def seeds(state: int, count: int) -> list[int]:
@@ -113,8 +117,17 @@ def _batch(rank: int, family: str, kwargs: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("family", [name for name, more in FAMILIES.items() if not more])
 @pytest.mark.parametrize(("size", "option"), [(4, o) for o in ANSWERS] + [(2, o) for o in FEW])
 def test_batch(pools: dict[int, LocalRanks], size: int, family: str, option: str) -> None:
-    expected_value = expected(B, 32, ANSWERS[option])
-    for rank, actual in enumerate(pools[size].run(_batch, family, ANSWERS[option].given)):
+    compare_batch(pools[size], size, family, ANSWERS[option])
+
+
+@pytest.mark.parametrize("family", ["ring_flash_attn", "zigzag_ring_flash_attn"])
+def test_groups_of_ranks(pools: dict[int, LocalRanks], family: str) -> None:
+    compare_batch(pools[4], 4, family, IN_GROUPS)
+
+
+def compare_batch(pool: LocalRanks, size: int, family: str, option: Option) -> None:
+    expected_value = expected(B, 32, option)
+    for rank, actual in enumerate(pool.run(_batch, family, option.given)):
         local = tokens_of(family, 32, size, rank)
         for n, (x, y) in enumerate(zip(actual, expected_value, strict=True)):
             same(x, y[:, :, local] if n == 1 else y[:, local])

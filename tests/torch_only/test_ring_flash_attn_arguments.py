@@ -60,7 +60,10 @@ def test_all_names_are_there_and_no_others() -> None:
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_are_the_same(name: str) -> None:
-    parameters = inspect.signature(getattr(ring_flash_attn, name)).parameters
+    parameters = {**inspect.signature(getattr(ring_flash_attn, name)).parameters}
+    if name not in ("llama3_flash_attn_prepare_cu_seqlens", "update_ring_flash_attn_params"):
+        strategy = parameters.pop("strategy")
+        assert (strategy.kind, strategy.default) == (inspect.Parameter.KEYWORD_ONLY, "auto")
     assert {p.name: p.default for p in parameters.values()} == SIGNATURES[name]
     assert list(parameters) == list(SIGNATURES[name])
     assert all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())

@@ -67,7 +67,8 @@ def _ring(_: int, name: str, size: int) -> tuple[Tensor, list[Tensor]]:
     group = ring_group(size)
     model = build(name)
     model.config._attn_implementation = "flash_attention_2"
-    substitute_hf_flash_attn(group, heads_k_stride=1)
+    strategy = "ulysses" if size == 4 else "auto"
+    substitute_hf_flash_attn(group, heads_k_stride=1, strategy=strategy)
     update_ring_flash_attn_params(torch.tensor(DOCUMENTS, dtype=torch.int32), group)
     local = (x.chunk(size, dim=1)[dist.get_rank(group)] for x in batch())
     tokens, places, weight = local

@@ -11,6 +11,7 @@ defaults and return values are equal. Each argument is honoured, or it raises
 * Dropout draws its seed from torch's default CPU generator, which must be in the same state on all
   ranks.
 * ``lse`` has no gradient; that of :func:`ring_torch.ring_attention` has one.
+* Functions that attend also take ``strategy=``, by name, as :func:`ring_torch.ring_attention` does.
 
 Example::
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ring_core import StrategyConfig
 from ring_torch.comm.ranks import Group
 from ring_torch.compat.call import FlashAttnOptions, attend_batch, kvpacked, qkvpacked
 
@@ -22,6 +23,8 @@ def ring_flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute exact attention over a sequence of which each rank holds one contiguous piece.
 
@@ -42,6 +45,7 @@ def ring_flash_attn_func(
         return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
+        strategy: As in :func:`ring_torch.ring_attention`; ring_flash_attn has no such argument.
 
     Returns:
         ``out [B, T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out,
@@ -61,7 +65,7 @@ def ring_flash_attn_func(
         "contiguous", q, k, v,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip
@@ -83,6 +87,8 @@ def zigzag_ring_flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute :func:`ring_flash_attn_func` over a sequence in the zigzag layout.
 
@@ -93,7 +99,7 @@ def zigzag_ring_flash_attn_func(
         "zigzag", q, k, v,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip
@@ -115,6 +121,8 @@ def stripe_flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute :func:`ring_flash_attn_func` over a sequence in the striped layout.
 
@@ -125,7 +133,7 @@ def stripe_flash_attn_func(
         "striped", q, k, v,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ring_core import LayoutName, checks
+from ring_core import LayoutName, StrategyConfig, checks
 from ring_torch.autograd import AttentionFunction
 from ring_torch.call import Call
 from ring_torch.capture import untraced
@@ -22,7 +22,7 @@ _TOKENS = {1: "T_local", 2: "B, T_local"}  # dimensions before the one along whi
 
 
 class FlashAttnOptions(NamedTuple):
-    """Arguments that every function of ring_flash_attn has, with their values in a call."""
+    """Arguments that every function has, with their values in a call."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -31,6 +31,7 @@ class FlashAttnOptions(NamedTuple):
     alibi_slopes: Tensor | None
     deterministic: bool
     return_attn_probs: bool
+    strategy: str | StrategyConfig
 
 
 @untraced
@@ -70,6 +71,7 @@ def checked(
             mask=mask, softmax_scale=options.softmax_scale, alibi_slopes=options.alibi_slopes,
             dropout_p=options.dropout_p, dropout_seed=seed_of(options.dropout_p),
             deterministic=options.deterministic, return_lse=options.return_attn_probs,
+            strategy=options.strategy,
         ),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_core import Layout, LayoutName, UnsupportedError, divisor_of
+from ring_core import Layout, LayoutName, StrategyConfig, UnsupportedError, divisor_of
 from ring_core.movement import Movement, pack_documents
 from ring_torch.call import Call
 from ring_torch.capture import untraced
@@ -47,6 +47,8 @@ def ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute exact attention of packed documents; each rank holds a contiguous piece of each.
 
@@ -72,6 +74,7 @@ def ring_flash_attn_varlen_func(
         return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
+        strategy: As in :func:`ring_torch.ring_attention`; ring_flash_attn has no such argument.
 
     Returns:
         ``out [T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out, lse,
@@ -92,7 +95,7 @@ def ring_flash_attn_varlen_func(
         "contiguous", q, k, v, cu_seqlens, max_seqlen,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip
@@ -116,6 +119,8 @@ def zigzag_ring_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute :func:`ring_flash_attn_varlen_func` for documents that are each in the zigzag layout.
 
@@ -126,7 +131,7 @@ def zigzag_ring_flash_attn_varlen_func(
         "zigzag", q, k, v, cu_seqlens, max_seqlen,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip

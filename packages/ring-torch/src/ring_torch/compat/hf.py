@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ring_core import UnsupportedError
+from ring_core import StrategyConfig, UnsupportedError
+from ring_core.base.config import strategy_config
 from ring_torch.attention import ring_attention
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compat.call import seed_of
 from ring_torch.compat.documents import offsets_of
 from ring_torch.compat.llama3 import check_stride
+from ring_torch.strategies import strategy_names
 
 #: Arguments that models pass on and that do not concern attention.
 _IGNORED = frozenset({
@@ -46,11 +48,13 @@ class RingFlashAttention:
         group: Ranks that share a sequence.
         heads_k_stride: Number by which the K/V heads must be divisible; without effect.
         documents: Offsets of the documents of the next batch; ``None`` before the first.
+        strategy: Strategy of each call, as in :func:`ring_torch.ring_attention`.
     """
 
     group: Group
     heads_k_stride: int
     documents: tuple[int, ...] | None = None
+    strategy: str | StrategyConfig = "auto"
 
     def __call__(
         self,
@@ -114,11 +118,13 @@ class RingFlashAttention:
             causal=bool(module.is_causal if is_causal is None else is_causal),
             window=window, cu_seqlens=self.documents,
             softmax_scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout,
-            dropout_seed=seed_of(dropout), deterministic=deterministic,
+            dropout_seed=seed_of(dropout), deterministic=deterministic, strategy=self.strategy,
         ), None  # fmt: skip
 
 
-def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
+def substitute_hf_flash_attn(
+    process_group: Group, heads_k_stride: int, *, strategy: str | StrategyConfig = "auto"
+) -> None:
     """Replace transformers' flash attention by ring attention over a group, in the whole process.
 
     All implementations that transformers registers as flash attention (``flash_attention_2``,
@@ -130,8 +136,9 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
     Args:
         process_group: The ranks that share a sequence; ``None`` is the default group.
         heads_k_stride: A divisor of the number of the model's K/V heads, which is checked. It has
-            no other effect: memory is that of ``strategy="auto"`` in
-            :func:`ring_torch.ring_attention`.
+            no other effect: memory is that of the strategy.
+        strategy: Strategy of each call, as in :func:`ring_torch.ring_attention`; ring_flash_attn
+            has no such argument.
 
     Raises:
         ValueError: An argument is malformed.
@@ -145,7 +152,8 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
     """
     ranks_of(process_group)
     check_stride(heads_k_stride, heads_k_stride)
-    _install(RingFlashAttention(process_group, heads_k_stride))
+    config = strategy_config(strategy, strategy_names())
+    _install(RingFlashAttention(process_group, heads_k_stride, strategy=config))
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:

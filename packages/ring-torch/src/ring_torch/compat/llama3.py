@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_core import UnsupportedError, checks
+from ring_core import StrategyConfig, UnsupportedError, checks
 from ring_torch.capture import untraced
 from ring_torch.comm.ranks import Group, Ranks, ranks_of
 from ring_torch.compat.call import (
@@ -143,6 +143,8 @@ def llama3_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Group = None,
+    *,
+    strategy: str | StrategyConfig = "auto",
 ) -> Any:
     """Compute exact attention of a stream of packed documents; each rank holds a piece of it.
 
@@ -158,7 +160,7 @@ def llama3_flash_attn_varlen_func(
         max_seqlen_q: Longest part in the queries, from the same call, or more.
         max_seqlen_k: Longest part in the keys, from the same call, or more.
         heads_k_stride: A divisor of ``K``, which is checked. It has no other effect: memory is that
-            of ``strategy="auto"`` in :func:`ring_torch.ring_attention`.
+            of the strategy.
         local_k_slice: The slice from the same call, unchanged: it carries all documents' offsets.
         dropout_p: Probability to drop a softmax weight. The seed is drawn from torch's default CPU
             generator, which must be in the same state on all ranks.
@@ -171,6 +173,7 @@ def llama3_flash_attn_varlen_func(
         return_attn_probs: Return ``lse`` and ``None`` too. Attention weights are never formed.
         group: A process group or one-dimensional ``DeviceMesh``; ``None`` is the default group, or
             this process alone where none is initialised.
+        strategy: As in :func:`ring_torch.ring_attention`; ring_flash_attn has no such argument.
 
     Returns:
         ``out [T_local, H, Dv]`` in the inputs' dtype. With ``return_attn_probs`` it is ``(out, lse,
@@ -195,7 +198,7 @@ def llama3_flash_attn_varlen_func(
         local_k_slice,
         FlashAttnOptions(
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-            return_attn_probs,
+            return_attn_probs, strategy,
         ),
         group,
     )  # fmt: skip

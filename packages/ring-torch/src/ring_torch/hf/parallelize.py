@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ring_core import UnsupportedError, checks
+from ring_core import StrategyConfig, UnsupportedError, checks
+from ring_core.base.config import strategy_config
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.check import (
     has_router_loss,
@@ -31,12 +33,13 @@ from ring_torch.hf.models.hooks import (
     replace_attribute,
 )
 from ring_torch.hf.models.releases import lacks, warn_of_untested
-from ring_torch.hf.register import is_ring, register
+from ring_torch.hf.register import is_ring, register, strategy_of
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.verification.judgement import VerifyReport
 from ring_torch.hf.verification.runs import Target
 from ring_torch.hf.verification.verify import verify_target
 from ring_torch.hf.wiring import wire
+from ring_torch.strategies import strategy_names
 
 
 class Handle:
@@ -104,6 +107,7 @@ def parallelize(
     *,
     logits: Logits = "local",
     reduction: Reduction | None = None,
+    strategy: str | StrategyConfig = "auto",
 ) -> Handle:
     """Make a transformers model take whole batches and compute them over the ranks of a ring.
 
@@ -127,14 +131,16 @@ def parallelize(
             (default of a Trainer) is for DDP or ``fully_shard``, over the ranks of one ring or of
             several. Either way the returned loss is the whole batch's, and its gradient this rank's
             part, which for ``"mean"`` is multiplied by ``cp_size``.
+        strategy: Strategy of each attention call, as in :func:`ring_torch.ring_attention`. A model
+            that was given the attention of :func:`register` keeps its strategy with ``"auto"``.
 
     Returns:
         A handle that can undo the changes and verify the model.
 
     Raises:
         ValueError: ``model`` does not come from transformers; an option is unknown, or differs from
-            an earlier call's. Later, in a forward: the batch is already split, or ``reduction``
-            does not fit the model's wrapper.
+            an earlier call's; or its attention was registered with another strategy. Later, in a
+            forward: the batch is already split, or ``reduction`` does not fit the model's wrapper.
         UnsupportedError: The model, or a setting of the Trainer, is not exact on split sequences;
             the message says why.
         RankMismatchError: In a forward: ranks were given different batches.
@@ -149,13 +155,14 @@ def parallelize(
     checks.check_choice("logits", logits, ("local", "gather"))
     checks.check_choice("reduction", reduction or "sum", ("sum", "mean"))
     check_context(cp)
+    way = strategy_config(strategy, strategy_names())
     is_trainer = trainer_class(model) is not None
     inner: Any = model.model if is_trainer else model
     is_new = isinstance(inner, nn.Module) and hooks_of(inner) is None
     if is_trainer:
-        handle = _trainer(model, cp, logits, reduction)
+        handle = _trainer(model, cp, logits, reduction, way)
     else:
-        handle = _model(model, cp, logits, reduction or "sum")
+        handle = _model(model, cp, logits, reduction or "sum", way)
     if is_new:
         warn_of_untested(unwrapped(inner))
     return handle
@@ -189,9 +196,9 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
     inner: Any = model.model if trainer_class(model) is not None else model
     hooks = hooks_of(inner) if isinstance(inner, nn.Module) else None
     if hooks is not None:
-        return _handle_of(hooks, cp, hooks.logits, hooks.reduction).verify(batch)
+        return _handle_of(hooks, cp, hooks.logits, hooks.reduction, hooks.strategy).verify(batch)
     # Any model may have "mean", also one in FSDP, and verify divides the gradients by the factor.
-    handle = _model(inner, cp, "local", "mean")
+    handle = _model(inner, cp, "local", "mean", StrategyConfig("auto"))
     try:
         return handle.verify(batch)
     finally:
@@ -199,8 +206,9 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
 
 
 def _trainer(
-    trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None
-) -> Handle:
+    trainer: Any, cp: ContextParallel, logits: Logits, reduction: Reduction | None,
+    strategy: StrategyConfig,
+) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
     Either all of it is done or, if an error is raised, nothing.
@@ -217,7 +225,9 @@ def _trainer(
     models = trainer.model, getattr(trainer, "ref_model", None)
     undo_functions: list[Callable[[], object]] = []
     try:
-        undo_functions.extend(_model(x, cp, logits, "mean").remove for x in models if x is not None)
+        undo_functions.extend(
+            _model(x, cp, logits, "mean", strategy).remove for x in models if x is not None
+        )
         if (existing := trainer_hooks_of(trainer)) is not None:
             assert isinstance(existing.owner, Handle)
             return existing.owner
@@ -234,7 +244,10 @@ def _trainer(
     return handle
 
 
-def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction) -> Handle:
+def _model(
+    model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Reduction,
+    strategy: StrategyConfig,
+) -> Handle:  # fmt: skip
     """Parallelize a model: check it, set ring attention and install the hooks.
 
     Raises:
@@ -247,7 +260,7 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
             f"got {type(model).__name__}"
         )
     if (existing := hooks_of(model)) is not None:
-        return _handle_of(existing, cp, logits, reduction)
+        return _handle_of(existing, cp, logits, reduction, strategy)
     inner: Any = unwrapped(model)
     # The generic classifier computes ``score`` for all tokens and picks each sequence's last token
     # from the result. So its base model is split, and the output of ``score`` is joined.
@@ -262,10 +275,14 @@ def _model(model: nn.Module, cp: ContextParallel, logits: Logits, reduction: Red
     if reasons:
         raise UnsupportedError(f"{type(inner).__name__} cannot be split: {'; '.join(reasons)}")
     hooks = ModelHooks(
-        cp._sharding, report, logits, reduction, is_pooling=is_pooling,  # noqa: SLF001 - private to users, not to this package
+        cp._sharding, report, logits, reduction, strategy, is_pooling=is_pooling,  # noqa: SLF001 - private to users, not to this package
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
-    undo = [_set_ring_attention(inner), *_register(hooks, split, inner), *wire(hooks, inner)]
+    undo = [
+        _set_ring_attention(inner, strategy),
+        *_register(hooks, split, inner),
+        *wire(hooks, inner),
+    ]
     handle = hooks.owner = Handle(undo, (_split_module(model), hooks))
     return handle
 
@@ -286,18 +303,21 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
         yield base.register_forward_hook(hooks.join_router, with_kwargs=True).remove
 
 
-def _handle_of(hooks: ModelHooks, cp: ContextParallel, logits: str, reduction: str) -> Handle:
+def _handle_of(
+    hooks: ModelHooks, cp: ContextParallel, logits: str, reduction: str, strategy: StrategyConfig
+) -> Handle:
     """Return the handle of an earlier call of :func:`parallelize` with the same options.
 
     Raises:
         ValueError: The earlier call had other options.
     """
     same = hooks.sharding is cp._sharding  # noqa: SLF001 - private to users, not to this package
-    if not same or (hooks.logits, hooks.reduction) != (logits, reduction):
+    options = hooks.logits, hooks.reduction, hooks.strategy
+    if not same or options != (logits, reduction, strategy):
         raise ValueError(
             f"the model is parallelized already, with logits={hooks.logits!r}, "
-            f"reduction={hooks.reduction!r} and {'this' if same else 'another'} ContextParallel: "
-            f"call remove() of the handle first"
+            f"reduction={hooks.reduction!r}, strategy={hooks.strategy.name!r} and "
+            f"{'this' if same else 'another'} ContextParallel: call remove() of the handle first"
         )
     assert isinstance(hooks.owner, Handle)
     return hooks.owner
@@ -316,16 +336,24 @@ def _split_module(model: nn.Module) -> nn.Module:
     )
 
 
-def _set_ring_attention(model: Any) -> Callable[[], object]:
+def _set_ring_attention(model: Any, strategy: StrategyConfig) -> Callable[[], object]:
     """Set ring attention on the model, unless it has it; return a function that sets its own back.
 
     Towers for images or sound get whole inputs on every rank. They keep their attention, or get
     that of :func:`_whole_attention` if it is a ring's.
 
     Raises:
+        ValueError: It has ring attention that was registered with another strategy.
         UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
     """
     if is_ring(_attention_of(model)):
+        own = strategy_of(_attention_of(model))
+        if strategy not in (own, StrategyConfig("auto")):
+            raise ValueError(
+                f"strategy={strategy.name!r}: the model's attention {_attention_of(model)!r} was "
+                f"registered with strategy={own.name!r}. Instead: leave strategy out here, or "
+                f"register the attention with this one, under a name of its own"
+            )
         # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
         with_ring = [
             x for x in towers(model)
@@ -343,7 +371,7 @@ def _set_ring_attention(model: Any) -> Callable[[], object]:
     # transformers refuses to set attention on a model that writes out its own: set the field.
     if has_eager_attention(model):
         set_attention = partial(setattr, model.config, "_attn_implementation")
-    set_attention(register())
+    set_attention(register(_name_for(strategy), strategy=strategy))
     # In some models, set_attn_implementation changes the text part only. So look at all text
     # modules that attend, not at the model's own config.
     attending = [x for _, x in text_modules(model) if has_attention(x) and hasattr(x, "config")]
@@ -354,6 +382,12 @@ def _set_ring_attention(model: Any) -> Callable[[], object]:
         [(config, name) for config, name in tower_attention if config is not model.config]
     )
     return partial(_set_attention, attention_before)
+
+
+def _name_for(strategy: StrategyConfig) -> str:
+    """Return the name under which attention of a strategy is registered, as ``ring-hybrid-2``."""
+    pairs = zip(astuple(strategy), astuple(StrategyConfig("auto")), strict=True)
+    return "-".join(["ring", *(str(value) for value, default in pairs if value != default)])
 
 
 def _whole_attention(tower: Any) -> str:

@@ -99,6 +99,13 @@ def is_ring(name: str) -> bool:
     return isinstance(AttentionInterface().get(name, None), HFAttention)
 
 
+def strategy_of(name: str) -> StrategyConfig:
+    """Return the strategy with which ring attention of this name was registered."""
+    attention = AttentionInterface()[name]
+    assert isinstance(attention, HFAttention)
+    return attention.strategy
+
+
 @dataclass(frozen=True)
 class HFAttention:
     """Attention function for transformers, with the options that it passes to ``ring_attention``.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_core import UnsupportedError
+from ring_core import StrategyConfig, UnsupportedError
 from ring_torch.capture import untraced
 from ring_torch.comm.ranks import collective
 from ring_torch.gradients import ReductionChoice, hooks_in
@@ -76,6 +76,7 @@ class ModelHooks(ReductionChoice):
         report: Report of the module whose batches are split.
         logits: ``"gather"`` to join logits over the ranks, ``"local"`` to return this rank's part.
         reduction: Reduction of gradients that runs outside the model, ``"sum"`` or ``"mean"``.
+        strategy: Strategy of each attention call.
         owner: Handle that the first call of ``parallelize`` returned.
         is_pooling: True if the model picks each sequence's last token from per-token logits.
         joins_router: True if a router's loss can be computed from the whole sequence.
@@ -93,6 +94,7 @@ class ModelHooks(ReductionChoice):
     report: ModelReport
     logits: Logits
     reduction: Reduction
+    strategy: StrategyConfig
     owner: object = None
     is_pooling: bool = False
     joins_router: bool = False

@@ -1,4 +1,8 @@
-"""The table of strategies and options: each strategy runs each option that it takes, once."""
+"""Every strategy is right: each option under each, and the whole table where heads are traded.
+
+Per change each strategy runs each option once. ``nox -s conformance`` runs all cases of the table
+under ``ulysses`` and ``hybrid``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from cases import Case, diagonals
+from cases import CASES, Case, diagonals
+from mutants import BUFFER_MUTANTS, HEAD_MUTANTS
 from tolerances import assert_close
 
 from ring_core import STRATEGIES, Mask, StrategyConfig
 from ring_core.base.config import OUTER_NAMES
+from ring_core.programs.grid import legal_sizes
 from ring_torch.local import LocalRankError
 
 CAUSAL = Mask(causal=True)
@@ -73,3 +79,62 @@ def test_each_option_of_a_case_is_in_the_table() -> None:
         if rule.init and getattr(fields_of["mask"], rule.name)
     }
     assert rules == {rule.name for rule in fields(Mask) if rule.init}
+
+
+#: Cases of a plain ring; those of ``balanced`` are the same over contiguous shards.
+RING_CASES = [case for case in CASES.values() if case.strategy == "ring"]
+#: Those that groups of ranks take: ``striped`` is refused.
+GROUP_CASES = [case for case in RING_CASES if case.layout != "striped"]
+
+
+def _with_heads(case: Case, ranks: int) -> Case:
+    """The case, with as many groups of heads as make a query head for every rank."""
+    heads, kv_heads = case.heads
+    return replace(case, heads=(heads * -(-ranks // heads), kv_heads))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", RING_CASES, ids=[case.name for case in RING_CASES])
+def test_case_under_ulysses(case: Case, backend: Any) -> None:
+    case = _with_heads(case, case.cp_size)
+    assert_close(case, backend.run(case, strategy="ulysses"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", GROUP_CASES, ids=[case.name for case in GROUP_CASES])
+def test_case_under_hybrid(case: Case, backend: Any) -> None:
+    """In groups and between groups, where the number of ranks has divisors; neighbours differ."""
+    n, sizes = GROUP_CASES.index(case), legal_sizes(case.cp_size, case.cp_size)
+    sizes = sizes[1:-1] or sizes
+    size = sizes[n // 2 % len(sizes)]
+    outer = "ring" if case.mask.predicate else OUTER_NAMES[n % 2]
+    way = StrategyConfig("hybrid", ulysses_size=size, outer=outer)
+    case = _with_heads(case, size)
+    assert_close(case, backend.run(case, strategy=way))
+
+
+#: Query heads with padding, a K/V head with copies, and all that belongs to single heads.
+WITNESS = Case(
+    "witness", Mask(causal=True), "zigzag", 4, 24, 40, heads=(5, 1), sinks=2, bias="shared", alibi=1,
+    dropout_p=0.2, segments="pair",
+)  # fmt: skip
+
+
+@pytest.mark.nightly(
+    unless=["groups-interleaved", "places-inverted", "padding-has-gradients", "rounded-down"]
+)
+@pytest.mark.parametrize("mutant", [*HEAD_MUTANTS, *BUFFER_MUTANTS])
+def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:
+    assert _is_wrong(mutant, backend)
+
+
+def test_the_witness_is_right_otherwise(backend: Any) -> None:
+    assert not _is_wrong(None, backend)
+
+
+def _is_wrong(mutant: str | None, backend: Any) -> bool:
+    try:
+        assert_close(WITNESS, backend.run(WITNESS, mutant, strategy=WAYS["hybrid-gather"]))
+    except (AssertionError, LocalRankError):
+        return True
+    return False

@@ -1,0 +1,70 @@
+"""``hf.parallelize`` takes a strategy: one device's results, computed by that strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hf_models import WHOLE, build, run, whole
+
+from ring_core import StrategyConfig
+from ring_torch import ContextParallel, hf
+from ring_torch.local import LocalRanks
+from ring_torch.strategies.hybrid import Hybrid
+from ring_torch.strategies.ulysses import Ulysses
+
+WAYS: dict[str, tuple[Any, type]] = {
+    "ring-ulysses": ("ulysses", Ulysses),
+    "ring-hybrid-2-gather": (StrategyConfig("hybrid", ulysses_size=2, outer="gather"), Hybrid),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    """Four ranks."""
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+def _matches(_: int, name: str) -> None:
+    batch, cp = whole("packed"), ContextParallel()
+    model = build(name)
+    loss = run(model, batch | WHOLE)[1]
+    expected = {n: x.grad.clone() for n, x in model.named_parameters()}
+    for attention, (strategy, kind) in WAYS.items():
+        handle = hf.parallelize(model, cp, strategy=strategy)
+        assert hf.parallelize(model, cp, strategy=strategy) is handle
+        assert model.config._attn_implementation == attention
+        with pytest.raises(ValueError, match="parallelized already, with"):
+            hf.parallelize(model, cp)
+        with patch.object(kind, "backward", autospec=True, side_effect=kind.backward) as backward:  # type: ignore[attr-defined]  # of a strategy
+            ring_loss = run(model, batch)[1]
+        assert backward.call_count == model.config.num_hidden_layers
+        cp.reduce_gradients(model)
+        torch.testing.assert_close(ring_loss, loss, rtol=1e-9, atol=0)
+        for weight, x in model.named_parameters():
+            scale = float(expected[weight].abs().max())
+            torch.testing.assert_close(x.grad, expected[weight], rtol=1e-9, atol=1e-10 * scale)
+        handle.remove()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.nightly(unless=["Gemma3"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss"])
+def test_loss_and_gradients_are_one_devices(pool: LocalRanks, name: str) -> None:
+    pool.run(_matches, name)
+
+
+def test_a_strategy_of_the_models_own_attention() -> None:
+    """It stays, and another one is refused."""
+    model, cp = build("Llama", hf.register("ring-gather", strategy="gather")), ContextParallel()
+    hf.parallelize(model, cp).remove()
+    hf.parallelize(model, cp, strategy="gather").remove()
+    with pytest.raises(ValueError, match="'ring-gather' was registered with strategy='gather'"):
+        hf.parallelize(model, cp, strategy="ulysses")
+    with pytest.raises(ValueError, match="strategy name"):
+        hf.parallelize(model, cp, strategy="a2a")
+    assert model.config._attn_implementation == "ring-gather"
