@@ -16,12 +16,12 @@ from tolerances import assert_close
 
 import ring_jax
 from ring_core import Mask, UnsupportedError
-from ring_jax.prepare import choose_strategy
+from ring_jax.strategies import named_strategy
 
 
 def _can_gather(case: Case) -> bool:
     try:
-        choose_strategy("gather", case.program)
+        named_strategy("gather", case.program)
     except UnsupportedError:
         return False
     return True
@@ -48,7 +48,7 @@ def test_what_is_refused() -> None:
     """Predicates, and documents out of order; nothing else."""
     for case in REFUSED:
         with pytest.raises(UnsupportedError) as error:
-            choose_strategy("gather", case.program)
+            named_strategy("gather", case.program)
         text = str(error.value)
         assert "Instead: use strategy='ring' or 'auto'" in text
         reasons = {
@@ -59,7 +59,7 @@ def test_what_is_refused() -> None:
         said = {reason for reason in reasons if reason in text}
         assert said and said <= {reason for reason, holds in reasons.items() if holds}
     with pytest.raises(UnsupportedError, match="strategy 'ulysses': only ring-torch has it"):
-        choose_strategy("ulysses", SPLIT[0].program)
+        named_strategy("ulysses", SPLIT[0].program)
     assert {case.layout for case in GATHERED} >= {"contiguous", "zigzag", "striped"}
     assert any(case.mask.cu_seqlens for case in GATHERED)
 

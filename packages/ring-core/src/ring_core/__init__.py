@@ -21,6 +21,7 @@ from ring_core.base.errors import (
 )
 from ring_core.base.merge import finalize as finalize, merge as merge
 from ring_core.choose.balance import balanced_layout as balanced_layout
+from ring_core.choose.gathering import gather_memory as gather_memory
 from ring_core.choose.refusals import (
     refusals as refusals,
     require as require,
@@ -39,7 +40,6 @@ from ring_core.masks.mask import Mask as Mask
 from ring_core.plan.plan import Plan as Plan, WorkItem as WorkItem, make_plan as make_plan
 from ring_core.programs.gather import (
     GatherProgram as GatherProgram,
-    gather_memory as gather_memory,
     gather_program as gather_program,
     gather_refusals as gather_refusals,
     longest_gather as longest_gather,

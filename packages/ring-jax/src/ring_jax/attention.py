@@ -127,7 +127,9 @@ class RingAttention:
                 a ring over contiguous shards whose idle devices compute for busy ones, so that
                 causal work is even. ``gather``: all K/V shards go to each device, beside the own
                 block, then one kernel over all of them: fewer merges, more memory. Or a
-                :class:`ring_core.StrategyConfig`. ``auto`` is ``ring``.
+                :class:`ring_core.StrategyConfig`. ``auto`` is ``gather`` between three or more GPUs
+                of one process where that takes at most three times the memory of a ring and fetches
+                no more shards, else ``ring``; :meth:`ContextParallel.explain` says why.
             transport: How bytes move: ``xla``, by XLA's collectives. ``auto`` is ``xla``.
 
         Returns:

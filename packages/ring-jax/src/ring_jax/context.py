@@ -38,12 +38,12 @@ from ring_jax.collectives import (
     transfer,
 )
 from ring_jax.global_arrays import global_attention, global_movement, specs_of
-from ring_jax.kernels import Selection, xla
-from ring_jax.meshes import check_axes, devices_of, numbered, with_devices
+from ring_jax.kernels import xla
+from ring_jax.meshes import check_axes, devices_of, in_one_process, numbered, with_devices
 from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
-from ring_jax.strategies import STRATEGIES
+from ring_jax.strategies import STRATEGIES, Way
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
@@ -383,19 +383,19 @@ class ContextParallel:
             Lines of text: the kernel of each platform, why others were not chosen, the strategy,
             the size of the program, and the plan.
         """
-        call, _, choice = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
-        return explained(call, choice)
+        call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
+        return explained(call, way)
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
-    ) -> tuple[CallSpec, Inputs, Selection]:
+    ) -> tuple[CallSpec, Inputs, Way]:
         """Check a call on global arrays, and choose its kernels."""
         self._check_not_in_shard_map()
         self._check_qkv(q, k, v)
         batch, heads = self._axes(q, k)
         shards = ShardCounts(
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
-            self._mask_shards(options.mask, batch, heads),
+            self._mask_shards(options.mask, batch, heads), in_one_process(self.mesh, self.axis_name),
         )  # fmt: skip
         return check_call(
             self.kernels, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
@@ -551,12 +551,12 @@ def _advice(what: str, name: str) -> str:
     return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
 
 
-def explained(call: CallSpec, choice: Selection) -> str:
+def explained(call: CallSpec, way: Way) -> str:
     """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
     launches = STRATEGIES[call.strategy].launches(call.program)
     tables = sum(x.table.nbytes for x in launches if x.table is not None)
     return (
-        f"{choice.describe()}\nstrategy {call.strategy}, transport xla\n"
+        f"{way.describe()}\n"
         f"program            {len(launches)} launches or loops of them, forward and backward; "
         f"{tables:,} bytes of work items of all ranks\n"
         f"{viz.describe(call.program, pictures=False)}"

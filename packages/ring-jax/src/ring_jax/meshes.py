@@ -42,6 +42,15 @@ def devices_of(mesh: AnyMesh) -> list[int] | None:
     return None if isinstance(mesh, AbstractMesh) else mesh.device_ids.flatten().tolist()
 
 
+def in_one_process(mesh: AnyMesh, axis: str) -> bool | None:
+    """Return True if devices along an axis are of one process each time; ``None`` if unknown."""
+    if isinstance(mesh, AbstractMesh):
+        return None
+    process = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    along = np.moveaxis(process, mesh.axis_names.index(axis), 0)
+    return bool((along == along[0]).all())
+
+
 class NumberedMesh(NamedTuple):
     """A :class:`jax.sharding.Mesh` with devices as numbers, which can be pickled."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +19,15 @@ from ring_core import (
     Request,
     RingProgram,
     StrategyName,
-    UnsupportedError,
     checks,
     make_plan,
     ring_program,
 )
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels import Selection, choose, kernel_names
-from ring_jax.records import Array, CallOptions, CallSpec, Inputs, Kernel, LocalShape
-from ring_jax.strategies import STRATEGIES
+from ring_jax.kernels import choose, kernel_names
+from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
+from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
 
 
@@ -41,6 +41,7 @@ class ShardCounts(NamedTuple):
     batch: int = 1
     heads: int = 1
     mask: int = 1  # shards of a mask that is an array, over all its dimensions
+    in_one_process: bool | None = None  # each row of devices along the axis; None: not known
 
 
 LOCAL = ShardCounts()
@@ -49,8 +50,8 @@ LOCAL = ShardCounts()
 def check_call(
     kernels: Sequence[Kernel], axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
     q: Array, k: Array, v: Array, options: CallOptions, shards: ShardCounts = LOCAL,
-) -> tuple[CallSpec, Inputs, Selection]:  # fmt: skip
-    """Check all arguments of a call, plan it and choose its kernel.
+) -> tuple[CallSpec, Inputs, Way]:  # fmt: skip
+    """Check all arguments of a call, plan it and choose its strategy and kernel.
 
     Args:
         kernels: The kernels to choose from, the fastest first.
@@ -63,7 +64,7 @@ def check_call(
 
     Returns:
         The static side of the call; its arrays, to be passed to :func:`prepared`; and the choice
-        of kernels with its reasons.
+        of strategy and kernels with its reasons.
 
     Raises:
         ValueError: An argument is malformed, or traced where it must be static.
@@ -96,26 +97,29 @@ def check_call(
         requested.ring_strategy,
     )
     request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
-    strategy = choose_strategy(requested.name, program)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
     config = kernel_config(options.kernel, kernel_names(kernels))
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
         None if options.dropout_seed is None else seed_words(options.dropout_seed), None, dense,
     )  # fmt: skip
-    local = _local_shape(
-        inputs, program, strategy, shards, has_dropout=options.dropout_p > 0,
+    local_shape_of = partial(
+        _local_shape, inputs, program, shards, has_dropout=options.dropout_p > 0,
         deterministic=options.deterministic,
     )  # fmt: skip
-    choice = choose(kernels, config, request, program, local)
+    way = choose_way(
+        requested.name, program, request, _devices(q, shards),
+        lambda strategy: choose(kernels, config, request, program, local_shape_of(strategy)),
+    )  # fmt: skip
+    choice = way.kernels
     call = CallSpec(
         program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
-        described[0].dtype, sizes.head_dim, strategy, bias_masks=dense is not None,
+        described[0].dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,
         forward_only=tuple(kernel for kernel, _ in choice.forward_only if len(choice.kernels) > 1),
     )  # fmt: skip
-    return call, inputs, choice
+    return call, inputs, way
 
 
 def _check_mask(
@@ -161,21 +165,34 @@ def _request(
 
 
 def device_kind(x: Array, mesh: AbstractMesh | None = None) -> str:
-    """Return the kind of device that an array's program is compiled for, as jax calls it.
+    """Return the kind of device that an array's program is compiled for, as jax calls it."""
+    return str(_device(x, mesh).device_kind)
+
+
+def _device(x: Array, mesh: AbstractMesh | None) -> Any:
+    """Return a device of those that an array's program is compiled for.
 
     The first of these that names a device decides: ``mesh``, the mesh around the call
     (``shard_map``, ``set_mesh``), the mesh of the array's sharding, the machine's first device.
     """
     meshes = mesh, jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
     devices = [x.abstract_device for x in meshes if x is not None and x.abstract_device is not None]
-    return str((devices or jax.devices())[0].device_kind)
+    return (devices or jax.devices())[0]
+
+
+def _devices(x: Array, shards: ShardCounts) -> Devices:
+    """Return the facts about the devices along the axis, which are equal in all processes."""
+    alone = shards.in_one_process
+    return Devices(
+        _device(x, shards.mesh).platform, jax.process_count() == 1 if alone is None else alone
+    )
 
 
 def _local_shape(
     x: Inputs,
     program: RingProgram,
-    strategy: StrategyName,
     shards: ShardCounts,
+    strategy: StrategyName,
     *,
     has_dropout: bool,
     deterministic: bool,
@@ -352,21 +369,3 @@ def described_as(name: str, x: object) -> checks.Tensor:
 
 #: ``xla``: XLA's collectives.
 TRANSPORTS = ("auto", "xla")
-
-
-def choose_strategy(strategy: str, program: RingProgram) -> StrategyName:
-    """Return the strategy that a call asked for; ``auto`` is that of the program, a ring.
-
-    Raises:
-        UnsupportedError: The strategy cannot do this call.
-    """
-    name = program.strategy if strategy == "auto" else strategy
-    implementation = STRATEGIES.get(name)
-    reasons = (
-        ["only ring-torch has it"] if implementation is None else implementation.refusals(program)
-    )
-    if reasons:
-        raise UnsupportedError(
-            f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
-        )
-    return cast("StrategyName", name)

@@ -198,6 +198,13 @@ class LocalShape(NamedTuple):
     deterministic: bool  # the backward must repeat bit for bit
 
 
+class Devices(NamedTuple):
+    """The facts about the devices along the axis by which ``strategy="auto"`` chooses."""
+
+    platform: str  # as jax calls it: "cpu", "gpu" or "tpu"
+    in_one_process: bool
+
+
 class Item(NamedTuple):
     """A work item: a rectangle of local queries and keys, and the band of it that is visible.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from ring_jax.records import Array
 
 
+@partial(jax.jit, static_argnames="side")  # one function of a program for searches of equal sizes
 def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Array:
     """Return how many entries of an ascending table come before each of ``x``, int32.
 

@@ -20,6 +20,7 @@ from ring_core import (
     longest_gather,
 )
 from ring_core.checks import Sizes
+from ring_core.choose.gathering import MAX_SAVED_BYTES
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
@@ -47,10 +48,6 @@ from ring_torch.records import (
     zero_bias_grad,
 )
 from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Traffic, Transport
-
-#: Gathered keys of up to this many bytes are kept from the forward for the backward, which
-#: otherwise fetches them again.
-MAX_SAVED_BYTES = 256 << 20
 
 Saved = tuple[Tensor, ...]  # tensors that a forward saves beside inputs and results
 

@@ -147,29 +147,6 @@ def gather_refusals(plan: Plan) -> tuple[str, ...]:
     return tuple(reason for reason, applies in reasons.items() if applies)
 
 
-def gather_memory(plan: Plan, *, q_width: int, kv_width: int, itemsize: int) -> float:
-    """Return the memory that gathering takes in forward and backward, as a multiple of a ring's.
-
-    A ring holds two slots of K/V, dQ and three times dK/dV. Gathering holds the keys in the longest
-    buffer with their gradients, and the rank's own ones a second time. Gradients take 4 bytes per
-    number.
-
-    Args:
-        plan: The plan; it must be one that can gather (:func:`gather_refusals`).
-        q_width: Numbers per query token, ``H * D``.
-        kv_width: Numbers per key token, ``K * (D + Dv)``.
-        itemsize: Bytes of a number of the inputs.
-
-    >>> from ring_core import Mask, gather_memory, make_plan
-    >>> plan = make_plan(Mask(), seq_len=4096, cp_size=4)
-    >>> round(gather_memory(plan, q_width=2048, kv_width=1024, itemsize=2), 2)
-    1.25
-    """
-    queries, keys = plan.q_layout.local_len, plan.k_layout.local_len
-    ring = keys * kv_width * (2 * itemsize + 3 * 4) + queries * q_width * 4
-    return (longest_gather(plan).length + keys) * kv_width * (itemsize + 4) / ring
-
-
 def gather_program(
     plan: Plan, rank: int, *, own: bool = True, splits: bool = True, tile: int = 1
 ) -> GatherProgram:

@@ -41,6 +41,15 @@ class Selection:
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
     expected: Expected = UNKNOWN
 
+    @property
+    def names(self) -> str:
+        """Names of the kernels of all passes in words."""
+        passes = [[kernel.capabilities.name for kernel in self.kernels]]
+        if self.forward_only:
+            backward = [x for x in self.kernels if x not in dict(self.forward_only)]
+            passes.append([kernel.capabilities.name for kernel in backward])
+        return ", backward ".join(" or ".join(names) for names in passes)
+
     def describe(self) -> str:
         """Return the lines of ``explain`` about kernels: one for each, chosen or not."""
         rest = "any other device" if len(self.kernels) > 1 else "any device"

@@ -1,4 +1,4 @@
-"""Strategies: ways to move tokens so that each work item finds its operands.
+"""Strategies: ways to move tokens so that each work item finds its operands; and their choice.
 
 May import ``kernels``, ``collectives``, ``rank_view`` and ``records``. A new strategy is one file
 here, and a line in ``STRATEGIES``.
@@ -6,13 +6,100 @@ here, and a line in ``STRATEGIES``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple, cast
 
+from ring_core import Request, RingProgram, StrategyName, UnsupportedError
+from ring_jax.kernels import Selection
+from ring_jax.records import Devices
 from ring_jax.strategies.gather import GATHER
 from ring_jax.strategies.ring import RING
 from ring_jax.strategies.steps import Strategy
 
+#: The strategies of ``strategy=``; ``auto`` takes the first that does not refuse.
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
-    {"ring": RING, "balanced": RING, "gather": GATHER}
+    {"gather": GATHER, "ring": RING, "balanced": RING}
 )
+
+
+class Way(NamedTuple):
+    """The strategy and the kernels of a call, with the reasons for both.
+
+    Attributes:
+        strategy: The strategy.
+        kernels: The kernels that run its launches.
+        rejected: Strategies that ``auto`` did not take, each with its reasons.
+    """
+
+    strategy: StrategyName
+    kernels: Selection
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def describe(self) -> str:
+        """Return the lines of ``explain`` about kernels and movement."""
+        lines = [self.kernels.describe(), f"strategy {self.strategy}, transport xla"]
+        lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.rejected]
+        return "\n".join(lines)
+
+
+def choose_way(
+    strategy: str,
+    program: RingProgram,
+    request: Request,
+    devices: Devices,
+    kernels_of: Callable[[StrategyName], Selection],
+) -> Way:
+    """Return the strategy that a call asked for, or with ``auto`` the fastest, and its kernels.
+
+    A strategy is not taken by ``auto`` where other kernels would run than in a ring: those are the
+    fastest that there are.
+
+    Args:
+        strategy: A name, or ``auto``.
+        program: The call's plan in the order of a ring.
+        request: The options and sizes that the call asks for, on one device.
+        devices: The devices along the axis.
+        kernels_of: Returns the kernels for a strategy, or raises UnsupportedError.
+
+    Raises:
+        UnsupportedError: The strategy cannot do this call, or no kernel can.
+    """
+    if strategy != "auto":
+        name = named_strategy(strategy, program)
+        return Way(name, kernels_of(name))
+    in_ring, rejected = kernels_of(program.strategy), []
+    for name, candidate in STRATEGIES.items():
+        if name == program.strategy:
+            break
+        reasons = (
+            *candidate.refusals(program),
+            *candidate.automatic_refusals(program, request, devices),
+        )
+        if not reasons:
+            try:
+                way = Way(cast("StrategyName", name), kernels_of(cast("StrategyName", name)))
+            except UnsupportedError as error:  # of the kernel that was named
+                reasons = (str(error),)
+            else:
+                if way.kernels.names == in_ring.names:
+                    return way
+                kernels, of_ring = way.kernels.names, in_ring.names
+                reasons = (f"its kernels would be {kernels}, and those of a ring are {of_ring}",)
+        rejected.append((name, reasons))
+    return Way(program.strategy, in_ring, tuple(rejected))
+
+
+def named_strategy(name: str, program: RingProgram) -> StrategyName:
+    """Return the strategy of a name.
+
+    Raises:
+        UnsupportedError: It cannot run this program.
+    """
+    strategy = STRATEGIES.get(name)
+    reasons = ["only ring-torch has it"] if strategy is None else strategy.refusals(program)
+    if reasons:
+        raise UnsupportedError(
+            f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
+        )
+    return cast("StrategyName", name)

@@ -1,16 +1,18 @@
 """Gathered keys: attend over the own keys while all K/V are gathered, then over all other ranks'.
 
 There are two kernel launches in place of one a rank, so results are merged once, and kernels get
-as much work as there is. It costs memory for the keys of all ranks, kept for the backward, and
-there for the sums of their gradients. ``overlap`` and ``order_after`` tell the compiler which
-transfers run beside which kernels.
+as much work as there is. It costs memory for the keys of all ranks, kept for the backward if they
+are few, and there for the sums of their gradients. ``overlap`` and ``order_after`` tell the
+compiler which transfers run beside which kernels.
 """
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
-from ring_core import RingProgram
+from ring_core import Request, RingProgram
+from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_jax.collectives import order_after, overlap
 from ring_jax.rank_view import Launches, remote_table, step_table
 from ring_jax.records import (
@@ -18,6 +20,7 @@ from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     CallSpec,
+    Devices,
     Direction,
     Grads,
     Inputs,
@@ -33,7 +36,8 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
     """Compute attention of this device's queries over all keys, before sinks.
 
     Returns:
-        The wide result, and the K/V of all ranks (``None`` if no query sees another rank's keys).
+        The wide result, and the K/V of all ranks (``None`` if no query sees another rank's keys,
+        and where the backward gathers them again).
     """
     runner = StepRunner.of(call, x)
     remote_part, own_part = _remote_part(call.program), _own_part(call.program)
@@ -55,7 +59,7 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         remote_part, runner.work_of(remote_part), q, order_after(gathered, into), into,
         overwrite=own_part is None, is_final=True,
     )  # fmt: skip
-    return into, gathered
+    return into, gathered if _is_kept(call, x) else None
 
 
 def _gather_backward(
@@ -63,12 +67,14 @@ def _gather_backward(
 ) -> Grads:
     """Compute the gradients of this device's shards, wide, heads first.
 
-    ``gathered`` are the K/V of all ranks, kept since the forward. Other ranks' keys come first, so
-    that the sums of their gradients travel beside the own block.
+    ``gathered`` are the K/V of all ranks, if they were kept since the forward. Other ranks' keys
+    come first, so that the sums of their gradients travel beside the own block.
     """
     runner = StepRunner.of(call, x)
     remote_part, own_part = _remote_part(call.program), _own_part(call.program)
     q, own = to_bhtd(x.q), own_message(x)
+    if remote_part is not None and gathered is None:
+        gathered = _gather_all(runner, own)
     query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
     own_dkv = runner.zeros(own.kv.shape)
     arriving: Array | None = None
@@ -91,6 +97,11 @@ def _gather_backward(
         query_grads, own_dkv, received = overlap(query_grads, own_dkv, arriving)
         own_dkv = own_dkv + received
     return Grads(query_grads.dq, own_dkv, query_grads.dbias)
+
+
+def _is_kept(call: CallSpec, x: Inputs) -> bool:
+    """Return True if the backward gets the gathered K/V of the forward."""
+    return call.plan.cp_size * nbytes(x.k, x.v, x.k_ids) <= MAX_SAVED_BYTES
 
 
 def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
@@ -143,10 +154,45 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     if remote_table(call.program) is None:
         return 0
     grads = (x.k.size + x.v.size) * np.dtype(call.wide).itemsize
-    per_pair = nbytes(x.k, x.v, x.k_ids) if direction == "forward" else grads
+    message = nbytes(x.k, x.v, x.k_ids)
+    if direction == "forward":
+        per_pair = message
+    else:
+        per_pair = grads if _is_kept(call, x) else grads + message
     return call.plan.cp_size * (call.plan.cp_size - 1) * per_pair
 
 
+#: Platforms on which ``auto`` does not gather, and why.
+_RING_ON = {
+    "cpu": "devices of a CPU share its cores and its memory, and a ring was faster there",
+    "tpu": "on TPUs XLA runs an all-gather beside no kernel, and each hop of a ring beside one",
+}
+
+
+def _automatic_refusals(
+    program: RingProgram, request: Request, devices: Devices
+) -> tuple[str, ...]:
+    """Return why ``auto`` does not gather: it does where that was faster and memory allows it."""
+    plan, shards = program.plan, program.plan.cp_size - 1
+    # The first reason stands for what follows from it.
+    if shards == 0:
+        return ("on one device nothing travels",)
+    if devices.platform != "gpu":
+        return (_RING_ON.get(devices.platform, f"it was not measured on {devices.platform}"),)
+    if not devices.in_one_process:
+        return ("between processes, which may be on other hosts, each hop of a ring is hidden",)
+    if shards == 1:
+        return ("on two devices it launches what a ring does, and takes more memory",)
+    hops = sum(stage.kv_hop is not None for stage in program.forward)
+    if hops < shards:
+        return (f"it fetches {shards} shards of K/V, and {hops} go round the ring",)
+    return memory_refusals(
+        plan, request, itemsize=jnp.dtype(request.dtype).itemsize,
+        buffer_len=plan.k_layout.padded_len,
+    )  # fmt: skip
+
+
 GATHER = Strategy(
-    _gather_forward, _gather_backward, _refusals, _key_lengths, _launches, _gather_sent
-)
+    _gather_forward, _gather_backward, _refusals, _key_lengths, _launches, _gather_sent,
+    _automatic_refusals,
+)  # fmt: skip

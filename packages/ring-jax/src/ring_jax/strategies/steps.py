@@ -13,7 +13,7 @@ is called a helper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import RingProgram
+from ring_core import Request, RingProgram
 from ring_core.base.arguments import not_none
 from ring_core.programs.ring import Stage
 from ring_jax.collectives import Ranks, match_varying, reload_after, varying_axes
@@ -33,6 +33,7 @@ from ring_jax.records import (
     AttentionState,
     BackwardInputs,
     CallSpec,
+    Devices,
     Direction,
     Grads,
     Inputs,
@@ -43,6 +44,10 @@ from ring_jax.records import (
     QueryBlock,
     QueryPayload,
 )
+
+
+def _no_refusals(_program: RingProgram, _request: Request, _devices: Devices) -> Sequence[str]:
+    return ()
 
 
 class Strategy(NamedTuple):
@@ -57,6 +62,7 @@ class Strategy(NamedTuple):
         launches: Returns the launches of both passes, whose tables a program holds.
         sent: Returns the bytes that leave all ranks together in one pass, counted over the stages
             that it runs.
+        automatic_refusals: Returns the reasons why ``auto`` does not take it, though it could run.
     """
 
     forward: Callable[[CallSpec, Inputs], tuple[AttentionState, KVPayload | None]]
@@ -65,6 +71,7 @@ class Strategy(NamedTuple):
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
     launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
+    automatic_refusals: Callable[[RingProgram, Request, Devices], Sequence[str]] = _no_refusals
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:

@@ -83,10 +83,10 @@ def _explain(args: argparse.Namespace) -> int:
         cp = _context_class()
 
         def call(q: Array, k: Array, v: Array) -> None:
-            spec, _, choice = check_call(
+            spec, _, way = check_call(
                 cp.kernels, "cp", case.layout, case.cp_size, q, k, v, CallOptions(**case.options)
             )
-            texts.append(explained(spec, choice))
+            texts.append(explained(spec, way))
 
         shapes = (jax.ShapeDtypeStruct(x, jnp.dtype(case.dtype)) for x in case.local_shapes)
         q, k = shapes

@@ -25,15 +25,15 @@ from ring_core import (
     Request,
     RingProgram,
     WorkItem,
-    gather_memory,
     gather_program,
     gather_refusals,
     longest_gather,
 )
 from ring_core.checks import Sizes
+from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
 from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
-from ring_torch.call import MAX_SAVED_BYTES, Call, Resolution, Saved, Strategy, StrategySpec
+from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
     AttentionState,
@@ -66,9 +66,6 @@ from ring_torch.transports.api import (
     add_staged,
     gathered_traffic,
 )
-
-#: ``auto`` does not gather where that takes more than this many times a ring's memory.
-MOST_MEMORY = 3.0
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
 #: the host cannot launch ahead of the GPU.
@@ -530,20 +527,13 @@ def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
     return tile if applies else None
 
 
-def _memory_refusals(plan: Plan, request: Request) -> Refusals:
-    """Return why ``auto`` does not gather: memory beyond ``MOST_MEMORY`` times a ring's."""
-    memory = gather_memory(
-        plan, q_width=request.q_heads * request.head_dim,
-        kv_width=request.kv_heads * (request.head_dim + request.v_head_dim),
-        itemsize=getattr(torch, request.dtype).itemsize,
-    )  # fmt: skip
-    if memory <= MOST_MEMORY:
-        return ()
-    return (f"it takes more than {MOST_MEMORY:g} times the memory of a ring",)
+def _automatic_refusals(plan: Plan, request: Request) -> Refusals:
+    """Return why ``auto`` does not gather, though it could."""
+    return memory_refusals(plan, request, itemsize=getattr(torch, request.dtype).itemsize)
 
 
 GATHER = StrategySpec(
     "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
     is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
-    automatic_refusals=_memory_refusals,
+    automatic_refusals=_automatic_refusals,
 )  # fmt: skip
