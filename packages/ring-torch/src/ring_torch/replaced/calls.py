@@ -14,6 +14,7 @@ from torch.nn.attention.bias import CausalBias
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_torch.capture import constant_in_graphs, untraced
+from ring_torch.compiled.movement import size_of
 from ring_torch.context import ContextParallel
 from ring_torch.options import AttentionOptions
 
@@ -63,6 +64,11 @@ class Replacement:
     def __deepcopy__(self, _: object) -> Replacement:
         """Return self: a copy of the module attends over the same ranks."""
         return self
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that hold a sequence; a constant while a graph is traced."""
+        return size_of(self.cp.group) if torch.compiler.is_compiling() else self.cp.cp_size
 
     @constant_in_graphs
     def note_traced(self) -> None:
@@ -144,7 +150,7 @@ def _by_torch(
 def _on_ring(scope: Scope, call: _Call) -> Tensor:
     """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
     state, documents = scope.state, scope.state.documents
-    length, ranks = call.query.shape[2], state.cp.cp_size
+    length, ranks = call.query.shape[2], state.ranks
     options: AttentionOptions = {
         "causal": call.is_causal, "softmax_scale": call.scale, "kernel": state.kernel,
         "strategy": state.strategy, "transport": state.transport,
@@ -178,7 +184,7 @@ def _add_mask(
     """
     rows, columns = mask.shape[2:]
     queries, own_keys = call.query.shape[2], call.key.shape[2]
-    ranks = state.cp.cp_size
+    ranks = state.ranks
     keys = options.get("seq_len") or own_keys * ranks
     assert isinstance(keys, int)
     if rows == 1 or mask.stride(2) == 0:  # the same for all queries: a padding mask
@@ -198,7 +204,7 @@ def _add_mask(
         mask = cp.unshard(mask, dim=3, grad=grad, seq_len=seq_len).expand(-1, -1, queries, -1)
     else:
         if (rows, columns) == (queries, own_keys) != (queries, keys):
-            _refuse(call.module, f"attn_mask {tuple(call.mask.shape if call.mask is not None else ())} has a row for each "
+            _refuse(call.module, f"attn_mask {tuple(mask.shape)} has a row for each "
                     f"of this rank's queries and a column for each of its own keys, and says nothing of the "
                     f"{keys} keys of all ranks. Give a column for each of those, in natural order; for "
                     f"padding one row, [B, 1, 1, T_local]; for causal attention is_causal=True; for "

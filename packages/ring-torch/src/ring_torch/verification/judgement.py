@@ -222,7 +222,8 @@ def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
     return (
         f"verify: {runner.name}, split over {runner.ranks.size} ranks, does not compute what "
         f"it does whole: {description}. {report}. A module that mixes tokens by other means than attention "
-        f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns"
+        f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns. One that "
+        f"counts positions itself (arange) needs those of ContextParallel.positions"
     )
 
 
