@@ -15,7 +15,8 @@ DIM, HEADS, VOCAB = 16, 2, 11
 
 def heads(x: Tensor) -> Tensor:
     """Return ``[B, T, H * D]`` as ``[B, H, T, D]``."""
-    return x.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
+    y: Tensor = x.unflatten(-1, (-1, DIM // HEADS))  # type: ignore[no-untyped-call]
+    return y.transpose(1, 2)
 
 
 class SelfAttention(nn.Module):

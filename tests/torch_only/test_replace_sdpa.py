@@ -57,10 +57,10 @@ def _run(
     return out.detach()
 
 
-def _same_as_whole(_: int, name: str, mode: str, layout: str) -> str:
+def _same_as_whole(_: int, name: str, mode: str, layout: Any) -> str:
     """Compare a model on the ring with the same on one process; return its list of modules."""
     cp = ContextParallel(layout=layout)
-    _, dims, options = MODELS[name]
+    _class, dims, options = MODELS[name]
     batch, whole, model = batch_of(name), model_of(name), model_of(name)
     handle = replace_sdpa(model, cp, **options)
     shards = {key: cp.shard(x, dim=dims[key]) if key in dims else x for key, x in batch.items()}
@@ -203,7 +203,8 @@ def _compare(
     dim = qkv[0].ndim - 2
     wholes = [x.clone().requires_grad_() for x in qkv]
     shards = [cp.shard(x, dim=dim).requires_grad_() for x in qkv]
-    expected = functional.scaled_dot_product_attention(*wholes, **whole)
+    q, k, v = wholes
+    expected = functional.scaled_dot_product_attention(q, k, v, **whole)
     out = attend(*shards, **split)
     torch.testing.assert_close(cp.unshard(out.detach(), dim=dim), expected.detach())
     grad = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
@@ -316,6 +317,10 @@ def _refusals(_: int) -> list[str]:
         finally:
             handle.documents = None
 
+    def removed() -> None:
+        handle.remove()
+        handle.verify({"q": q})
+
     calls: list[Callable[[], object]] = [
         lambda: attend["inner"](q, k[:, :, :5], v[:, :, :5]),
         lambda: attend["inner"](q, k, v, attn_mask=square),
@@ -333,7 +338,6 @@ def _refusals(_: int) -> list[str]:
         lambda: replace_sdpa(gpt, cp, local=("block",)),
         lambda: replace_sdpa(gpt, cp, local="blocks"),
         lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
-        lambda: replace_sdpa(Other(_by_hand), cp) and None,
         *(
             (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))  # type: ignore[misc]
             for module in (
@@ -343,7 +347,7 @@ def _refusals(_: int) -> list[str]:
         lambda: handle.verify({"q": q}, dims={"x": 1}),
         lambda: handle.verify({"q": q}, dims={"q": 4}),
         lambda: handle.verify({"q": 3}),
-        lambda: (handle.remove(), handle.verify({"q": q})),
+        removed,
     ]  # fmt: skip
     messages = []
     for call in calls:
@@ -381,13 +385,12 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
         "UnsupportedError replace_sdpa: other: is_causal=True",
         "UnsupportedError replace_sdpa: other: documents=",
         "ValueError cu_seqlens",
-        "ValueError replace_sdpa: the attention of ModuleDict is",
+        "ValueError replace_sdpa: the attention of inner is",
         "ValueError replace_sdpa: the attention of Attend is",
         "ValueError replace_sdpa: blocks.0 has a forward of its own",
         "ValueError local: no module is named 'block'",
         "ValueError local must be names",
         "ValueError replace_sdpa: blocks.0.attention is named in more",
-        "",
         "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
         "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
         "UnsupportedError replace_sdpa: the forward of Other called no",
@@ -403,7 +406,6 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
             # flex_attention compiles itself, and the compiler wraps what is raised inside.
             is_found = start in message if "flex" in start else message.startswith(start)
             assert is_found, (message, start)
-            assert bool(message) == bool(start)
 
 
 def _verdicts(_: int) -> list[str]:

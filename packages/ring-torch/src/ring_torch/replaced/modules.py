@@ -180,10 +180,11 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if scope.state.computes == "off":
-            return original(
+            result: tuple[Tensor, Tensor | None] = original(
                 self, query, key, value, key_padding_mask, need_weights, attn_mask,
                 average_attn_weights, is_causal,
             )  # fmt: skip
+            return result
         return attend_with_heads(
             scope, self, query, key, value, key_padding_mask, attn_mask, is_causal=is_causal
         ), None

@@ -205,7 +205,7 @@ def _checked_documents(offsets: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if offsets is None:
         return None
-    mask = Mask(cu_seqlens=offsets)
+    mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
     assert mask.cu_seqlens is not None
     return tuple(int(x) for x in mask.cu_seqlens)
 
