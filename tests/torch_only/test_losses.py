@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -230,6 +232,72 @@ def test_a_loss_is_float32_whatever_the_dtype_of_count(is_linear: bool) -> None:
             ContextParallel(), is_linear, None, options, hidden, labels, head, torch.zeros(5)
         )
         assert value.dtype == torch.float32
+
+
+def _transformed(_: int) -> None:
+    """Transforms of torch.func are refused before anything is sent, or send nothing."""
+    cp, head, labels = ContextParallel(), torch.randn(5, 3), torch.tensor([[0, -100, 3, 1]])
+    x = torch.randn(1, 4, 3, requires_grad=True)
+
+    def loss(x: Tensor, **count: int) -> Tensor:
+        return cross_entropy(cp, x @ head.T, labels, **count)  # type: ignore[arg-type]
+
+    with pytest.raises(UnsupportedError, match=r"torch\.func.* pass count="):
+        torch.func.grad(loss)(x.detach())
+    with pytest.raises(UnsupportedError, match=r"torch\.func.* cross_entropy with count="):
+        torch.func.grad(lambda x: linear_cross_entropy(cp, x, head, labels, count=6))(x.detach())
+    (expected,) = torch.autograd.grad(loss(x), x)  # of two ranks with three labels each
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), count=6), expected)
+
+
+def test_transforms_of_a_loss_need_a_count(pool: LocalRanks) -> None:
+    pool.run(_transformed)
+
+
+class Head(nn.Module):
+    """A module whose loss never holds its logits."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        super().__init__()
+        self.cp, self.body, self.head = cp, nn.Linear(DIM, DIM), nn.Linear(DIM, VOCAB)
+        generator = torch.Generator().manual_seed(0)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.3, generator=generator)
+
+    def forward(self, hidden: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            self.cp, self.body(hidden), self.head.weight, labels, bias=self.head.bias, count=count,
+            tokens_at_once=3,
+        )  # fmt: skip
+
+
+def _sharded_head(rank: int, expected: list[Tensor]) -> None:
+    """FSDP2 over two rings of two ranks, the head's weight split over all four."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp, whole = ContextParallel(mesh["cp"]), Whole(torch.float32, "few", LENGTH, {})
+    model = Head(cp)
+    fully_shard(model.head)
+    with pytest.raises(UnsupportedError, match="head_weight is a DTensor"):
+        model(whole.hidden, whole.labels, torch.tensor(1))  # the head's own forward does not run
+    model = Head(cp)
+    fully_shard(model.body)
+    fully_shard(model)  # which joins the head's weight for the model's forward
+    row = slice(rank // 2, rank // 2 + 1)
+    shards = cp.shard(whole.hidden[row]), cp.shard(whole.labels[row])
+    count = (whole.labels != IGNORED).sum()
+    (model(*shards, count) * 4).backward()  # FSDP takes the mean over 4 ranks
+    for weight, grad in zip(model.parameters(), expected, strict=True):
+        assert isinstance(weight.grad, DTensor)
+        torch.testing.assert_close(weight.grad.full_tensor(), grad)
+
+
+def test_a_loss_in_pieces_under_fully_shard() -> None:
+    whole, model = Whole(torch.float32, "few", LENGTH, {}), Head(ContextParallel())
+    logits = model.head(model.body(whole.hidden))
+    functional.cross_entropy(logits.flatten(0, 1), whole.labels.flatten()).backward()
+    expected = [weight.grad for weight in model.parameters()]
+    with LocalRanks(4) as ranks:
+        ranks.run(_sharded_head, expected)
 
 
 @pytest.mark.parametrize("is_linear", [False, True])

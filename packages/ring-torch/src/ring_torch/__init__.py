@@ -16,6 +16,7 @@ from ring_torch.checking.settings import check as check
 from ring_torch.context import ContextParallel as ContextParallel
 from ring_torch.kernels import matrix as support_matrix
 from ring_torch.movement.methods import Halo as Halo
+from ring_torch.replaced.replace import SDPAHandle as SDPAHandle, replace_sdpa as replace_sdpa
 from ring_torch.training.data import dataloader as dataloader
 from ring_torch.training.loss import (
     cross_entropy as cross_entropy,
@@ -28,12 +29,14 @@ __all__ = [
     "KernelConfig",
     "Mask",
     "RankMismatchError",
+    "SDPAHandle",
     "UnsupportedError",
     "WrongResultError",
     "check",
     "cross_entropy",
     "dataloader",
     "linear_cross_entropy",
+    "replace_sdpa",
     "ring_attention",
     "support_matrix",
 ]

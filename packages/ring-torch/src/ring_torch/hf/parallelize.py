@@ -35,11 +35,11 @@ from ring_torch.hf.models.hooks import (
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import is_ring, register, strategy_of
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
-from ring_torch.hf.verification.judgement import VerifyReport
 from ring_torch.hf.verification.runs import Target
 from ring_torch.hf.verification.verify import verify_target
 from ring_torch.hf.wiring import wire
 from ring_torch.strategies import strategy_names
+from ring_torch.verification.judgement import VerifyReport
 
 
 class Handle:

@@ -57,7 +57,8 @@ def cross_entropy(
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: ``reduction="none"``, labels are probabilities, or a ``DTensor`` is given.
+        UnsupportedError: ``reduction="none"``, labels are probabilities, a ``DTensor`` is given, or
+            a transform of ``torch.func`` is under way and ``count`` is not given.
         RankMismatchError: The ranks make different calls.
 
     Example::
@@ -108,7 +109,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: An argument is malformed.
-        UnsupportedError: As of :func:`cross_entropy`; a second derivative is asked for.
+        UnsupportedError: As of :func:`cross_entropy`; a second derivative is asked for, or any by
+            ``torch.func``.
         RankMismatchError: The ranks make different calls.
 
     Example::
@@ -116,6 +118,9 @@ def linear_cross_entropy(
         hidden = model.body(tokens)  # [B, T_local, dim]
         loss = ring_torch.linear_cross_entropy(cp, hidden, model.head.weight, labels)
     """
+    _refuse_transforms(
+        "linear_cross_entropy cannot run", "compute the logits, and cross_entropy with count="
+    )
     _check_rows("hidden", hidden, labels)
     classes = _check_head(hidden, head_weight, bias)
     _check_options(cp, weight, classes, ignore_index, reduction, label_smoothing, count)
@@ -140,6 +145,9 @@ def _divisor(
     """Return the divisor of a mean, ``None`` of a sum; asks the other ranks if it is not given."""
     if reduction == "sum" or count is not None:
         return count
+    _refuse_transforms(
+        "the labels of all ranks cannot be counted", "count them before, and pass count="
+    )
     is_kept = labels != ignore_index
     own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
     # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
@@ -149,6 +157,21 @@ def _divisor(
         return unshard_in_graph(cp.group, "contiguous", counts, 0, None, None).sum()
     cp.cp_size  # noqa: B018 - refuses another group than at the first use
     return Sharding(cp.group, "contiguous").unshard(counts, dim=0).sum()
+
+
+def _refuse_transforms(what: str, instead: str) -> None:
+    """Refuse a call inside a transform of ``torch.func``.
+
+    Raises:
+        UnsupportedError: One is under way.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+        raise UnsupportedError(
+            f"{what} inside vmap, grad and the other transforms of torch.func. Instead: {instead}; "
+            f"or use torch.autograd (backward())"
+        )
 
 
 def _without_padding(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ring_core import UnsupportedError
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.verification.comparison import compare_traces
-from ring_torch.hf.verification.judgement import (
-    ComparedRuns,
-    VerifyReport,
-    gradient_differences,
-    judge,
-)
-from ring_torch.hf.verification.runs import Runner, Target
-from ring_torch.hf.verification.state import unchanged
+from ring_torch.hf.verification.runs import HFRunner, Target
+from ring_torch.verification.judgement import VerifyReport
+from ring_torch.verification.verify import compare_with_whole
 
 _NO_DOCUMENTS = (
     "verify: {}: with transformers' own attention the whole model does not read documents from it; "
@@ -36,24 +29,8 @@ def verify_target(target: Target, batch: Mapping[str, Any]) -> VerifyReport:
         )
     _check_batch(batch)
     _check_wrappers(target.model)
-    runner = Runner(target, batch)
-    with unchanged(target.model):
-        split = runner.run()
-        with runner.unhooked():
-            whole = runner.run("eager")
-            errors = runner.gradient_distances(split, whole)
-            split.gradients.clear()  # free their memory before the next run
-            other = runner.run("sdpa") if runner.has_sdpa else runner.run("eager", perturbs=True)
-            noise = runner.gradient_distances(other, whole)
-            sizes = runner.gradient_distances(None, whole)
-    if whole.loss is not None and not math.isfinite(whole.loss):
-        raise ValueError(
-            f"verify: the whole model's loss is {whole.loss}, with which nothing can be compared; "
-            f"give a batch whose loss is finite"
-        )
-    outputs = compare_traces(split.trace, whole.trace, other.trace, runner.sequences, runner.rows)
-    gradients = gradient_differences(errors, noise, sizes, runner, whole.trace.floor)
-    return judge(runner, ComparedRuns(split, whole, other), outputs, gradients)
+    runner = HFRunner(target, batch)
+    return compare_with_whole(runner, "eager", "sdpa" if runner.has_sdpa else None)
 
 
 def _check_batch(batch: object) -> None:

@@ -185,7 +185,7 @@ class Recorder:
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Keep a module's arguments as its caller gave them, before every other hook of it."""
-        caller_arguments = dict(_tensors_in(_arguments_by_name(module, args, kwargs)))
+        caller_arguments = dict(tensors_in(_arguments_by_name(module, args, kwargs)))
         self._open.append((name, self._started[name], caller_arguments))
         self._started[name] += 1
 
@@ -195,7 +195,7 @@ class Recorder:
     ) -> None:
         """Record a module's arguments after its other pre-hooks, which may have replaced some."""
         caller_arguments = self._open[-1][2]
-        arguments = dict(_tensors_in(_arguments_by_name(module, args, kwargs)))
+        arguments = dict(tensors_in(_arguments_by_name(module, args, kwargs)))
         caller = self._open[-2][0] if len(self._open) > 1 else name
         kept = {path: x for path, x in arguments.items() if caller_arguments.get(path) is x}
         self._add("given", name, {path: x for path, x in arguments.items() if path not in kept})
@@ -207,7 +207,7 @@ class Recorder:
         """Record a module's output after its forward and every other hook."""
         if self._perturbs and isinstance(output, Tensor) and not [*module.children()]:
             output = _perturbed(output)
-        self._add("returned", name, dict(_tensors_in(output)))
+        self._add("returned", name, dict(tensors_in(output)))
         self._trace.calls[name] += 1
         self._open.pop()
         return output
@@ -265,7 +265,7 @@ def _arguments_by_name(
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a nested value, each with its path as ``0.hidden_states``."""
     if isinstance(value, Tensor):
         yield path, value
@@ -276,7 +276,7 @@ def _tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, tuple | list):
         items = enumerate(value)
     for name, inner in items:
-        yield from _tensors_in(inner, f"{path}.{name}" if path else str(name))
+        yield from tensors_in(inner, f"{path}.{name}" if path else str(name))
 
 
 def _perturbed(x: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ring_core import WrongResultError
-from ring_torch.hf.models.classes import name_of
-from ring_torch.hf.verification.runs import ModelRun, Runner
-from ring_torch.hf.verification.trace import LEAST_FLOOR, Difference, Key, Trace
+from ring_torch.verification.runs import ModelRun, Runner, class_name
+from ring_torch.verification.trace import LEAST_FLOOR, Difference, Key, Trace
 
 #: Fraction of a typical gradient below which one counts as zero.
 _SMALL_GRADIENT = 1e-2
@@ -190,7 +189,7 @@ def _first_fault(
 
 def _check_comparable(runner: Runner, report: VerifyReport) -> None:
     """Raise a ValueError if nothing was compared, or if noise is as large as the outputs."""
-    model = name_of(runner.inner)
+    model = runner.name
     if report.logits is None and report.loss is None:
         raise ValueError(
             f"verify: {model} returns neither a loss nor outputs of tokens that could be "
@@ -207,7 +206,7 @@ def _check_comparable(runner: Runner, report: VerifyReport) -> None:
 def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
     """Return the error message: the differences, and the module to blame."""
     module = runner.model.get_submodule(fault.module)
-    name = f"{fault.module} ({name_of(module)})" if fault.module else name_of(module)
+    name = f"{fault.module} ({class_name(module)})" if fault.module else class_name(module)
     description = (
         f"the first module whose output differs is {name}, by {fault.difference} of its size"
     )
@@ -221,9 +220,10 @@ def _message(runner: Runner, fault: _Fault, report: VerifyReport) -> str:
             f"backward, is of {name}, by {fault.difference} of its size"
         )
     return (
-        f"verify: {name_of(runner.inner)}, split over {runner.ranks.size} ranks, does not compute what "
+        f"verify: {runner.name}, split over {runner.ranks.size} ranks, does not compute what "
         f"it does whole: {description}. {report}. A module that mixes tokens by other means than attention "
-        f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns"
+        f"needs the whole sequence: ContextParallel.unshard joins it, and shard splits what it returns. One that "
+        f"counts positions itself (arange) needs those of ContextParallel.positions"
     )
 
 

@@ -1,0 +1,357 @@
+"""Answers to single calls of ``scaled_dot_product_attention``, by ring attention or by torch."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, Literal, Never
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias
+
+from ring_core import KernelConfig, StrategyConfig, UnsupportedError
+from ring_torch.capture import constant_in_graphs, untraced
+from ring_torch.compiled.movement import size_of
+from ring_torch.context import ContextParallel
+from ring_torch.options import AttentionOptions
+
+#: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
+#: every rank holds all keys; or the rank's own tokens are all that its queries attend to.
+Keys = Literal["own", "sharded", "whole", "local"]
+
+#: Name of the function that takes the place of a module's forward.
+FORWARD_NAME = "forward_on_ring"
+_CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
+
+
+@dataclass(eq=False)
+class Replacement:
+    """State of one call of ``replace_sdpa``, which its modules share.
+
+    Attributes:
+        cp: Ranks of the ring, and their layout.
+        root: The module that was given.
+        kernel: Kernel of each call, as in :func:`ring_torch.ring_attention`.
+        strategy: Strategy of each call.
+        transport: Transport of each call.
+        deterministic: True for gradients that are equal bit by bit in every run.
+        documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
+        computes: Who answers calls: the ring; ``"whole"`` for one rank that holds whole sequences,
+            of which ``documents`` are kept apart; ``"off"`` for torch.
+        names: Name of each module by its ``id``.
+        modules: Modules that have called attention, by name, with a description.
+    """
+
+    cp: ContextParallel
+    root: nn.Module
+    kernel: str | KernelConfig
+    strategy: str | StrategyConfig
+    transport: str
+    deterministic: bool
+    documents: tuple[int, ...] | None = None
+    computes: Literal["ring", "whole", "off"] = "ring"
+    names: dict[int, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Without a rule over positions any order of tokens gives the same result, so then calls
+        # take this layout, which divides every length.
+        self.unordered = ContextParallel(self.cp.group, "contiguous")
+
+    def __deepcopy__(self, _: object) -> Replacement:
+        """Return self: a copy of the module attends over the same ranks."""
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that hold a sequence; a constant while a graph is traced."""
+        return size_of(self.cp.group) if torch.compiler.is_compiling() else self.cp.cp_size
+
+    @constant_in_graphs
+    def note_traced(self) -> None:
+        """Remember, while a graph is traced, that a module has called attention."""
+        self.modules["(compiled)"] = "modules in graphs of torch.compile, whose names are not kept"
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """Meaning of the attention calls of some modules.
+
+    Attributes:
+        state: State that all modules share.
+        keys: Holder of their keys.
+    """
+
+    state: Replacement
+    keys: Keys
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, its tensors as ``[B, H, T_local, D]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    module: str
+
+
+def scaled_dot_product_attention(
+    scope: Scope, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Answer a call of torch's function; arguments and results are its own, of this rank's tokens.
+
+    Raises:
+        ValueError: Arguments are malformed.
+        UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent.
+    """
+    module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
+    if scope.state.computes == "ring":
+        if scope.keys in ("own", "sharded"):
+            call = _checked(
+                scope, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
+            )
+            return _on_ring(scope, call).reshape(*query.shape[:-1], value.shape[-1])
+        if scope.keys == "whole":
+            if is_causal:
+                _refuse(module, "is_causal=True with keys that every rank holds whole: which of them a "
+                        "query may see depends on its place in the whole sequence. Give attn_mask with a "
+                        "row for each of this rank's queries")  # fmt: skip
+            if dropout_p:
+                return _with_dropout_of_rank(
+                    scope.state.cp.cp_rank, query, key, value, attn_mask, dropout_p, scale, enable_gqa
+                )  # fmt: skip
+    elif scope.state.documents is not None and scope.keys == "own":
+        attn_mask, is_causal = _within_documents(scope, query, attn_mask, is_causal), False
+    return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _by_torch(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Call torch's attention by the name of its operation, which no mode of ours answers."""
+    attend = torch.ops.aten.scaled_dot_product_attention.default
+    out: Tensor = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out
+
+
+def _on_ring(scope: Scope, call: _Call) -> Tensor:
+    """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
+    state, documents = scope.state, scope.state.documents
+    length, ranks = call.query.shape[2], state.ranks
+    options: AttentionOptions = {
+        "causal": call.is_causal, "softmax_scale": call.scale, "kernel": state.kernel,
+        "strategy": state.strategy, "transport": state.transport,
+        "deterministic": state.deterministic,
+    }  # fmt: skip
+    if documents is not None:
+        options["cu_seqlens"] = documents
+        if documents[-1] < length * ranks:
+            options["seq_len"] = documents[-1]  # what lies behind is padding
+    if call.dropout_p:
+        options["dropout_p"], options["dropout_seed"] = call.dropout_p, _draw_seed()
+    ordered = call.is_causal or documents is not None
+    if call.mask is not None:
+        ordered = _add_mask(state, options, call, call.mask, ordered=ordered)
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    cp = state.cp if ordered else state.unordered
+    return cp.attention(q, k, v, **options).transpose(1, 2)
+
+
+def _add_mask(
+    state: Replacement, options: AttentionOptions, call: _Call, mask: Tensor, *, ordered: bool
+) -> bool:
+    """Add a mask ``[B or 1, H or 1, rows, columns]`` to the options.
+
+    Returns:
+        True if the call depends on the order of tokens.
+
+    Raises:
+        UnsupportedError: The mask says nothing of other ranks' keys.
+        ValueError: Its shape fits neither this rank's tokens nor the whole sequence.
+    """
+    rows, columns = mask.shape[2:]
+    queries, own_keys = call.query.shape[2], call.key.shape[2]
+    ranks = state.ranks
+    keys = options.get("seq_len") or own_keys * ranks
+    assert isinstance(keys, int)
+    if rows == 1 or mask.stride(2) == 0:  # the same for all queries: a padding mask
+        mask = mask[:, :, :1]
+        if columns == keys != own_keys:
+            mask = state.cp.shard(mask, dim=3, pad=keys != own_keys * ranks)
+        elif columns != own_keys:
+            _wrong_shape(call, mask, keys)
+        if mask.dtype == torch.bool and mask.shape[1] == 1:
+            # Queries and visible keys are of one segment, hidden keys of none.
+            ids = torch.where(mask[:, 0, 0], 0, -1).int().expand(call.key.shape[0], -1)
+            options["segment_ids"] = (ids.new_zeros(ids.shape[0], queries), ids)
+            return ordered
+        cp = state.cp if ordered else state.unordered
+        grad: Any = "sum" if mask.requires_grad and torch.is_grad_enabled() else None
+        seq_len = keys if keys != own_keys * ranks else None
+        mask = cp.unshard(mask, dim=3, grad=grad, seq_len=seq_len).expand(-1, -1, queries, -1)
+    else:
+        if (rows, columns) == (queries, own_keys) != (queries, keys):
+            _refuse(call.module, f"attn_mask {tuple(mask.shape)} has a row for each "
+                    f"of this rank's queries and a column for each of its own keys, and says nothing of the "
+                    f"{keys} keys of all ranks. Give a column for each of those, in natural order; for "
+                    f"padding one row, [B, 1, 1, T_local]; for causal attention is_causal=True; for "
+                    f"packed documents documents=(0, ..., T)")  # fmt: skip
+        if (rows, columns) == (keys, keys) and queries == own_keys:
+            mask = state.cp.shard(mask, dim=2, pad=keys != own_keys * ranks)
+        elif (rows, columns) != (queries, keys):
+            _wrong_shape(call, mask, keys)
+        ordered = True
+    options["mask" if mask.dtype == torch.bool else "bias"] = mask
+    return ordered
+
+
+def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
+    """Raise a ``ValueError`` for a mask of a shape that nothing explains."""
+    raise ValueError(
+        f"replace_sdpa: {call.module}: attn_mask of {tuple(mask.shape)} for {call.query.shape[2]} queries and "
+        f"{call.key.shape[2]} keys of this rank, of {keys} keys: give [..., 1, T_local] or [..., "
+        f"1, T] of keys alike for all queries, or [..., T_local, T] of this rank's queries"
+    )
+
+
+def _checked(
+    scope: Scope, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, module: str,
+) -> _Call:  # fmt: skip
+    """Check a call and return it with four dimensions.
+
+    Raises:
+        ValueError: It is malformed.
+        UnsupportedError: It cannot be exact on split sequences.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+        if isinstance(x, DTensor | CausalBias) or (isinstance(x, Tensor) and x.is_nested):
+            _refuse(module, f"{name} is a {type(x).__name__ if not x.is_nested else 'nested tensor'}. Give plain "
+                    f"tensors, of a DTensor its to_local(); for causal attention is_causal=True")  # fmt: skip
+    if not query.ndim == key.ndim == value.ndim or query.ndim not in (3, 4):
+        _refuse(module, f"query {tuple(query.shape)} and key {tuple(key.shape)}: [B, H, T_local, D] or "
+                f"[B, T_local, D] is needed. If a dimension before H holds frames or windows that attend "
+                f"within themselves, name the module in local=")  # fmt: skip
+    if query.ndim == 3:  # heads are a part of the batch, or there is one
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
+    if mask is not None:
+        mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape) if mask.ndim < 4 else mask
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"replace_sdpa: {module}: {query.shape[1]} query heads and {key.shape[1]} key heads "
+            f"need enable_gqa=True"
+        )
+    lengths = query.shape[2], key.shape[2]
+    if scope.keys == "own" and lengths[0] != lengths[1]:
+        _refuse(module, f"{lengths[0]} queries and {lengths[1]} keys of this rank. Name the module in whole_keys= "
+                f"if every rank holds all these keys (text), in sharded_keys= if they are a rank's part of "
+                f"another sequence, or in local= if a rank's tokens attend to these alone. A KV cache is not "
+                f"supported: generate on one device")  # fmt: skip
+    if scope.keys == "sharded" and is_causal:
+        _refuse(module, "is_causal=True over keys of another sequence")
+    if scope.keys == "sharded" and scope.state.documents is not None:
+        _refuse(module, "documents= with keys of another sequence, whose documents are not known")
+    return _Call(query, key, value, mask, dropout_p, is_causal, scale, module)
+
+
+def _refuse(module: str, reason: str) -> Never:
+    """Raise an ``UnsupportedError`` that names the module."""
+    raise UnsupportedError(f"replace_sdpa: {module}: {reason}")
+
+
+def _within_documents(scope: Scope, query: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Return a mask of a whole sequence in which documents see themselves alone."""
+    documents, length = scope.state.documents, query.shape[-2]
+    assert documents is not None
+    index = torch.arange(length, device=query.device)
+    document = torch.searchsorted(
+        torch.tensor(documents[1:], device=query.device), index, right=True
+    )
+    visible = document[:, None] == document
+    if is_causal:
+        visible &= index[:, None] >= index
+    if mask is None or mask.dtype == torch.bool:
+        return visible if mask is None else visible & mask
+    return mask.masked_fill(~visible, -torch.inf)
+
+
+@untraced
+def _draw_seed() -> int:
+    """Draw a dropout seed from torch's generator of the CPU, which checkpointing restores.
+
+    Ranks compare their seeds, so those that are seeded unlike end in a ``RankMismatchError``.
+    """
+    return int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+
+
+@untraced
+def _with_dropout_of_rank(
+    rank: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Attend to keys that every rank holds, dropping other weights than the other ranks.
+
+    Generators of ranks are alike, and their queries are not: the same draws would repeat.
+    """
+    seed, device = (_draw_seed() + rank) % (1 << 62), query.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        return _by_torch(query, key, value, mask, dropout_p, False, scale, enable_gqa)
+
+
+def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has_mask: bool) -> str:
+    """Return the name of the module that makes the call, and list it.
+
+    Raises:
+        UnsupportedError: A checkpoint lies between the call and the module: it would compute the
+            call again outside of every module's forward, where nobody replaces it.
+    """
+    state = scope.state
+    if torch.compiler.is_compiling():
+        state.note_traced()
+        return "a compiled module"
+    module, is_checkpointed = calling_module()
+    if module is None:
+        return type(state.root).__name__
+    name = state.names.get(id(module)) or type(module).__name__
+    if is_checkpointed and state.computes == "ring":
+        _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
+                "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
+    if name not in state.modules:
+        words = ["causal"] * is_causal + ["attn_mask"] * has_mask
+        sizes = f"{query.shape[-2]} queries, {key.shape[-2]} keys of this rank"
+        state.modules[name] = ", ".join([f"{scope.keys} keys", *words, sizes])
+    return name
+
+
+def calling_module() -> tuple[Any, bool]:
+    """Return the innermost module whose forward is under way, of those with a replaced one.
+
+    Returns:
+        The module; and True if a checkpoint has been entered inside it.
+    """
+    frame, is_checkpointed = inspect.currentframe(), False
+    while frame is not None:
+        if frame.f_code.co_name == FORWARD_NAME:
+            return frame.f_locals["self"], is_checkpointed
+        is_checkpointed |= frame.f_code.co_filename == _CHECKPOINT_FILE
+        frame = frame.f_back
+    return None, is_checkpointed

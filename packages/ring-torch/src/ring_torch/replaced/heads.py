@@ -1,0 +1,75 @@
+"""Forward of :class:`torch.nn.MultiheadAttention`, whose attention torch computes out of sight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ring_core import UnsupportedError
+from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
+
+
+def attend_with_heads(
+    scope: Scope, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
+    key_padding_mask: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """Compute the layer's output from this rank's tokens; arguments are those of its forward.
+
+    Raises:
+        UnsupportedError: The layer adds keys of its own (``add_bias_kv``, ``add_zero_attn``).
+    """
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise UnsupportedError(
+            "replace_sdpa: a MultiheadAttention with add_bias_kv or add_zero_attn, whose added keys "
+            "would count once for each rank"
+        )
+    is_batched = query.ndim == 3
+    if not is_batched:
+        query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+    elif not layer.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    weights = (
+        (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+        if layer.in_proj_weight is None
+        else layer.in_proj_weight.chunk(3)
+    )
+    biases = (None,) * 3 if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
+    q, k, v = (
+        linear(x, weight, bias).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+        for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )  # [B, H, T_local, D]
+    mask = _joined(
+        None if is_causal else _shown(attn_mask, q.dtype, layer.num_heads),
+        None if key_padding_mask is None
+        else _shown(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]), q.dtype, 1),
+    )  # fmt: skip
+    dropout_p = layer.dropout if layer.training else 0.0
+    heads = scaled_dot_product_attention(scope, q, k, v, mask, dropout_p, is_causal)
+    out = linear(heads.transpose(1, 2).flatten(2), layer.out_proj.weight, layer.out_proj.bias)
+    if not is_batched:
+        return out.squeeze(0)
+    return out if layer.batch_first else out.transpose(0, 1)
+
+
+def _shown(mask: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+    """Return a mask of the layer as attention takes it: true where a key is seen, or added."""
+    if mask is None:
+        return None
+    if mask.ndim == 3:  # [B * H, T, S]
+        mask = mask.unflatten(0, (-1, heads))
+    return ~mask if mask.dtype == torch.bool else mask.to(dtype)
+
+
+def _joined(mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Return one mask that hides what either of two hides."""
+    if mask is None or padding is None:
+        return padding if mask is None else mask
+    if mask.dtype == padding.dtype == torch.bool:
+        return mask & padding
+    added = [
+        torch.zeros_like(x, dtype=mask.dtype if padding.dtype == torch.bool else padding.dtype)
+        .masked_fill(~x, -torch.inf) if x.dtype == torch.bool else x
+        for x in (mask, padding)
+    ]  # fmt: skip
+    return added[0] + added[1]

@@ -1,0 +1,200 @@
+"""Modules whose forward runs in a mode that answers calls of ``scaled_dot_product_attention``.
+
+A mode of torch's functions sees every call, however the model imported the function, in eager code
+and while ``torch.compile`` traces. It is entered by the forward of each module, not of the whole
+model alone: a checkpoint computes a module again in the backward, where only that module's forward
+runs. So each module gets a class of its own, derived from its class, as ``fully_shard`` does it.
+The compiler compares classes before it uses a graph, so no graph is used for a module that is not
+replaced; hooks of modules it does not compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ring_core import UnsupportedError
+from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
+from ring_torch.replaced.heads import attend_with_heads
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+#: Functions that attend inside torch, where no call of SDPA is seen.
+_OUT_OF_SIGHT = frozenset(
+    getattr(owner, name)
+    for owner, name in (
+        (torch.nn.functional, "multi_head_attention_forward"),
+        (torch, "_native_multi_head_attention"),
+        (torch, "_transformer_encoder_layer_fwd"),
+        (torch.ops.higher_order, "flex_attention"),
+    )
+    if hasattr(owner, name)
+)
+
+#: Modules of torch that attend, beside which its modules are left alone.
+_ATTENDING = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
+
+
+class RingMode(TorchFunctionMode):
+    """Mode in which attention is that of a scope; all other functions are called as they are."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        """Call a function of torch, or answer it by the ring."""
+        kwargs = kwargs or {}
+        if func is _SDPA:
+            _check_causal_mask(*args, **kwargs)
+            return scaled_dot_product_attention(self.scope, *args, **kwargs)
+        if func is Tensor.unflatten:  # whose super() the compiler of torch 2.11 does not trace
+            func = torch.unflatten
+        if func not in _OUT_OF_SIGHT:
+            return func(*args, **kwargs)
+        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "ring":
+            raise UnsupportedError(
+                f"replace_sdpa: {func.__name__} attends inside torch, to this rank's keys alone. Call "
+                f"scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
+                f"meant to attend within the rank, name the module in local="
+            )
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - else other modes of ours refuse it
+            return func(*args, **kwargs)
+
+
+def _check_causal_mask(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0,
+    is_causal: Any = False, **_: Any,
+) -> None:  # fmt: skip
+    """Refuse both ``attn_mask`` and ``is_causal``, as torch does."""
+    del query, key, value, dropout_p
+    if is_causal and attn_mask is not None:
+        raise ValueError(
+            "replace_sdpa: give attn_mask or is_causal=True, as torch takes one of them"
+        )
+
+
+def replace_forwards(
+    module: nn.Module, scope_of: Callable[[nn.Module], Scope]
+) -> Iterator[Callable[[], None]]:
+    """Give modules classes whose forward runs in a mode; yield functions that undo each.
+
+    Args:
+        module: The module; those inside it are replaced, too.
+        scope_of: Returns the scope of a module.
+
+    Raises:
+        ValueError: A module is replaced already, or has a forward that is not of its class.
+        UnsupportedError: A module is a script.
+    """
+    chosen = [(name, x) for name, x in module.named_modules() if _is_replaced(x)]
+    for name, x in chosen:
+        _check_module(name, x)
+    classes: dict[tuple[type, Scope], type] = {}
+    for _, x in chosen:
+        kind = type(x), scope_of(x)
+        if kind not in classes:
+            classes[kind] = _class_on_ring(*kind)
+        x.__class__ = classes[kind]
+        yield functools.partial(_set_back, x, classes[kind], kind[0])
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Return True unless the module's forward is one of torch that calls no attention."""
+    where = getattr(type(module).forward, "__module__", "")
+    return not where.startswith("torch.") or where in _ATTENDING
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Refuse a module whose class cannot be replaced."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"replace_sdpa: {name} is a ScriptModule, whose forward Python does not see"
+        )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"replace_sdpa: {name} has a forward of its own, as hooks of accelerate set. Call replace_sdpa "
+            f"before they are set"
+        )
+    if hasattr(type(module), "_ring_scope"):
+        raise ValueError(
+            f"replace_sdpa: the attention of {name or type(module).__name__} is replaced already: call remove() of the "
+            f"first handle, or give modules that do not overlap"
+        )
+
+
+def _set_back(module: nn.Module, new: type, old: type) -> None:
+    """Give a module its class back, unless another library has derived one since."""
+    if type(module) is new:
+        module.__class__ = old
+
+
+def _class_on_ring(base: type[nn.Module], scope: Scope) -> type[nn.Module]:
+    """Return a class like ``base`` whose forward runs in a mode of the scope."""
+    make = _forward_of_heads if issubclass(base, nn.MultiheadAttention) else _forward_in_mode
+    forward = make(base.forward, scope)
+    body = {
+        "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
+        "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+    }  # fmt: skip
+    return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
+
+
+def _forward_in_mode(original: Any, scope: Scope) -> Any:
+    """Return a forward that runs ``original`` in the scope's mode, unless that is the mode now."""
+
+    @functools.wraps(original)
+    def forward_on_ring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state = scope.state
+        if state.computes == "off" or _current_scope() is scope:
+            return original(self, *args, **kwargs)
+        with RingMode(scope):
+            output = original(self, *args, **kwargs)
+        if self is state.root and not torch.compiler.is_compiling() and not state.modules:
+            raise UnsupportedError(
+                f"replace_sdpa: the forward of {type(self).__name__} called no scaled_dot_product_attention, so "
+                f"nothing attended over the ring: its attention is written out, or of another library "
+                f"(flash-attn, xformers); configure it to use torch's SDPA"
+            )
+        return output
+
+    return forward_on_ring
+
+
+def _forward_of_heads(original: Any, scope: Scope) -> Any:
+    """Return the forward of a ``MultiheadAttention``, which returns ``None`` for its weights."""
+
+    @functools.wraps(original)
+    def forward_on_ring(
+        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
+        key_padding_mask: Tensor | None = None, need_weights: bool = True,
+        attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if scope.state.computes == "off":
+            result: tuple[Tensor, Tensor | None] = original(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,
+                average_attn_weights, is_causal,
+            )  # fmt: skip
+            return result
+        return attend_with_heads(
+            scope, self, query, key, value, key_padding_mask, attn_mask, is_causal=is_causal
+        ), None
+
+    return forward_on_ring
+
+
+def _current_scope() -> Scope | None:
+    """Return the scope of the innermost mode of ours in this thread."""
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):  # noqa: SLF001 - no public way
+        if isinstance(mode, RingMode):
+            return mode.scope
+    return None

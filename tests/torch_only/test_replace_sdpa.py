@@ -1,0 +1,505 @@
+"""`replace_sdpa`: models that know nothing of rings compute on one what they do on one process."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+from unchanged_models import DIM, GPT, MODELS, Block, SelfAttention, batch_of, model_of
+
+from ring_core import UnsupportedError, WrongResultError
+from ring_torch import ContextParallel, replace_sdpa
+from ring_torch.local import LocalRanks
+
+MODES = ("eager", "compiled", "blocks compiled", "reentrant", "checkpoint", "autocast", "inference")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+def modes_left() -> int:
+    """Number of modes of torch's functions in this thread."""
+    return len(torch.overrides._get_current_function_mode_stack())
+
+
+def _run(
+    model: nn.Module, batch: dict[str, Tensor], mode: str, weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run a model forward and, unless it is inference, backward; return its output."""
+    if mode == "blocks compiled":
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.compile(fullgraph=True, backend="aot_eager")
+    call: Any = model
+    if mode == "compiled":
+        call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    if mode in ("reentrant", "checkpoint"):
+        model.use_reentrant = mode == "reentrant"  # type: ignore[assignment]
+    autocast = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext()
+    with torch.inference_mode() if mode == "inference" else nullcontext(), autocast:
+        out: Tensor = call(**batch)
+        if mode != "inference":
+            (out * weigh(out)).sum().backward()
+    return out.detach()
+
+
+def _same_as_whole(_: int, name: str, mode: str, layout: Any) -> str:
+    """Compare a model on the ring with the same on one process; return its list of modules."""
+    cp = ContextParallel(layout=layout)
+    _class, dims, options = MODELS[name]
+    batch, whole, model = batch_of(name), model_of(name), model_of(name)
+    handle = replace_sdpa(model, cp, **options)
+    shards = {key: cp.shard(x, dim=dims[key]) if key in dims else x for key, x in batch.items()}
+
+    def weights(out: Tensor, length: int) -> Tensor:
+        draw = torch.Generator().manual_seed(2)
+        return torch.randn(out.shape[0], length, out.shape[2], generator=draw)
+
+    expected = _run(
+        whole,
+        batch,
+        "eager" if "compiled" in mode else mode,
+        lambda out: weights(out, out.shape[1]),
+    )
+    out = _run(model, shards, mode, lambda out: cp.shard(weights(out, expected.shape[1])))
+    limits: Any = (
+        {"rtol": 3e-2, "atol": 3e-2} if mode == "autocast" else {"rtol": 1e-4, "atol": 2e-5}
+    )
+    torch.testing.assert_close(cp.unshard(out), expected, **limits)
+    if mode != "inference":
+        cp.reduce_gradients(model)
+        for (key, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None, key
+            size = float(b.grad.norm()) if mode == "autocast" else 1.0
+            torch.testing.assert_close(a.grad / size, b.grad / size, **limits)
+    assert modes_left() == 0
+    if mode == "eager":
+        handle.verify(batch, dims=dims)
+    listed = str(handle)
+    handle.remove()
+    handle.remove()
+    _run_alone = _run(model, batch, "inference", lambda out: out)
+    torch.testing.assert_close(_run_alone, model_alone(name, batch))
+    assert type(model) is MODELS[name][0]
+    return listed
+
+
+def model_alone(name: str, batch: dict[str, Tensor]) -> Tensor:
+    """Return the output of a model that was never replaced."""
+    with torch.inference_mode():
+        out: Tensor = model_of(name)(**batch)
+    return out
+
+
+SLOW = [
+    ("gpt", "blocks compiled", "zigzag"), ("dit", "compiled", "zigzag"),
+    ("pair", "blocks compiled", "contiguous"),
+]  # fmt: skip
+RUNS = [
+    *((name, "eager", "zigzag") for name in MODELS),
+    *(("gpt", mode, "zigzag") for mode in MODES if mode != "eager"),
+    ("gpt", "eager", "striped"), ("vit", "inference", "zigzag"), *SLOW[1:],
+]  # fmt: skip
+
+
+@pytest.mark.nightly(only=["-".join(run) for run in SLOW])
+@pytest.mark.parametrize(("name", "mode", "layout"), RUNS)
+def test_a_model_is_that_of_one_process(
+    pool: LocalRanks, name: str, mode: str, layout: str
+) -> None:
+    listed = pool.run(_same_as_whole, name, mode, layout)
+    if mode == "eager":
+        expected = {
+            "gpt": "blocks.1.attention: own keys, causal, 8 queries, 8 keys of this rank",
+            "vit": "encoder.layers.0.self_attn: own keys, 8 queries, 8 keys of this rank",
+            "dit": "last.cross: whole keys, 6 queries, 5 keys of this rank",
+            "pair": "decoder.cross: sharded keys, attn_mask, 8 queries, 12 keys of this rank",
+        }[name]  # fmt: skip
+        assert all(expected in text.splitlines() for text in listed)
+    if "compiled" in mode:
+        assert all("torch.compile" in text for text in listed)
+
+
+class Attend(nn.Module):
+    """Nothing but a call of attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out: Tensor = functional.scaled_dot_product_attention(q, k, v, **options)
+        return out
+
+
+def _qkv(
+    length: int = 16, heads: int = 2, kv_heads: int = 2, keys: int | None = None
+) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    sizes = (heads, length), (kv_heads, keys or length), (kv_heads, keys or length)
+    return [torch.randn(2, h, n, 8, generator=draw, dtype=torch.float64) for h, n in sizes]
+
+
+def _masks(_: int) -> None:
+    """Each kind of mask and option, on shards, against the whole: results and all gradients."""
+    cp = ContextParallel()
+    attend = Attend()
+    handle = replace_sdpa(attend, cp)
+    draw = torch.Generator().manual_seed(4)
+    shown = torch.rand(2, 1, 1, 16, generator=draw) < 0.6
+    square = torch.rand(1, 2, 16, 16, generator=draw) < 0.5
+    square |= torch.eye(16, dtype=torch.bool)
+    added = torch.randn(2, 2, 1, 16, generator=draw, dtype=torch.float64)
+    bias = torch.randn(1, 1, 16, 16, generator=draw, dtype=torch.float64)
+    own = cp.shard(shown, dim=3)
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"attn_mask": shown}, {"attn_mask": own}),
+        ({"attn_mask": shown}, {"attn_mask": own.expand(2, 2, 8, 8)}),
+        ({"attn_mask": shown}, {"attn_mask": shown}),
+        ({"attn_mask": added}, {"attn_mask": cp.shard(added, dim=3)}),
+        ({"attn_mask": square}, {"attn_mask": cp.shard(square, dim=2)}),
+        ({"attn_mask": square}, {"attn_mask": square}),
+        ({"attn_mask": bias}, {"attn_mask": cp.shard(bias, dim=2)}),
+        ({"attn_mask": bias[0, 0]}, {"attn_mask": bias[0, 0]}),
+        ({"is_causal": True, "scale": 0.3}, {"is_causal": True, "scale": 0.3}),
+    ]
+    for whole, split in cases:
+        _compare(cp, attend, _qkv(), whole, split)
+    _compare(cp, attend, _qkv(heads=4), *[{"enable_gqa": True, "is_causal": True}] * 2)
+    _compare(cp, attend, [x[:, 0] for x in _qkv()], {}, {})  # heads in the batch, or none
+    # A bias of each key gets its gradient from the queries of all ranks.
+    weights = [x.clone().requires_grad_() for x in (added, cp.shard(added, dim=3))]
+    _compare(cp, attend, _qkv(), {"attn_mask": weights[0]}, {"attn_mask": weights[1]})
+    assert weights[0].grad is not None and weights[1].grad is not None
+    torch.testing.assert_close(weights[1].grad, cp.shard(weights[0].grad, dim=3))
+    # Documents, and padding behind the last.
+    handle.documents = (0, 5, 13)
+    q, k, v = _qkv(13)
+    document = torch.bucketize(torch.arange(13), torch.tensor([5]), right=True)
+    out = attend(*(cp.shard(x, dim=2, pad=True) for x in (q, k, v)), is_causal=True)
+    same = (document[:, None] == document) & torch.ones(13, 13).tril().bool()
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
+    torch.testing.assert_close(cp.unshard(out, dim=2, seq_len=13), expected)
+    handle.documents = (0, 5, 16)
+    report = handle.verify(dict(zip("qkv", _qkv(), strict=True)), dims=dict.fromkeys("qkv", 2))
+    assert report.logits is not None and report.logits.is_within
+
+
+def _compare(
+    cp: ContextParallel, attend: nn.Module, qkv: list[Tensor], whole: dict[str, Any],
+    split: dict[str, Any],
+) -> None:  # fmt: skip
+    """Compare attention of shards with attention of the whole, and the gradients of q, k and v."""
+    dim = qkv[0].ndim - 2
+    wholes = [x.clone().requires_grad_() for x in qkv]
+    shards = [cp.shard(x, dim=dim).requires_grad_() for x in qkv]
+    q, k, v = wholes
+    expected = functional.scaled_dot_product_attention(q, k, v, **whole)
+    out = attend(*shards, **split)
+    torch.testing.assert_close(cp.unshard(out.detach(), dim=dim), expected.detach())
+    grad = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).view_as(expected)
+    expected.backward(grad)
+    out.backward(cp.shard(grad, dim=dim))
+    for a, b in zip(shards, wholes, strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(cp.unshard(a.grad, dim=dim), b.grad)
+
+
+def test_masks_and_options_mean_what_they_do_on_one_process(pool: LocalRanks) -> None:
+    pool.run(_masks)
+
+
+def _dropout(_: int) -> tuple[Tensor, Tensor]:
+    """Dropout on the ring; and over whole keys, where ranks' queries are made alike."""
+    cp = ContextParallel()
+    attend, shards = Attend(), [cp.shard(x, dim=2) for x in _qkv()]
+    handle = replace_sdpa(attend, cp)
+    torch.manual_seed(5)
+    seed = int(torch.randint(1 << 62, (), dtype=torch.int64))
+    torch.manual_seed(5)
+    out = attend(*shards, dropout_p=0.5)
+    plain = ContextParallel(layout="contiguous")  # without positions the order of tokens is free
+    q, k, v = (x.transpose(1, 2) for x in shards)
+    expected = plain.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    # A checkpoint restores the generator, so what it computes again drops the same weights.
+    x = shards[0].clone().requires_grad_()
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(5)
+        out = (
+            checkpoint(attend, x, *shards[1:], dropout_p=0.5, use_reentrant=False)
+            if is_checkpointed
+            else attend(x, *shards[1:], dropout_p=0.5)
+        )
+        results.append(torch.autograd.grad(out.sum(), x)[0])
+    torch.testing.assert_close(*results)
+    handle.remove()
+    outer = nn.ModuleDict({"cross": Attend()})
+    replace_sdpa(outer, cp, whole_keys=("cross",))
+    state = torch.get_rng_state()
+    q, k, v = _qkv(keys=5)
+    dropped = outer["cross"](q, k, v, dropout_p=0.5)
+    torch.set_rng_state(state)
+    return dropped, outer["cross"](q, k, v, dropout_p=0.5)
+
+
+def test_dropout_has_a_seed_that_ranks_share(pool: LocalRanks) -> None:
+    (first, again), (second, _) = pool.run(_dropout)
+    torch.testing.assert_close(first, again)
+    assert not torch.equal(first, second)  # ranks hold other queries, so drop other weights
+
+
+class Checkpointing(nn.Module):
+    """A module that computes its own attention again, which happens outside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attend()
+        self.use_reentrant = True
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = checkpoint(
+            functional.scaled_dot_product_attention, q, k, v, use_reentrant=self.use_reentrant
+        )
+        return out
+
+
+class Other(nn.Module):
+    """A module whose attention is not torch's SDPA."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.attend(*tensors)
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def _heads_by_function(q: Tensor, *_: Tensor) -> Any:
+    x, weight = q[0].transpose(0, 1).flatten(1)[:, None], torch.eye(16, dtype=q.dtype)
+    return functional.multi_head_attention_forward(
+        x, x, x, 16, 2, weight.repeat(3, 1), None, None, None, False, 0.0, weight, None
+    )
+
+
+def _refusals(_: int) -> list[str]:
+    """Messages of what is refused, each before anything is sent."""
+    cp = ContextParallel()
+    attend = nn.ModuleDict({"inner": Attend(), "cross": Attend(), "other": Attend()})
+    handle = replace_sdpa(attend, cp, whole_keys=("cross",), sharded_keys=("other",))
+    q, k, v = (cp.shard(x, dim=2) for x in _qkv())
+    square = torch.ones(8, 8, dtype=torch.bool).tril()
+    gpt = model_of("gpt")
+    own = copy.deepcopy(gpt)
+    own.blocks[0].forward = own.blocks[0].forward  # type: ignore[index,union-attr]
+    reentrant, other = Checkpointing(), Checkpointing()
+    other.use_reentrant = False
+
+    def with_documents() -> None:
+        handle.documents = (0, 16)
+        try:
+            attend["other"](q, k, v)
+        finally:
+            handle.documents = None
+
+    def removed() -> None:
+        handle.remove()
+        handle.verify({"q": q})
+
+    calls: list[Callable[[], object]] = [
+        lambda: attend["inner"](q, k[:, :, :5], v[:, :, :5]),
+        lambda: attend["inner"](q, k, v, attn_mask=square),
+        lambda: attend["inner"](q, k, v, attn_mask=square[:5]),
+        lambda: attend["inner"](q, k, v, attn_mask=square, is_causal=True),
+        lambda: attend["inner"](q, k[:, :1], v[:, :1]),
+        lambda: attend["inner"](q[None], k[None], v[None]),
+        lambda: attend["cross"](q, k, v, is_causal=True),
+        lambda: attend["other"](q, k, v, is_causal=True),
+        with_documents,
+        lambda: setattr(handle, "documents", (3, 1)),
+        lambda: replace_sdpa(attend, cp),
+        lambda: replace_sdpa(attend["inner"], cp),
+        lambda: replace_sdpa(own, cp),
+        lambda: replace_sdpa(gpt, cp, local=("block",)),
+        lambda: replace_sdpa(gpt, cp, local="blocks"),
+        lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
+        *(
+            (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))  # type: ignore[misc]
+            for module in (
+                reentrant, other, Other(_by_hand), Other(_heads_by_function), Other(flex_attention),
+            )
+        ),
+        lambda: handle.verify({"q": q}, dims={"x": 1}),
+        lambda: handle.verify({"q": q}, dims={"q": 4}),
+        lambda: handle.verify({"q": 3}),
+        removed,
+    ]  # fmt: skip
+    messages = []
+    for call in calls:
+        try:
+            call()
+            messages.append("")
+        except (ValueError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__} {error}")
+        assert modes_left() == 0
+    assert type(gpt.blocks[0]) is Block  # type: ignore[index]
+    # The group is as good as before: nothing was sent. And the function is torch's again.
+    torch.testing.assert_close(
+        attend["inner"](q, k, v), functional.scaled_dot_product_attention(q, k, v)
+    )
+    _compare(cp, attend_on(cp), _qkv(), {}, {})
+    return messages
+
+
+def attend_on(cp: ContextParallel) -> nn.Module:
+    """Return a module whose attention runs on the ring."""
+    attend = Attend()
+    replace_sdpa(attend, cp)
+    return attend
+
+
+def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
+    expected = (
+        "UnsupportedError replace_sdpa: inner: 8 queries and 5 keys",
+        "UnsupportedError replace_sdpa: inner: attn_mask (1, 1, 8, 8) has a row",
+        "ValueError replace_sdpa: inner: attn_mask of (1, 1, 5, 8)",
+        "ValueError replace_sdpa: give attn_mask or is_causal",
+        "ValueError replace_sdpa: inner: 2 query heads and 1 key heads",
+        "UnsupportedError replace_sdpa: inner: query (1, 2, 2, 8, 8)",
+        "UnsupportedError replace_sdpa: cross: is_causal=True",
+        "UnsupportedError replace_sdpa: other: is_causal=True",
+        "UnsupportedError replace_sdpa: other: documents=",
+        "ValueError cu_seqlens",
+        "ValueError replace_sdpa: the attention of inner is",
+        "ValueError replace_sdpa: the attention of Attend is",
+        "ValueError replace_sdpa: blocks.0 has a forward of its own",
+        "ValueError local: no module is named 'block'",
+        "ValueError local must be names",
+        "ValueError replace_sdpa: blocks.0.attention is named in more",
+        "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
+        "UnsupportedError replace_sdpa: Checkpointing: it calls attention inside",
+        "UnsupportedError replace_sdpa: the forward of Other called no",
+        "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
+        "replace_sdpa: flex_attention attends inside torch",
+        "ValueError dims names 'x'",
+        "ValueError dims['q'] must be",
+        "ValueError verify: no argument",
+        "ValueError verify: remove()",
+    )
+    for messages in pool.run(_refusals):
+        for message, start in zip(messages, expected, strict=True):
+            # flex_attention compiles itself, and the compiler wraps what is raised inside.
+            is_found = start in message if "flex" in start else message.startswith(start)
+            assert is_found, (message, start)
+
+
+def _verdicts(_: int) -> list[str]:
+    """What verify says of modules that are wrong on shards."""
+    cp = ContextParallel()
+    tokens = batch_of("gpt")["tokens"]
+    gpt, mean = (
+        GPT(),
+        nn.Sequential(SelfAttention(is_causal=False), Other(lambda x: x - x.mean(1, keepdim=True))),
+    )
+    verdicts = []
+    for module, batch in ((gpt, {"tokens": tokens}), (mean, {"input": torch.randn(2, 16, DIM)})):
+        handle = replace_sdpa(module, cp)
+        try:
+            handle.verify(batch)
+        except WrongResultError as error:
+            verdicts.append(str(error))
+    return verdicts
+
+
+def test_verify_finds_positions_that_a_model_counts_itself(pool: LocalRanks) -> None:
+    for verdicts in pool.run(_verdicts):
+        counted, mixed = verdicts
+        assert "the first module whose output differs is GPT" in counted
+        assert "arange" in counted
+        assert "the first module whose output differs is 1 (Other)" in mixed
+
+
+def _placed(_: int) -> None:
+    """Modules in other threads, copied, called twice, failing, beside modules left alone."""
+    cp = ContextParallel()
+    model, plain = model_of("gpt"), model_of("gpt")
+    handle = replace_sdpa(model, cp)
+    batch = batch_of("gpt")
+    shards = {"tokens": cp.shard(batch["tokens"]), "positions": cp.positions(16)}
+    expected = cp.shard(plain(**batch).detach())
+    outs: list[Tensor] = []
+    thread = threading.Thread(target=lambda: outs.append(model(**shards).detach()))
+    thread.start()
+    thread.join()
+    outs += [model(**shards).detach(), copy.deepcopy(model)(**shards).detach()]
+    for out in outs:
+        torch.testing.assert_close(out, expected)
+    with pytest.raises(IndexError):
+        model(shards["tokens"], torch.full((8,), 99))
+    assert modes_left() == 0
+    # One module compiled before it is replaced, and one that is not, of the same class.
+    compiled, alone = model_of("gpt"), model_of("gpt")
+    whole = torch.compile(compiled, backend="aot_eager")
+    other = torch.compile(alone, backend="aot_eager")
+    torch.testing.assert_close(whole(**batch), plain(**batch))
+    removed = replace_sdpa(compiled, cp)
+    torch.testing.assert_close(whole(**shards).detach(), expected)
+    torch.testing.assert_close(other(**batch), plain(**batch))
+    removed.remove()
+    torch.testing.assert_close(whole(**batch), plain(**batch))
+    copied = "SelfAttention"  # names are those of the module that was given
+    assert {*handle.modules} == {"blocks.0.attention", "blocks.1.attention", copied}
+    # Modules named local attend within a rank, by torch.
+    near = model_of("gpt")
+    replace_sdpa(near, cp, local=("blocks.1",))
+    near(**shards)
+    x = torch.randn(2, 8, DIM)
+    torch.testing.assert_close(near.blocks[1](x), plain.blocks[1](x))  # type: ignore[index,operator]
+
+
+def test_modules_are_replaced_wherever_they_are_called(pool: LocalRanks) -> None:
+    pool.run(_placed)
+
+
+def _fsdp(rank: int) -> None:
+    """Two rings of two ranks; FSDP2 over all four, on top of replaced modules and below them."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp, batch = ContextParallel(mesh["cp"]), batch_of("gpt")
+    row = {"tokens": cp.shard(batch["tokens"][rank // 2 :][:1]), "positions": cp.positions(16)}
+    whole = model_of("gpt")
+    whole(**batch).square().sum().backward()
+    for is_first in (True, False):
+        model = model_of("gpt")
+        if is_first:
+            handle = replace_sdpa(model, cp)
+        for part in (*model.blocks, model):  # type: ignore[misc]
+            fully_shard(part)
+        if not is_first:
+            handle = replace_sdpa(model, cp)
+        model.use_reentrant = False  # type: ignore[assignment]
+        (model(**row).square().sum() * 4).backward()  # FSDP takes the mean over 4 ranks
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-4)  # type: ignore[union-attr]
+        with pytest.raises(UnsupportedError, match="fully_shard"):
+            handle.verify(batch, dims={"tokens": 1, "positions": 0})
+        handle.remove()
+
+
+def test_fully_shard_goes_round_replaced_modules_and_inside() -> None:
+    with LocalRanks(4) as ranks:
+        ranks.run(_fsdp)

@@ -1,0 +1,191 @@
+"""Small models that know nothing of rings, of the structures that people train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention  # bound to the module, as many do
+from torch.utils.checkpoint import checkpoint
+
+DIM, HEADS, VOCAB = 16, 2, 11
+
+
+def heads(x: Tensor) -> Tensor:
+    """Return ``[B, T, H * D]`` as ``[B, H, T, D]``."""
+    y: Tensor = x.unflatten(-1, (-1, DIM // HEADS))  # type: ignore[no-untyped-call]
+    return y.transpose(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """Attention of a GPT: causal, with dropout in training."""
+
+    def __init__(self, *, is_causal: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.is_causal, self.dropout = is_causal, 0.0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (heads(y) for y in self.qkv(x).chunk(3, dim=-1))
+        y = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal,
+        )  # fmt: skip
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Attention to another sequence, by a function that was imported by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = (
+            nn.Linear(DIM, DIM),
+            nn.Linear(DIM, 2 * DIM),
+            nn.Linear(DIM, DIM),
+        )
+
+    def forward(self, x: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
+        k, v = (heads(y) for y in self.kv(context).chunk(2, dim=-1))
+        y = scaled_dot_product_attention(heads(self.q(x)), k, v, attn_mask=mask)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Layer of a transformer before its norm, with cross attention if it is a decoder's."""
+
+    def __init__(self, *, is_causal: bool, has_context: bool = False) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(DIM), SelfAttention(is_causal=is_causal)
+        self.cross = CrossAttention() if has_context else None
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(DIM), nn.Linear(DIM, 32), nn.GELU(), nn.Linear(32, DIM)
+        )
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        x = x + self.attention(self.norm(x), mask)
+        if self.cross is not None:
+            assert context is not None
+            x = x + self.cross(x, context, context_mask)
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+class GPT(nn.Module):
+    """A language model; without ``positions`` it counts them itself, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, DIM), nn.Embedding(64, DIM)
+        self.blocks = nn.ModuleList(Block(is_causal=True) for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB)
+        self.use_reentrant: bool | None = None
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1])
+        x = self.tokens(tokens) + self.places(positions)
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        y: Tensor = self.head(x)
+        return y
+
+
+class ViT(nn.Module):
+    """A vision transformer of torch's own layers, which attend by ``MultiheadAttention``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 32, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.patches, self.head = nn.Linear(12, DIM), nn.Linear(DIM, 5)
+        self.places = nn.Embedding(64, DIM)
+
+    def forward(self, patches: Tensor, positions: Tensor) -> Tensor:
+        y: Tensor = self.head(self.encoder(self.patches(patches) + self.places(positions)))
+        return y
+
+
+class DiT(nn.Module):
+    """A diffusion transformer: video and padded text attend jointly, then to a whole prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.time = Block(is_causal=False), nn.Linear(1, DIM)
+        self.last = Block(is_causal=False, has_context=True)
+
+    def forward(
+        self, video: Tensor, text: Tensor, is_text: Tensor, time: Tensor, prompt: Tensor
+    ) -> Tensor:
+        x = torch.cat([video + self.time(time)[:, None], text], dim=1)
+        is_seen = torch.cat([torch.ones_like(video[..., 0], dtype=torch.bool), is_text], dim=1)
+        x = self.block(x, is_seen[:, None, None])[:, : video.shape[1]]
+        y: Tensor = self.last(x, None, prompt)
+        return y
+
+
+class EncoderDecoder(nn.Module):
+    """A causal decoder that attends to an encoder's tokens, of which some are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block(is_causal=False)
+        self.decoder = Block(is_causal=True, has_context=True)
+
+    def forward(self, source: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+        added = hidden[:, None, None]  # of each key: 0, or -inf
+        length = source.shape[1]
+        source = self.encoder(source, added.expand(-1, 1, length, -1))
+        y: Tensor = self.decoder(target, None, source, added)
+        return y
+
+
+#: For each model: its sequences' dimensions, and options of ``replace_sdpa``.
+MODELS: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = {
+    "gpt": (GPT, {"tokens": 1, "positions": 0}, {}),
+    "vit": (ViT, {"patches": 1, "positions": 0}, {}),
+    "dit": (DiT, {"video": 1, "text": 1, "is_text": 1}, {"whole_keys": ("*.cross",)}),
+    "pair": (
+        EncoderDecoder, {"source": 1, "hidden": 1, "target": 1},
+        {"sharded_keys": ("decoder.cross",)},
+    ),
+}  # fmt: skip
+
+
+def model_of(name: str) -> nn.Module:
+    """Return a model, with the same weights at each call."""
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    """Return a whole batch of a model."""
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    positions = torch.arange(16)
+    is_text = torch.arange(8) < torch.tensor([[3], [8]])
+    hidden = torch.zeros(2, 24).masked_fill(
+        torch.arange(24) >= torch.tensor([[24], [17]]), -torch.inf
+    )
+    return {
+        "gpt": {"tokens": torch.randint(VOCAB, (2, 16), generator=draw), "positions": positions},
+        "vit": {"patches": random(2, 16, 12), "positions": positions},
+        "dit": {
+            "video": random(2, 12, DIM), "text": random(2, 8, DIM), "is_text": is_text,
+            "time": random(2, 1), "prompt": random(2, 5, DIM),
+        },
+        "pair": {"source": random(2, 24, DIM), "hidden": hidden, "target": random(2, 16, DIM)},
+    }[name]  # fmt: skip
