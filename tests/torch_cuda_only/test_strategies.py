@@ -10,6 +10,7 @@ from cases import CASES, Case
 from tolerances import assert_close
 
 import ring_torch
+from ring_core import StrategyConfig
 from ring_torch import UnsupportedError
 from ring_torch.local import LocalRankError
 
@@ -29,7 +30,14 @@ def cases(way: str) -> list[Case]:
 TWO = [(way, case) for way in WAYS for case in cases(way)]
 
 
-def checked(rank: int, case: Case, way: tuple[str, str]) -> Arrays | str:
+#: Cases of four ranks, in a grid of two by two; every other one gathers between groups.
+GRIDS = [
+    case for case in CASES.values()
+    if (case.cp_size, case.strategy) == (4, "ring") and case.layout != "striped"
+]  # fmt: skip
+
+
+def checked(rank: int, case: Case, way: tuple[str | StrategyConfig, str]) -> Arrays | str:
     """A rank's part of a case, or why it is refused."""
     with ring_torch.check():
         try:
@@ -51,3 +59,15 @@ def test_case(way: str, case: Case, backend: Any) -> None:
         assert all(isinstance(x, str) and f"{strategy!r}" in x for x in parts), parts
     else:
         assert_close(case, gather(case, case.plan, parts))
+
+
+@pytest.mark.parametrize("case", GRIDS, ids=[case.name for case in GRIDS])
+def test_hybrid(case: Case, backend: Any) -> None:
+    gathers = GRIDS.index(case) % 2 == 1 and case.mask.predicate is None
+    way = StrategyConfig("hybrid", ulysses_size=2, outer="gather" if gathers else "ring")
+    try:
+        parts = backend.pool(4).run(checked, case, (way, "p2p"))
+    except LocalRankError:
+        backend.discard(4)
+        raise
+    assert_close(case, gather(case, case.plan, parts))

@@ -152,7 +152,7 @@ def bwd_dq_block(
     dweights = tl.dot(gradient, values.T, input_precision=EXACT)
     visible, bias_block = None, None
     if x.bias is not None:
-        bias_block = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=False)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, row_start, start, row, col, row, col, first[:, None], stop[:, None],
@@ -353,7 +353,7 @@ def bwd_dkv_block(
     lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
     visible, bias_block = None, None
     if x.bias is not None:
-        bias_block = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=False)
     if MASKED:
         visible = visible_cells(
             x, consts, batch, start, col_start, row, col, col, row, first[:, None], stop[:, None],
@@ -435,7 +435,7 @@ def bwd_dbias(
         lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len)
         products = tl.dot(queries, keys.T, input_precision=EXACT)
         dweights = tl.dot(gradient, values.T, input_precision=EXACT)
-        bias_block = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=False)
         visible = visible_cells(
             x, consts, batch, q_start, k_start, row, col, row, col, row, row, bias_block, ROWS=True
         )

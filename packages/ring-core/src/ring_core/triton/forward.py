@@ -198,7 +198,7 @@ def online_softmax_step(
     col = (start + tl.arange(0, consts.BLOCK_K))[None, :]
     visible, bias_block = None, None
     if x.bias is not None:
-        bias_block = load_bias(x, consts, batch, head, row, col)
+        bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=True)
     # With a positive scale the largest product gives the largest score, so scaling and subtracting
     # are one multiply-add of each score.
     if not MASKED and consts.SOFTCAP is None and x.slopes is None and consts.SCALE > 0:
