@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
-from ring_torch.comm.ranks import QueuedPass, ranks_of
-from ring_torch.comm.watchdog import watch_group
+from ring_torch.comm.ranks import QueuedPass, ranks_of, watch
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
 
@@ -137,7 +136,7 @@ class _Played:
 def _stuck(rank: int, ended: bool) -> list[str]:
     ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
-    watch_group(ring, timedelta(seconds=1))
+    watch(ring, timedelta(seconds=1))
     since = time.monotonic() + (-100 if rank else 100)
     ring.state.queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
     until = time.monotonic() + 15
@@ -167,7 +166,7 @@ def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
     ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
     _attend(8)
-    thread = watch_group(ring, timedelta(seconds=1))
+    thread = watch(ring, timedelta(seconds=1))
     state = ring.state
     if ends == "destroyed":
         dist.destroy_process_group()

@@ -28,6 +28,7 @@ from ring_torch.comm.ranks import (
     Ranks,
     header_device,
     peer_errors,
+    watch,
 )
 from ring_torch.comm.store import (
     LONGEST_FIELD,
@@ -38,7 +39,6 @@ from ring_torch.comm.store import (
     report_failure,
     timeout_of,
 )
-from ring_torch.comm.watchdog import watch_group
 
 HEADER_BYTES = 2048
 _WORD_BYTES = 8
@@ -185,7 +185,7 @@ def agree(
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
         assert ranks.group is not None
-        watch_group(ranks, timeout_of(ranks.group, device))
+        watch(ranks, timeout_of(ranks.group, device))
 
 
 def _compare(
