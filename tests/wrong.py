@@ -22,12 +22,15 @@ NAN, INF = float("nan"), float("inf")
 Values = Mapping[str, Any]
 
 #: Values that are no switch.
-FLAG: Values = {"none": None, "one": 1, "word": "yes", "nan": NAN, "array": np.ones(2)}
+FLAG: Values = {
+    "none": None, "one": 1, "word": "yes", "nan": NAN, "array": np.ones(2), "no hash": (True, []),
+}  # fmt: skip
 
 #: Values that are no name of anything.
 NAME: Values = {
     "typo": "zigzak", "empty": "", "number": 3, "flag": True, "none": None, "bytes": b"contiguous",
     "list": ["contiguous"], "array": np.array(["contiguous", "zigzag"]), "class": Mask,
+    "no hash": ("contiguous", []),
 }  # fmt: skip
 
 #: Values that are no layout, or none of a few ranks.
@@ -40,6 +43,7 @@ LAYOUT: Values = {
 SIZE: Values = {
     "zero": 0, "negative": -8, "float": 8.0, "nan": NAN, "flag": True, "word": "8", "list": [8],
     "array": np.array([8, 8]), "numpy float": np.float64(8), "huge": 2**70,
+    "no hash": (8, []),
 }  # fmt: skip
 
 #: Values that are no number of steps, and none of rows.
@@ -55,7 +59,7 @@ FILL: Values = {
 #: Values that are no probability, scale or bound.
 REAL: Values = {
     "nan": NAN, "infinite": INF, "flag": True, "word": "0.5", "complex": 0.5j, "list": [0.5],
-    "array": np.array([0.5, 0.5]), "too large": 10**400,
+    "array": np.array([0.5, 0.5]), "too large": 10**400, "no hash": (0.5, []),
 }  # fmt: skip
 
 #: Wrong values of the options that are no tensors, the same for every backend.
@@ -64,18 +68,21 @@ OPTIONS: dict[str, Values] = {
     "seq_len": {
         **{n: x for n, x in SIZE.items() if n != "none"}, "too few": 3, "too many": 9,
         "pair of floats": (8.0, 8), "three": (8, 8, 8), "one of a pair": (8, 3), "empty": (),
+        "no hash in a pair": ((8, []), 8),
     },
     "causal": FLAG,
     "window": {
         "number": 4, "negative": (-1, 0), "three": (1, 2, 3), "one": (1,), "float": (1.0, 0),
         "nan": (NAN, 0), "flags": (True, False), "word": "12", "array": np.array([1, 2]),
         "huge": (2**63, 0), "flag": True, "nested": ((1, 2), 0),
+        "no hash": ((1, []), 0),
     },
     "chunk_size": {n: x for n, x in SIZE.items() if n != "none"},
     "cu_seqlens": {
         "number": 8, "empty": (), "one": (0,), "late start": (1, 8), "early end": (0, 7),
         "late end": (0, 9), "falling": (0, 5, 3, 8), "negative": (0, -3, 8), "float": (0.0, 8.0),
-        "nan": (0, NAN, 8), "flags": (False, True), "words": ("0", "8"), "word": "08",
+        "nan": (0, NAN, 8), "flags": (False, True), "a flag": (False, 8), "flags in a list": [False, 8],
+        "no hash": ((0, []), 8), "words": ("0", "8"), "word": "08",
         "ragged": ((0, 8), 8), "two rows": ((0, 8), (0, 8)), "huge": (0, 2**63),
         "beyond": (0, 2**70), "iterator": iter((0, 8)), "set": {0, 8},
     },

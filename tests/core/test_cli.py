@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from ring_core import Mask, __version__, balanced_layout, make_plan, reference, ring_program, viz
+from ring_core import (
+    Mask,
+    StrategyConfig,
+    __version__,
+    balanced_layout,
+    make_plan,
+    reference,
+    ring_program,
+    viz,
+)
+from ring_core.cost import Model, bytes_by_link
 from ring_core.tools import doctor
 from ring_core.tools.cli import main
 
@@ -45,6 +55,22 @@ def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> No
     mask = Mask(window=(9, None), chunk_size=20)
     program = ring_program(make_plan(mask, seq_len=64, cp_size=4, layout="zigzag", kv_seq_len=96))
     assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(program)
+
+
+def test_bytes_by_link(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--advise", "--ranks-per-host", "2", "--heads", "3", "--kv-heads", "1")
+    rows = {
+        row[0]: row[1:]
+        for line in printed(capsys, *SMALL, *options).split("2 hosts of 2 ranks")[1].splitlines()
+        if (row := line.split(maxsplit=1))
+    }
+    plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
+    way = StrategyConfig("hybrid", outer="gather")
+    within, between = bytes_by_link(plan, Model(3, 1, 128), way, ranks_per_host=2)
+    sums = max(within), max(between), sum(between[:2])
+    assert rows["hybrid/gather"][0].split() == [f"{n / 2**20:.1f}" for n in sums]
+    assert "at most 3 ranks can split them, not 4" in rows["ulysses"][0]
+    assert {*rows} > {"ring", "gather", "hybrid/ring"}
 
 
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,6 +229,11 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "--heads has no effect without --advise; add that, or leave --heads out",
         ),
         (("--hardware", "tpu-v5e"), "--hardware has no effect without --advise"),
+        (("--ranks-per-host", "2"), "--ranks-per-host has no effect without --advise"),
+        (
+            ("--advise", "--ranks-per-host", "3"),
+            "ranks_per_host must divide the plan's 4 ranks, got 3",
+        ),
         (("--advise", "--hardware", "abacus"), "unknown hardware 'abacus'; known: h200-nvlink"),
         (("--advise", "--heads", "0"), "num_q_heads must be at least 1"),
         (("--advise", "--heads", "9"), "multiple of num_kv_heads"),

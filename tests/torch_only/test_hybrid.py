@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from contextlib import nullcontext
 from threading import Thread
 from typing import Any
@@ -13,12 +15,19 @@ import torch.distributed as dist
 from cases import Case
 from tolerances import assert_close
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
 from ring_core import Mask, RankMismatchError, StrategyConfig, UnsupportedError
+from ring_torch.comm.ranks import ranks_of
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
+from ring_torch.strategies.ulysses import Ulysses, exchanges_of
 
 OUTER: tuple[Any, ...] = ("ring", "gather")
 
@@ -168,7 +177,6 @@ def test_right_calls_pass_the_check(bias_heads: int, outer: str, backend: Any) -
 def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[float]:
     """Differences of results and gradients, compiled, and recomputed in the backward."""
     torch.manual_seed(rank)
-    qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return ring_torch.ring_attention(
@@ -178,15 +186,23 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
     def again(*x: Tensor) -> Any:
         return checkpoint(run, *x, use_reentrant=False)
 
-    results = []
-    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True), again):
-        out = function(*qkv)
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), qkv)])
-    return [
-        float((a - b).abs().max())
-        for other in results[1:]
-        for a, b in zip(results[0], other, strict=True)
-    ]
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled, differences = torch.compile(run, backend=graphs, fullgraph=True), []
+    for _call in range(2):  # other numbers, the same graph
+        qkv = [torch.randn(1, 8, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+        results = []
+        for function in (run, compiled, again):
+            out = function(*qkv)
+            results.append([out.detach(), *torch.autograd.grad(out.square().sum(), qkv)])
+        differences += [
+            float((a - b).abs().max())
+            for other in results[1:]
+            for a, b in zip(results[0], other, strict=True)
+        ]
+    assert graphs.frame_count == 1
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        torch.autograd.grad(run(*qkv).sum(), qkv, create_graph=True)
+    return differences
 
 
 @pytest.mark.nightly(unless=["window-ring"])
@@ -194,7 +210,67 @@ def compiled_and_not(rank: int, outer: str, options: dict[str, Any]) -> list[flo
 @pytest.mark.parametrize("options", [{}, {"window": (5, 0)}], ids=["plain", "window"])
 def test_compiled_and_checkpointed(options: dict[str, Any], outer: str, backend: Any) -> None:
     for differences in backend.pool(4).run(compiled_and_not, outer, options):
-        assert len(differences) == 8 and max(differences) == 0
+        assert len(differences) == 16 and max(differences) == 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Most bytes that were live at once, of tensors that are seen since and were not there before.
+
+    What an operation allocates within itself is not seen.
+    """
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._before = {x.untyped_storage()._cdata for x in before}
+        self._live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in self._before and key not in self._live:
+                    self._live[key] = storage.nbytes()
+                    weakref.finalize(storage, self._live.pop, key, None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return results
+
+
+def peak_memory(rank: int, strategy: Any) -> list[float]:
+    """Bytes of the forward, and of the backward, over what their exchanges need.
+
+    An exchange has its sources, two buffers and its results; beside it there is what the forward
+    saves. On CPUs each tensor is copied once more where it is put in order.
+    """
+    torch.manual_seed(rank)
+    q, k, v, dout = (torch.randn(1, 256, heads, 64) for heads in (8, 4, 4, 8))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {"causal": True, "kernel": "sdpa", "strategy": strategy}
+    for _again in range(2):  # the first call makes tables, too
+        with LiveBytes([*leaves, dout]) as forward:
+            out = ring_torch.ring_attention(*leaves, layout="zigzag", **options)
+        with LiveBytes([*leaves, dout, out]) as backward:
+            out.backward(dout)
+    call, inputs = check_call(ranks_of(None), 0, "zigzag", q, k, v, CallOptions(**options))
+    assert isinstance(call.strategy, Ulysses)
+    exchanges = exchanges_of(call, inputs, call.strategy.heads)
+    qkv, results, grads = (
+        x.ranks * x.message.size for x in (exchanges.qkv, exchanges.results, exchanges.grads)
+    )
+    shapes = call.strategy.saved_shapes(call, inputs, plan_known=True)
+    saved = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    figures = max(3 * qkv + q.nbytes, saved + 3 * results), saved + 4 * grads
+    return [x.peak / figure for x, figure in zip((forward, backward), figures, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ulysses", hybrid("ring"), hybrid("gather")], ids=["ulysses", "ring", "gather"]
+)
+def test_memory_is_what_exchanges_need(strategy: Any, backend: Any) -> None:
+    for ratios in backend.pool(4).run(peak_memory, strategy):
+        assert all(0.9 < ratio < 1.1 for ratio in ratios), ratios
 
 
 def one_after_another(rank: int) -> list[float]:

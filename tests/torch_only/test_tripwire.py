@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ring_torch
+from ring_core import StrategyConfig
 from ring_core.programs import ring as ring_module
 from ring_torch import RankMismatchError, WrongResultError
 from ring_torch.buffers import HeadGroups
@@ -184,11 +185,11 @@ def broken(fault: str) -> Iterator[None]:
     """One of the faults, or of the suite's mutants; calls planned before are planned anew."""
     with ExitStack() as stack:
         stack.callback(_prepare.cache_clear)
-        if fault in MUTANTS:
-            stack.enter_context(mutants.applied(fault))
-        else:
+        if fault in FAULTS:
             for target, attribute, replacement in FAULTS[fault]():
                 stack.enter_context(patch.object(target, attribute, replacement))
+        else:
+            stack.enter_context(mutants.applied(fault))
         _prepare.cache_clear()
         yield
 
@@ -205,18 +206,18 @@ def attend(rank: int, **options: Any) -> None:
     torch.autograd.backward(results, [torch.randn(x.shape) for x in results])
 
 
-def tripped(rank: int, fault: str) -> list[str]:
+def tripped(rank: int, fault: str, **options: Any) -> list[str]:
     """The words of each call, of which every one is checked; and what a right call says then."""
     messages = []
     with ring_torch.check(), broken(fault):
         for _ in range(3):
             try:
-                attend(rank)
+                attend(rank, **options)
                 messages.append("")
             except WrongResultError as error:
                 messages.append(str(error))
     with ring_torch.check():
-        attend(rank)
+        attend(rank, **options)
     return messages
 
 
@@ -235,6 +236,27 @@ def test_a_fault_trips(fault: str, backend: Any) -> None:
 def test_bytes_that_are_not_sent_are_counted(backend: Any) -> None:
     messages = backend.pool(SIZE).run(tripped, "nothing_is_sent")[0]
     assert all("2,048 bytes were sent, and the program sends" in text for text in messages)
+
+
+def tripped_in_groups(rank: int, fault: str) -> list[str]:
+    """The words of calls under ``hybrid``."""
+    way = StrategyConfig("hybrid", ulysses_size=2)
+    return tripped(rank, fault, strategy=way, layout="zigzag", sinks=torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("nothing_is_sent", " bytes were sent, and the program sends "),
+        ("options-of-the-first-heads", "(forward) is wrong. rank "),
+        ("gradients_to_the_wrong_owner", "(backward) is wrong. rank "),
+    ],
+)
+def test_a_fault_in_groups_trips(fault: str, words: str, backend: Any) -> None:
+    by_rank = backend.pool(4).run(tripped_in_groups, fault)
+    assert all(messages == by_rank[0] for messages in by_rank), "all ranks raise the same"
+    (text, *_) = filter(None, by_rank[0])
+    assert words in text and "Kernel 'eager', strategy 'hybrid' over 'p2p'" in text
 
 
 def described(rank: int) -> str:

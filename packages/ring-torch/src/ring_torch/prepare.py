@@ -54,7 +54,7 @@ _QKV = ("q", "k", "v")
 _NAMES = (*_QKV, "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
 #: Immutable types of options: options of these types that are equal are checked once.
 _VALUES = frozenset({
-    bool, int, float, str, tuple, type(None), Mask, KernelConfig, StrategyConfig,
+    bool, int, float, str, type(None), Mask, KernelConfig, StrategyConfig,
 })  # fmt: skip
 #: Options that hold tensors, set to ``None``: a key has the tensors' shapes and dtypes instead.
 _NO_TENSORS: Any = dict.fromkeys(("segment_ids", "sinks", "bias", "alibi_slopes"))
@@ -171,10 +171,12 @@ def _types_in(options: CallOptions) -> tuple[type, ...]:
     """Return the types of the options and of the numbers in them.
 
     They belong to the key of a call, as ``True == 1``, but only one of the two is a valid number.
+    Numbers stand for the tuples that hold them; any other tuple may hold what has no hash.
     """
     types = [*map(type, options)]
     for numbers in (options.window, options.cu_seqlens, options.seq_len):
-        if isinstance(numbers, tuple):
+        if type(numbers) is tuple:
+            types.remove(tuple)
             types += {*map(type, numbers)} if numbers is options.cu_seqlens else map(type, numbers)
     return tuple(types)
 

@@ -148,7 +148,7 @@ class AttentionState(NamedTuple):
 
         It is the formula of :func:`ring_core.merge`: both are scaled by ``exp(lse - merged)`` and
         added. Rows with ``lse = -inf`` are ignored, whatever numbers ``out`` has there, NaN
-        included.
+        included. Rows with ``lse = inf`` or NaN, of scores that are not finite, become NaN.
         """
         rows = out.shape[1]
         if rows > _MERGED_ROWS:  # some rows at a time, to bound the memory of temporaries
@@ -162,7 +162,7 @@ class AttentionState(NamedTuple):
         old = (self.lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
         new = (lse - safe).exp_().transpose(1, 2).unsqueeze(-1)
         self.out.mul_(old)
-        self.out.add_(torch.where(new > 0, out * new, 0.0))
+        self.out.add_(torch.where(new == 0, 0.0, out * new))
         self.lse.copy_(merged)
 
 

@@ -217,6 +217,10 @@ def _checked_chunk_size(chunk_size: Any) -> int:
 
 def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
     """Check ``cu_seqlens``, and return them as a tuple of Python integers."""
+    if _has_flags(cu_seqlens):  # numpy would take False for 0
+        raise ValueError(
+            f"cu_seqlens must be one row of integers (0, ..., T), got a boolean: {cu_seqlens!r}"
+        )
     try:
         offsets = np.asarray(cu_seqlens)
     except (TypeError, RuntimeError) as error:
@@ -241,6 +245,11 @@ def _checked_cu_seqlens(cu_seqlens: Any) -> tuple[int, ...]:
             f"{int(offsets[entry])}"
         )
     return tuple(offsets.tolist())
+
+
+def _has_flags(values: Any) -> bool:
+    """Return True if a tuple or list holds booleans."""
+    return isinstance(values, tuple | list) and not {bool, np.bool_}.isdisjoint(map(type, values))
 
 
 def mask_of(
@@ -286,7 +295,7 @@ class _Offsets:
         if type(values) is tuple:
             return cls(id(values), values)
         array = np.asarray(values).copy()  # the caller may change `values` later
-        if array.dtype.kind not in "iu":
+        if array.dtype.kind not in "iu" or _has_flags(values):
             raise TypeError(f"not integers: {array.dtype}")
         return cls((array.dtype.str, array.shape, array.tobytes()), array)
 

@@ -12,9 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ring_core import __version__, viz
-from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
+from ring_core.base.config import (
+    OUTER_NAMES,
+    RING_STRATEGIES,
+    RingStrategy,
+    StrategyConfig,
+    pairs_of,
+)
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
-from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
+from ring_core.cost import HARDWARE, Cost, Model, bytes_by_link, compare, hardware
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
@@ -91,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "--hardware", metavar="NAME",
         help=f"devices to estimate for: {', '.join(HARDWARE)}; default: {DEFAULT_HARDWARE}",
     )  # fmt: skip
+    add(
+        "--ranks-per-host", type=int, metavar="N",
+        help="with --advise, also the bytes that each strategy sends within and between such hosts",
+    )  # fmt: skip
     report = add_command(
         commands, "doctor", "Show versions, and test what is installed.",
         example="python -m ring_core doctor --json", version=_VERSION,
@@ -129,7 +139,8 @@ def _check_options(args: argparse.Namespace, *, named: bool, several: bool) -> N
     Raises:
         ValueError: An option has no effect; the message says what to do.
     """
-    advising = [name for name in (*MODEL_OPTIONS, "hardware") if getattr(args, name) is not None]
+    names = *MODEL_OPTIONS, "hardware", "ranks_per_host"
+    advising = [name for name in names if getattr(args, name) is not None]
     if advising and not args.advise:
         option = f"--{advising[0].replace('_', '-')}"
         raise ValueError(
@@ -163,6 +174,18 @@ that each rank sends in the forward."""
 _COST_COLUMNS = """\
 time is compute + exposed: the slowest rank of each step, and messages that nothing hides.
 Messages and MiB are per rank; memory is that beyond the caller's tensors."""
+
+
+#: Strategies of :func:`_link_table`, by the names of its rows.
+_WAYS: dict[str, str | StrategyConfig] = {
+    **{name: name for name in ("ring", "gather", "ulysses")},
+    **{f"hybrid/{outer}": StrategyConfig("hybrid", outer=outer) for outer in OUTER_NAMES},
+}
+
+#: Explains the columns of :func:`_link_table`.
+_LINK_COLUMNS = """\
+within and between are what a rank sends to ranks of its own host and to others', at most over the
+ranks; a host's is the sum of what its ranks send to others."""
 
 
 def _one_program(
@@ -228,11 +251,39 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
         f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_layouts)}"
         for n, of_layouts in costs.items()
     ]
+    if args.ranks_per_host is not None:
+        parts += [_link_table(args, mask, n, model) for n in ranks]
     if args.png and draw:
         viz.plot_costs(
             costs, f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled", args.png
         )
     return "\n\n".join(parts) + f"\n{_COST_COLUMNS}\n{device.name}: {device.source}"
+
+
+def _link_table(args: argparse.Namespace, mask: Mask, cp_size: int, model: Model) -> str:
+    """Return a table of the bytes that each strategy sends within hosts and between them.
+
+    Raises:
+        ValueError: Hosts would have unlike numbers of ranks.
+    """
+    layout = DEFAULT_LAYOUT if args.layout in (None, "all") else args.layout
+    plan, size = _one_program(args, mask, cp_size, layout, "ring").plan, args.ranks_per_host
+    rows: list[tuple[str, ...]] = []
+    for name, way in _WAYS.items():
+        try:
+            within, between = bytes_by_link(plan, model, way, ranks_per_host=size)
+        except ValueError as error:
+            if name == "ring":  # which runs every plan
+                raise
+            rows.append((name, str(error)))
+            continue
+        sums = max(within), max(between), sum(between[:size])
+        rows.append((name, *(f"{n / 2**20:.1f}" for n in sums)))
+    header = "strategy", "within MiB", "between MiB", "a host's MiB"
+    return (
+        f"{cp_size // size} hosts of {size} ranks, {layout}, forward and backward\n"
+        f"{_table(header, rows)}\n{_LINK_COLUMNS}"
+    )
 
 
 def _cost_table(costs: Mapping[str, Cost | str]) -> str:

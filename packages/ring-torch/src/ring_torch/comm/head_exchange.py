@@ -94,7 +94,6 @@ class HeadMessages(HeadCarrier):
         """Send the messages in one all-to-all."""
         device, size = sources[0].device, (layout.ranks, layout.message.size)
         sent = torch.empty(size, dtype=torch.uint8, device=device)
-        received = torch.empty_like(sent)
         pack, unpack = _pack, _unpack
         if device.type == "cuda" and has_triton():
             from ring_torch.comm import head_exchange_kernel
@@ -103,6 +102,7 @@ class HeadMessages(HeadCarrier):
         natural = [None] * len(orders)
         # `sent` and `received` belong to this exchange alone: sources may change once packed.
         pack(layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads)
+        received = torch.empty_like(sent)
         # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
         # the same time. The stream waits for that, so the buffers may be freed after it.
         self.ranks.trade(sent, received).wait()

@@ -108,6 +108,7 @@ class Ulysses(Strategy):
             inner, self._inner_inputs(tables, inputs, traded),
             BackwardInputs(dout, out, lse, delta), tuple(inner_saved),
         )  # fmt: skip
+        del dout, deltas, delta  # their memory is free while gradients travel
         # ... and gradients go back to the ranks that hold their tokens.
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
         orders = tables.rows, tables.columns, tables.columns
