@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -15,7 +15,6 @@ from torch.nn.attention.bias import CausalBias
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_torch.capture import constant_in_graphs, untraced
 from ring_torch.compiled.movement import size_of
-from ring_torch.context import ContextParallel
 from ring_torch.options import AttentionOptions
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
@@ -27,12 +26,38 @@ FORWARD_NAME = "forward_on_ring"
 _CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
 
 
+class _Context(Protocol):
+    """The methods of a :class:`ring_torch.ContextParallel` that calls need."""
+
+    @property
+    def group(self) -> Any: ...
+
+    @property
+    def cp_size(self) -> int: ...
+
+    @property
+    def cp_rank(self) -> int: ...
+
+    @property
+    def attention(self) -> Any: ...
+
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False) -> Tensor: ...
+
+    def unshard(
+        self, x: Tensor, *, dim: int = 1, grad: Any = None, seq_len: int | None = None
+    ) -> Tensor: ...
+
+    def positions(self, seq_len: int, *, device: Any = None) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class Replacement:
     """State of one call of ``replace_sdpa``, which its modules share.
 
     Attributes:
         cp: Ranks of the ring, and their layout.
+        unordered: The same ranks in a layout that divides every length, for calls without a rule
+            over positions: any order of tokens gives the same result.
         root: The module that was given.
         kernel: Kernel of each call, as in :func:`ring_torch.ring_attention`.
         strategy: Strategy of each call.
@@ -45,7 +70,8 @@ class Replacement:
         modules: Modules that have called attention, by name, with a description.
     """
 
-    cp: ContextParallel
+    cp: _Context
+    unordered: _Context
     root: nn.Module
     kernel: str | KernelConfig
     strategy: str | StrategyConfig
@@ -55,11 +81,6 @@ class Replacement:
     computes: Literal["ring", "whole", "off"] = "ring"
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Without a rule over positions any order of tokens gives the same result, so then calls
-        # take this layout, which divides every length.
-        self.unordered = ContextParallel(self.cp.group, "contiguous")
 
     def __deepcopy__(self, _: object) -> Replacement:
         """Return self: a copy of the module attends over the same ranks."""
@@ -167,7 +188,8 @@ def _on_ring(scope: Scope, call: _Call) -> Tensor:
         ordered = _add_mask(state, options, call, call.mask, ordered=ordered)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     cp = state.cp if ordered else state.unordered
-    return cp.attention(q, k, v, **options).transpose(1, 2)
+    out: Tensor = cp.attention(q, k, v, **options)
+    return out.transpose(1, 2)
 
 
 def _add_mask(
