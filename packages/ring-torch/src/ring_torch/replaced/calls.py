@@ -64,7 +64,7 @@ class Replacement:
         transport: Transport of each call.
         deterministic: True for gradients that are equal bit by bit in every run.
         documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
-        computes: Who answers calls: the ring; ``"whole"`` for one rank that holds whole sequences,
+        computes: Who answers calls: all ranks, of their shards; ``"whole"`` for one rank that holds whole sequences,
             of which ``documents`` are kept apart; ``"off"`` for torch.
         names: Name of each module by its ``id``.
         modules: Modules that have called attention, by name, with a description.
@@ -78,7 +78,7 @@ class Replacement:
     transport: str
     deterministic: bool
     documents: tuple[int, ...] | None = None
-    computes: Literal["ring", "whole", "off"] = "ring"
+    computes: Literal["shards", "whole", "off"] = "shards"
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
 
@@ -136,7 +136,7 @@ def scaled_dot_product_attention(
         UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent.
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
-    if scope.state.computes == "ring":
+    if scope.state.computes == "shards":
         if scope.keys in ("own", "sharded"):
             call = _checked(
                 scope, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
@@ -354,7 +354,7 @@ def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has
     if module is None:
         return type(state.root).__name__
     name = state.names.get(id(module)) or type(module).__name__
-    if is_checkpointed and state.computes == "ring":
+    if is_checkpointed and state.computes == "shards":
         _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
                 "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
     if name not in state.modules:

@@ -60,7 +60,7 @@ class RingMode(TorchFunctionMode):
             func = torch.unflatten
         if func not in _OUT_OF_SIGHT:
             return func(*args, **kwargs)
-        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "ring":
+        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "shards":
             raise UnsupportedError(
                 f"replace_sdpa: {func.__name__} attends inside torch, to this rank's keys alone. Call "
                 f"scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
