@@ -64,8 +64,8 @@ class Replacement:
         transport: Transport of each call.
         deterministic: True for gradients that are equal bit by bit in every run.
         documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
-        computes: Who answers calls: all ranks, of their shards; ``"whole"`` for one rank that holds whole sequences,
-            of which ``documents`` are kept apart; ``"off"`` for torch.
+        computes: Who answers calls: all ranks, of their shards; ``"whole"`` for one rank that holds
+            whole sequences, of which ``documents`` are kept apart; ``"off"`` for torch.
         names: Name of each module by its ``id``.
         modules: Modules that have called attention, by name, with a description.
     """
