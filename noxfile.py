@@ -228,6 +228,14 @@ def maxtext(session: nox.Session) -> None:
 
 
 @nox.session(python="3.12", default=False)
+def diffusers(session: nox.Session) -> None:
+    """Run transformers of diffusers on the ring, tiny, and compare with one process."""
+    install(session, BACKENDS["torch"], ["test"], *CONSTRAINED)
+    session.install("diffusers==0.42.1", *CONSTRAINED)
+    session.run("pytest", "tests", "--backend=diffusers", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
 def mutants(session: nox.Session) -> None:
     """Break ring_core in thousands of small ways and list what no test notices."""
     session.install("numpy", *nox.project.dependency_groups(PYPROJECT, "test", "mutants"))

@@ -28,6 +28,7 @@ FOLDERS = {
     "jax-gpu": {"api", "docs", "jax_gpu_only", "regressions/jax_gpu"},
     "jax-tpu": {"api", "docs", "jax_tpu_only", "regressions/jax_tpu"},
     "maxtext": {"maxtext"},
+    "diffusers": {"diffusers"},
     "none": {"packaging"},
 }
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ DIM, HEADS, VOCAB = 16, 2, 11
 
 def heads(x: Tensor) -> Tensor:
     """Return ``[B, T, H * D]`` as ``[B, H, T, D]``."""
-    y: Tensor = x.unflatten(-1, (-1, DIM // HEADS))  # type: ignore[no-untyped-call]
+    y: Tensor = x.unflatten(-1, (-1, DIM // HEADS))
     return y.transpose(1, 2)
 
 

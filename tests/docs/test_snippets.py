@@ -77,9 +77,13 @@ model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="
 expected_model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 expected_model.load_state_dict(model.state_dict())
 tokens = torch.randint(64, (1, 50))
+from unchanged_models import model_of
+gpt, token_ids = model_of("gpt"), torch.randint(11, (1, seq_len))
 batch = {"input_ids": tokens, "labels": tokens}
 """
 MODEL_THEN = """
+expected_logits = model_of("gpt")(token_ids, torch.arange(seq_len)).detach()
+torch.testing.assert_close(cp.unshard(logits.detach()), expected_logits)
 expected_model(**batch).loss.backward()
 for mine, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)

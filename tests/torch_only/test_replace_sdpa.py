@@ -339,7 +339,7 @@ def _refusals(_: int) -> list[str]:
         lambda: replace_sdpa(gpt, cp, local="blocks"),
         lambda: replace_sdpa(gpt, cp, local=("blocks.*",), whole_keys=("blocks.0.attention",)),
         *(
-            (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))  # type: ignore[misc]
+            (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))
             for module in (
                 reentrant, other, Other(_by_hand), Other(_heads_by_function), Other(flex_attention),
             )

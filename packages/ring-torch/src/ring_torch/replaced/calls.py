@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -15,7 +15,6 @@ from torch.nn.attention.bias import CausalBias
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_torch.capture import constant_in_graphs, untraced
 from ring_torch.compiled.movement import size_of
-from ring_torch.context import ContextParallel
 from ring_torch.options import AttentionOptions
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
@@ -27,39 +26,61 @@ FORWARD_NAME = "forward_on_ring"
 _CHECKPOINT_FILE = inspect.getfile(torch.utils.checkpoint)
 
 
+class _Context(Protocol):
+    """The methods of a :class:`ring_torch.ContextParallel` that calls need."""
+
+    @property
+    def group(self) -> Any: ...
+
+    @property
+    def cp_size(self) -> int: ...
+
+    @property
+    def cp_rank(self) -> int: ...
+
+    @property
+    def attention(self) -> Any: ...
+
+    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False) -> Tensor: ...
+
+    def unshard(
+        self, x: Tensor, *, dim: int = 1, grad: Any = None, seq_len: int | None = None
+    ) -> Tensor: ...
+
+    def positions(self, seq_len: int, *, device: Any = None) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class Replacement:
     """State of one call of ``replace_sdpa``, which its modules share.
 
     Attributes:
         cp: Ranks of the ring, and their layout.
+        unordered: The same ranks in a layout that divides every length, for calls without a rule
+            over positions: any order of tokens gives the same result.
         root: The module that was given.
         kernel: Kernel of each call, as in :func:`ring_torch.ring_attention`.
         strategy: Strategy of each call.
         transport: Transport of each call.
         deterministic: True for gradients that are equal bit by bit in every run.
         documents: Offsets ``(0, ..., T)`` of packed documents; ``None`` for one.
-        computes: Who answers calls: the ring; ``"whole"`` for one rank that holds whole sequences,
-            of which ``documents`` are kept apart; ``"off"`` for torch.
+        computes: Who answers calls: all ranks, of their shards; ``"whole"`` for one rank that holds
+            whole sequences, of which ``documents`` are kept apart; ``"off"`` for torch.
         names: Name of each module by its ``id``.
         modules: Modules that have called attention, by name, with a description.
     """
 
-    cp: ContextParallel
+    cp: _Context
+    unordered: _Context
     root: nn.Module
     kernel: str | KernelConfig
     strategy: str | StrategyConfig
     transport: str
     deterministic: bool
     documents: tuple[int, ...] | None = None
-    computes: Literal["ring", "whole", "off"] = "ring"
+    computes: Literal["shards", "whole", "off"] = "shards"
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Without a rule over positions any order of tokens gives the same result, so then calls
-        # take this layout, which divides every length.
-        self.unordered = ContextParallel(self.cp.group, "contiguous")
 
     def __deepcopy__(self, _: object) -> Replacement:
         """Return self: a copy of the module attends over the same ranks."""
@@ -115,7 +136,7 @@ def scaled_dot_product_attention(
         UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent.
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
-    if scope.state.computes == "ring":
+    if scope.state.computes == "shards":
         if scope.keys in ("own", "sharded"):
             call = _checked(
                 scope, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
@@ -167,7 +188,8 @@ def _on_ring(scope: Scope, call: _Call) -> Tensor:
         ordered = _add_mask(state, options, call, call.mask, ordered=ordered)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     cp = state.cp if ordered else state.unordered
-    return cp.attention(q, k, v, **options).transpose(1, 2)
+    out: Tensor = cp.attention(q, k, v, **options)
+    return out.transpose(1, 2)
 
 
 def _add_mask(
@@ -332,7 +354,7 @@ def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has
     if module is None:
         return type(state.root).__name__
     name = state.names.get(id(module)) or type(module).__name__
-    if is_checkpointed and state.computes == "ring":
+    if is_checkpointed and state.computes == "shards":
         _refuse(name, "it calls attention inside torch.utils.checkpoint within its own forward, which would compute "
                 "it again outside of the module. Checkpoint a module's call instead: checkpoint(block, x)")  # fmt: skip
     if name not in state.modules:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ring_core import UnsupportedError
-from ring_torch.replaced.calls import Scope, scaled_dot_product_attention
 
 
 def attend_with_heads(
-    scope: Scope, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
+    attend: Callable[..., Tensor], layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor,
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, *, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the layer's output from this rank's tokens; arguments are those of its forward.
+    """Compute the layer's output from this rank's tokens.
+
+    Arguments but ``attend``, which takes those of SDPA, are the forward's.
 
     Raises:
         UnsupportedError: The layer adds keys of its own (``add_bias_kv``, ``add_zero_attn``).
@@ -45,7 +48,7 @@ def attend_with_heads(
         else _shown(key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1]), q.dtype, 1),
     )  # fmt: skip
     dropout_p = layer.dropout if layer.training else 0.0
-    heads = scaled_dot_product_attention(scope, q, k, v, mask, dropout_p, is_causal)
+    heads = attend(q, k, v, mask, dropout_p, is_causal)
     out = linear(heads.transpose(1, 2).flatten(2), layer.out_proj.weight, layer.out_proj.bias)
     if not is_batched:
         return out.squeeze(0)

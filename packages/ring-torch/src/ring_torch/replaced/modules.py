@@ -60,7 +60,7 @@ class RingMode(TorchFunctionMode):
             func = torch.unflatten
         if func not in _OUT_OF_SIGHT:
             return func(*args, **kwargs)
-        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "ring":
+        if self.scope.keys in ("own", "sharded") and self.scope.state.computes == "shards":
             raise UnsupportedError(
                 f"replace_sdpa: {func.__name__} attends inside torch, to this rank's keys alone. Call "
                 f"scaled_dot_product_attention or a torch.nn.MultiheadAttention; if these tokens are "
@@ -119,6 +119,7 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise UnsupportedError(
             f"replace_sdpa: {name} is a ScriptModule, whose forward Python does not see"
         )
+    _check_other_ring(module)
     if "forward" in vars(module):
         raise ValueError(
             f"replace_sdpa: {name} has a forward of its own, as hooks of accelerate set. Call replace_sdpa "
@@ -128,6 +129,20 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"replace_sdpa: the attention of {name or type(module).__name__} is replaced already: call remove() of the "
             f"first handle, or give modules that do not overlap"
+        )
+
+
+def _check_other_ring(module: nn.Module) -> None:
+    """Refuse a model of diffusers whose own context parallelism is on.
+
+    Raises:
+        UnsupportedError: It is.
+    """
+    config = getattr(module, "_parallel_config", None)
+    if getattr(config, "context_parallel_config", None) is not None:
+        raise UnsupportedError(
+            f"replace_sdpa: {type(module).__name__} has diffusers' own context parallelism, so its "
+            f"tokens would be split twice: leave enable_parallelism(config=...) out"
         )
 
 
@@ -156,6 +171,8 @@ def _forward_in_mode(original: Any, scope: Scope) -> Any:
         state = scope.state
         if state.computes == "off" or _current_scope() is scope:
             return original(self, *args, **kwargs)
+        if self is state.root:
+            _check_other_ring(self)
         with RingMode(scope):
             output = original(self, *args, **kwargs)
         if self is state.root and not torch.compiler.is_compiling() and not state.modules:
@@ -185,8 +202,9 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
                 average_attn_weights, is_causal,
             )  # fmt: skip
             return result
+        attend = functools.partial(scaled_dot_product_attention, scope)
         return attend_with_heads(
-            scope, self, query, key, value, key_padding_mask, attn_mask, is_causal=is_causal
+            attend, self, query, key, value, key_padding_mask, attn_mask, is_causal=is_causal
         ), None
 
     return forward_on_ring

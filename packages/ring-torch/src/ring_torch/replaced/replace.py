@@ -175,7 +175,7 @@ def replace_sdpa(
     checks.check_choice("transport", transport, transport_names())
     checks.check_flag("deterministic", deterministic)
     state = Replacement(
-        cp, module, kernel_config(kernel, kernel_names()),
+        cp, ContextParallel(cp.group, "contiguous"), module, kernel_config(kernel, kernel_names()),
         strategy_config(strategy, strategy_names()), transport, deterministic,
         _checked_documents(documents),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_core import UnsupportedError
 from ring_core.base.arguments import describe_value, is_integer
+from ring_torch.comm.ranks import ranks_of
 from ring_torch.replaced.calls import Replacement
 from ring_torch.verification.judgement import VerifyReport
 from ring_torch.verification.runs import Runner
@@ -95,7 +96,7 @@ class _ModuleRunner(Runner):
             for length, device in lengths.items()
         ]  # fmt: skip
         super().__init__(
-            state.root, cp._sharding.ranks, sequences, (rows, first.shape[dim]), factor=1  # noqa: SLF001 - of the same package
+            state.root, ranks_of(cp.group), sequences, (rows, first.shape[dim]), factor=1
         )  # fmt: skip
 
     @contextmanager

@@ -1,0 +1,178 @@
+"""Video and image transformers of diffusers on a ring: outputs and gradients of one process.
+
+:func:`ring_torch.replace_sdpa` runs their attention; their ``native`` backend is torch's SDPA. The
+latents are whole on every rank, because the models count positions of patches in them. So hooks
+split what the blocks are given: tokens, the angles of their positions, and masks. Tiny random
+weights; a model that is loaded is split in the same way::
+
+    pip install diffusers
+    python examples/diffusers_models.py --strategy ulysses
+
+The exit code is 0, or 1 if an output differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from torch import Tensor, nn
+
+from ring_torch import ContextParallel, replace_sdpa
+from ring_torch.local import LocalRanks
+
+Batch = dict[str, Any]
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 12}
+
+
+def wan() -> nn.Module:
+    """Return a tiny Wan: video tokens attend to themselves, and to a whole prompt."""
+    torch.manual_seed(0)
+    model: nn.Module = WanTransformer3DModel(
+        in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=2, **HEADS
+    )
+    return model
+
+
+def hunyuan_video() -> nn.Module:
+    """Return a tiny HunyuanVideo: video and padded text attend to both, in one attention."""
+    torch.manual_seed(0)
+    model: nn.Module = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 4, 4), **HEADS,
+    )  # fmt: skip
+    return model
+
+
+def flux() -> nn.Module:
+    """Return a tiny Flux: an image and text attend to both, at positions that it is given."""
+    torch.manual_seed(0)
+    model: nn.Module = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, joint_attention_dim=16,
+        pooled_projection_dim=8, axes_dims_rope=(4, 4, 4), **HEADS,
+    )  # fmt: skip
+    return model
+
+
+def split_wan(model: Any, cp: ContextParallel, strategy: str) -> None:
+    """Split a Wan's tokens between its first block and its last projection."""
+    replace_sdpa(model, cp, whole_keys=("blocks.*.attn2",), strategy=strategy)
+    model.rope.register_forward_hook(_sharding(cp, 1))  # angles [1, T, 1, D]
+    model.blocks[0].register_forward_pre_hook(lambda _, args: (cp.shard(args[0]), *args[1:]))
+    model.proj_out.register_forward_hook(_joining(cp))
+
+
+def split_hunyuan_video(model: Any, cp: ContextParallel, strategy: str) -> None:
+    """Split a HunyuanVideo's video, and its text once every rank has refined it whole."""
+    replace_sdpa(model, cp, local=("context_embedder",), strategy=strategy)
+    model.rope.register_forward_hook(_sharding(cp, 0))  # angles [T, D]
+    text = 0
+
+    def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        nonlocal text
+        text = args[1].shape[1]
+        return cp.shard(args[0]), cp.shard(args[1]), *args[2:]
+
+    def split_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        video, words = args[3].split((args[3].shape[-1] - text, text), dim=-1)
+        mask = torch.cat([cp.shard(video, dim=3), cp.shard(words, dim=3)], dim=3)
+        return *args[:3], mask, *args[4:]
+
+    model.transformer_blocks[0].register_forward_pre_hook(split)
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        block.register_forward_pre_hook(split_mask)
+    model.proj_out.register_forward_hook(_joining(cp))
+
+
+def split_flux(model: Any, cp: ContextParallel, strategy: str) -> None:
+    """Split a Flux's inputs, which say where each token stands; and join its output."""
+    replace_sdpa(model, cp, strategy=strategy)
+    dims = {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}
+
+    def split(_: nn.Module, args: tuple[()], kwargs: Batch) -> tuple[tuple[()], Batch]:
+        shards = {name: cp.shard(kwargs[name], dim=dim) for name, dim in dims.items()}
+        return args, kwargs | shards
+
+    model.register_forward_pre_hook(split, with_kwargs=True)
+    model.proj_out.register_forward_hook(_joining(cp))
+
+
+def _sharding(cp: ContextParallel, dim: int) -> Callable[..., Any]:
+    """Return a hook that keeps this rank's part of the angles that a module returns."""
+    return lambda _module, _args, angles: tuple(cp.shard(x, dim=dim) for x in angles)
+
+
+def _joining(cp: ContextParallel) -> Callable[..., Tensor]:
+    """Return a hook that joins the tokens of all ranks, of which every rank computes the loss.
+
+    No parameter follows, so each rank takes its part of the gradient: ``grad="slice"``.
+    """
+    return lambda _module, _args, x: cp.unshard(x, grad="slice")
+
+
+def batch_of(name: str) -> Batch:
+    """Return a batch, with lengths of text and video that have no common factor but the ranks."""
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    text = {"encoder_hidden_states": random(2, 12, 16), "return_dict": False}
+    video = {"hidden_states": random(2, 4, 3, 8, 16), "timestep": torch.tensor([500, 20])}
+    pooled = {"pooled_projections": random(2, 8)}
+    if name == "wan":
+        return text | video
+    if name == "hunyuan_video":
+        is_text = (torch.arange(12) < torch.tensor([[5], [12]])).long()
+        guidance = torch.full((2,), 1000.0)
+        return text | video | pooled | {"encoder_attention_mask": is_text, "guidance": guidance}
+    ids = {"img_ids": random(20, 3).round(), "txt_ids": torch.zeros(12, 3)}
+    return text | pooled | ids | {"hidden_states": random(2, 20, 4), "timestep": torch.rand(2)}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
+    "wan": (wan, split_wan),
+    "hunyuan_video": (hunyuan_video, split_hunyuan_video),
+    "flux": (flux, split_flux),
+}
+
+
+def compare(_: int, name: str, strategy: str, layout: Any) -> tuple[float, float]:
+    """Return the largest differences from one process of the output and of the gradients."""
+    make, split = MODELS[name]
+    cp, batch = ContextParallel(layout=layout), batch_of(name)
+    whole, model = make(), make()
+    split(model, cp, strategy)
+    with torch.inference_mode():
+        error = (model(**batch)[0] - whole(**batch)[0]).abs().max().item()
+    for each in (model, whole):
+        each(**batch)[0].square().mean().backward()
+    cp.reduce_gradients(model)
+    gradients = [
+        (a.grad - b.grad).norm().item() / (1e-6 + b.grad.norm().item())
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True)
+        if a.grad is not None and b.grad is not None
+    ]
+    return error, max(gradients)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare each model on a ring with one process; returns the exit code."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--strategy", default="auto", help="what travels between ranks")
+    options = parser.parse_args(argv)
+    worst = 0.0
+    with LocalRanks(2) as ranks:
+        for name in MODELS:
+            output, gradients = ranks.run(compare, name, options.strategy, "zigzag")[0]
+            print(f"{name:14} output differs by {output:.1e}, gradients by {gradients:.1e}")
+            worst = max(worst, output, gradients)
+    return int(worst > 1e-3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
