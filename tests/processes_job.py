@@ -9,8 +9,9 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +47,15 @@ def context(kind: str, *, layout: Any = "zigzag", batch: int = 1) -> ContextPara
 def from_hosts(cp: ContextParallel, x: np.ndarray) -> Array:
     """An array in layout order, of which each process brings its own devices' tokens alone."""
     layout = cp.layout_of(x.shape[1])
-    sharding = NamedSharding(cp.mesh, P("data", "cp"))
+    sharding: Any = NamedSharding(cp.mesh, P("data", "cp"))
     order = np.concatenate([layout.positions(rank) for rank in range(cp.cp_size)])
+    indices = sharding.addressable_devices_indices_map(x.shape).values()
     rows, columns = (
-        sorted({n for index in sharding.addressable_devices_indices_map(x.shape).values()
-                for n in range(*index[dim].indices(x.shape[dim]))})
+        sorted({n for index in indices for n in range(*index[dim].indices(x.shape[dim]))})
         for dim in (0, 1)
-    )  # fmt: skip
-    return jax.make_array_from_process_local_data(sharding, x[rows][:, order[columns]], x.shape)
+    )
+    own = x[rows][:, order[columns]]
+    return cast("Array", jax.make_array_from_process_local_data(sharding, own, x.shape))
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
@@ -143,7 +145,7 @@ def _loss(cp: ContextParallel, weights: dict[str, Array], tokens: Array) -> Arra
 
 def checkpoint(folder: str) -> None:
     """Weights and tokens saved by a ring over all devices are restored on one of half of them."""
-    import orbax.checkpoint as ocp
+    ocp: Any = import_module("orbax.checkpoint")  # for this check alone; it has no types
 
     random = np.random.default_rng(1)
     cp = context("auto")

@@ -11,7 +11,7 @@ import pytest
 from pages import Page
 from processes import free_address, run
 
-from ring_jax.agreement import disagreement
+from ring_jax.tripwire.agreement import disagreement
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "tests" / "processes_job.py"

@@ -24,7 +24,7 @@ from ring_core import (
 )
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_core.layouts.layout import check_layout
-from ring_jax import agreement, movement
+from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.collectives import (
     Axes,
@@ -44,6 +44,7 @@ from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
 from ring_jax.strategies import STRATEGIES, Way
+from ring_jax.tripwire import agreement
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
