@@ -181,7 +181,8 @@ def transformers(session: nox.Session, release: str) -> None:
 def nightly(session: nox.Session) -> None:
     """Run all cases and all that compiles, where the tests of each backend run a part."""
     for backend in ("torch", "jax", "jax-gpu", "jax-tpu"):
-        install(session, BACKENDS[backend], GROUPS.get(backend, GROUPS["jax"]), *CONSTRAINED)
+        groups = [*GROUPS.get(backend, GROUPS["jax"]), *(["processes"] if backend == "jax" else [])]
+        install(session, BACKENDS[backend], groups, *CONSTRAINED)
         for each in (backend, *ALSO.get(backend, [])):
             command = ("pytest", "tests", f"--backend={each}", "--all", "-n", workers_of(backend))
             session.run(*command, *session.posargs)
@@ -255,6 +256,14 @@ def hosts(session: nox.Session, backend: str) -> None:
     """Run rings over hosts made of network namespaces; needs Linux and root."""
     install(session, BACKENDS[backend], ["examples"], *CONSTRAINED)
     session.run("python", "tests/hosts.py", backend, *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def processes(session: nox.Session) -> None:
+    """Run JAX on 2 and 4 processes with every strategy, and restore on other rings with Orbax."""
+    install(session, BACKENDS["jax"], [*GROUPS["jax"], "processes"], *CONSTRAINED)
+    files = (f"tests/jax_only/test_{name}processes.py" for name in ("", "lost_"))
+    session.run("pytest", *files, "--backend=jax", "--all", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -90,7 +90,8 @@ def schedule_of(program: Any) -> list[tuple[str, str, str]]:
 def loops_of(program: Any) -> list[tuple[str, list[int]]]:
     """Of each loop that transfers something, the schedule as a word, and the bytes that it copies.
 
-    The bytes are those of copies of arrays; of the kernel's lists of blocks there are some.
+    The bytes are those of copies of arrays; of the kernel's lists of blocks there are some. It is
+    none where the compiler fetches what a kernel reads next into memory on chip, ``S(1)``.
     """
     loops = []
     for match in re.finditer(r"\n%?[\w.-]+ [^\n]*\{\n(.*?)\n\}", program.as_text(), re.DOTALL):
@@ -106,7 +107,9 @@ def loops_of(program: Any) -> list[tuple[str, list[int]]]:
             elif "tpu_custom_call" in line:
                 word += "K"
             elif operation[2] in ("copy", "copy-start"):
-                dtype, shape = re.findall(r"(\w+)\[([\d,]*)\]", operation[1])[0]
+                dtype, shape, layout = re.findall(r"(\w+)\[([\d,]*)\](\S*)", operation[1])[0]
+                if "S(1)" in layout:
+                    continue
                 elements = math.prod(int(n) for n in shape.split(",") if n)
                 copied.append(elements * _WIDTH.get(dtype, 1))
         loops.append((word, copied))

@@ -272,9 +272,10 @@ def test_explain_says_what_would_run() -> None:
         make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
     )
     size = "4 launches or loops of them, forward and backward; 176 bytes of work items of all ranks"
+    why = "devices of a CPU share its cores and its memory, and a ring was faster there"
     assert text == (
-        f"kernel xla (any device)\nstrategy ring, transport xla\nprogram            {size}\n"
-        f"{viz.describe(program, pictures=False)}"
+        f"kernel xla (any device)\nstrategy ring, transport xla\n  not gather: {why}\n"
+        f"program            {size}\n{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")
     lines = []

@@ -35,7 +35,7 @@ def on_gpus() -> Iterator[None]:
 
 def told(size: int, *, layout: Any = "zigzag", kv_heads: int = 8, **options: Any) -> list[str]:
     """The lines of ``explain`` about the strategy."""
-    mesh = AbstractMesh((size,), ("cp",), axis_types=(AxisType.Auto,))
+    mesh: Any = AbstractMesh((size,), ("cp",), axis_types=(AxisType.Auto,))
     cp, texts = ContextParallel(mesh, "cp", layout=layout), list[str]()
     q, k = (
         jax.ShapeDtypeStruct((1, size * LOCAL, heads, 128), jnp.bfloat16)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import started
 
 PROGRAM = """
 import os, signal, sys
@@ -21,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ring_jax import ContextParallel
 
-address, rank, how = sys.argv[1], int(sys.argv[2]), getattr(signal, sys.argv[3])
+address, rank, how = sys.argv[1], int(sys.argv[3]), getattr(signal, sys.argv[4])
 jax.distributed.initialize(
     address, num_processes=2, process_id=rank, heartbeat_timeout_seconds=10,
     shutdown_timeout_seconds=10,
@@ -51,31 +48,13 @@ for step in range(3):
 def test_the_other_process_ends_in_time(how: str, tmp_path: Path) -> None:
     program = tmp_path / "ring.py"
     program.write_text(PROGRAM)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    files = [tmp_path / f"{rank}.txt" for rank in range(2)]
-    running = []
-    for rank, file in enumerate(files):
-        with file.open("w") as output:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, program, address, str(rank), how],
-                    env=environment, stdout=output, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
-    try:
+    with started(program, 2, how, devices=1) as (survivor, lost):
         until = time.monotonic() + 120
-        while "lost" not in files[1].read_text() and time.monotonic() < until:
-            assert running[1].poll() in (None, -signal.SIGKILL), files[1].read_text()
+        while "lost" not in lost.text and time.monotonic() < until:
+            assert lost.process.poll() in (None, -signal.SIGKILL), lost.text
             time.sleep(0.1)
-        code = running[0].wait(timeout=90)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    text = files[0].read_text()
+        code = survivor.process.wait(timeout=90)
+        text = survivor.text
     steps = [line for line in text.splitlines() if line.startswith("step ")]
     assert steps == ["step 0", "step 1"], text
     assert code != 0

@@ -3,71 +3,86 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
-import sys
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from ring_core import reference
-from ring_jax import ContextParallel
+import pytest
+from pages import Page
+from processes import free_address, run
 
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-mesh = jax.make_mesh((4,), ("cp",), axis_types=(AxisType.Auto,))
-cp = ContextParallel(mesh, "cp")
-whole = np.random.default_rng(0).standard_normal((3, 1, 32, 2, 8)).astype(np.float32)
-everywhere = NamedSharding(mesh, P())
-q, k, v = (jax.make_array_from_callback(x.shape, everywhere, lambda at, x=x: x[at]) for x in whole)
+from ring_jax.tripwire.agreement import disagreement
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "tests" / "processes_job.py"
+
+FEW = ("agreement", "within", "attend:auto:ring", "attend:explicit:gather")
+REST = (
+    "checks", "attend:auto:gather", "attend:auto:balanced", "attend:explicit:ring",
+    "attend:explicit:balanced",
+)  # fmt: skip
 
 
-@jax.jit
-def out_and_grad(q, k, v):
-    def loss(q):
-        out = cp.unshard(cp.attention(*(cp.shard(x) for x in (q, k, v)), causal=True))
-        return (out * out).sum(), out
-    return jax.grad(loss, has_aux=True)(q)
+@pytest.mark.nightly(unless=["2-few"])
+@pytest.mark.parametrize("checks", [FEW, REST], ids=["few", "rest"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_of_two_devices(count: int, checks: tuple[str, ...]) -> None:
+    for printed in run(JOB, count, *checks):
+        assert [line for line in printed.splitlines() if line.startswith("done")] == [
+            f"done {name}" for name in checks
+        ]
 
 
-grad, out = (np.asarray(process_allgather(x, tiled=True)) for x in out_and_grad(q, k, v))
-expected, _ = reference.attention(*whole, causal=True)
-dq = reference.attention_grads(2 * expected, *whole, causal=True).dq
-np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-np.testing.assert_allclose(grad, dq, rtol=5e-5, atol=5e-5)
-
-dropping = {"causal": True, "dropout_p": 0.5, "dropout_seed": 5}  # by a call that nothing compiles
-out = process_allgather(cp.unshard(cp.attention(*map(cp.shard, (q, k, v)), **dropping)), tiled=True)
-expected, _ = reference.attention(*whole, **dropping)
-np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
-print("equal", len(jax.devices()), len(jax.local_devices()))
-"""
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", [2, 4])
+def test_saved_and_restored_on_a_ring_of_another_size(count: int, tmp_path: Path) -> None:
+    """By Orbax; the loss is the same, in every process."""
+    printed = run(JOB, count, f"checkpoint:{tmp_path}")
+    assert len({line for text in printed for line in text.splitlines() if "loss" in line}) == 1
 
 
-def test_two_processes_of_two_devices(tmp_path: Path) -> None:
-    program = tmp_path / "ring.py"
-    program.write_text(PROGRAM)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, program, address, str(rank)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
+@pytest.mark.nightly
+def test_the_line_of_the_page() -> None:
+    """Two processes print what the page shows, and what one process does."""
+    page = Page.read(ROOT / "docs" / "launching.md")
+    (line,) = (line for line in page.commands if "processes_jax.py" in line)
+    (shown,) = (block.code for block in page.blocks if "2 processes, 4 devices" in block.code)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    one = [sys.executable, "examples/processes_jax.py", free_address(), "1", "0"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = [
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=240, cwd=ROOT,
+            env=environment | {"PATH": path},
+        ).stdout.splitlines()
+        for command in (["bash", "-c", line], one)
     ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, output in zip(running, outputs, strict=True):
-        assert process.returncode == 0, output
-        assert output.splitlines()[-1] == "equal 4 2"
+    steps = [[text for text in lines if text.startswith("step")] for lines in printed]
+    assert steps[0] == steps[1]
+    assert [text for text in printed[0] if "Gloo" not in text] == shown.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [("sys.exit(3)", "process 1 failed"), ("time.sleep(60)", "not done in 2 s")],
+)
+def test_a_process_that_fails_or_hangs_ends_the_test(last: str, words: str, tmp_path: Path) -> None:
+    program = tmp_path / "job.py"
+    program.write_text(
+        f"import sys, time\nif sys.argv[3] == '1':\n    print('mine')\n    {last}\n"
+        f"time.sleep({60 * ('exit' in last)})\n"
+    )
+    with pytest.raises(AssertionError, match=words):
+        run(program, 2, seconds=2 if "sleep" in last else 60)
+
+
+def test_a_long_difference_is_shown_where_it_begins() -> None:
+    ends = [str(tuple(range(0, 4000, 8 + n))) for n in range(2)]
+    text = disagreement([{"cu_seqlens": ends[n == 1], "mask": "causal"} for n in range(3)])
+    assert text is not None and len(text) < 400
+    assert "8, 16" in text and "9, 18" in text
+    assert "in processes 0, 2; " in text and "mask" not in text
+    one_bit = ["x" * 1000 + letter for letter in "ab"]
+    assert (text := disagreement([{"layout": x} for x in one_bit])) is not None
+    assert "xa in process 0" in text and "xb in process 1" in text
+    assert disagreement([{"layout": "zigzag"}] * 3) is None

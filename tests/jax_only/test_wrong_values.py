@@ -141,6 +141,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ring_jax.ContextParallel.attention": Subject(cp.attention, inputs, CALL),
     "ring_jax.ContextParallel.explain": Subject(cp.explain, inputs, CALL),
+    "ring_jax.ContextParallel.check_agreement": Subject(cp.check_agreement, inputs, CALL),
     "ring_jax.ContextParallel.layout_of": Subject(
         cp.layout_of, {"seq_len": 8},
         {"seq_len": {**SIZE, "none": None, "indivisible": 7}, "pad": FLAG},

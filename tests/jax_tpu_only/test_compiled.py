@@ -79,7 +79,7 @@ def test_in_a_loop(topology: str) -> None:
     forward, backward = loops_of(program)
     assert forward[0] == "SKD" * 2
     assert backward[0] == "SSKDD" * 2
-    assert max(*forward[1], *backward[1], 0) < local * KV_HEADS * DIM * 2
+    assert max([*forward[1], *backward[1], 0]) < local * KV_HEADS * DIM * 2
 
 
 def test_dead_steps_are_not_run() -> None:

@@ -44,6 +44,7 @@ from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
 from ring_jax.strategies import STRATEGIES, Way
+from ring_jax.tripwire import agreement
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
@@ -385,6 +386,37 @@ class ContextParallel:
         """
         call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         return explained(call, way)
+
+    @refuse_foreign_options
+    @with_options_of(RingAttention.__call__)
+    def check_agreement(
+        self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
+        **options: Unpack[AttentionOptions],
+    ) -> None:  # fmt: skip
+        """Compare what :meth:`attention` would do with these arguments between all processes.
+
+        Every process of the job has to call it, outside of ``jax.jit``, best once before the first
+        step. Mesh, layout, shapes, mask, options, a seed that is a number, strategy and kernels
+        have to be equal, as JAX takes the programs of all processes for one. Nothing is computed;
+        tracing a call compares nothing.
+
+        Raises:
+            RankMismatchError: They differ; the message, the same in all processes, says what on
+                which process.
+            ValueError: An argument is malformed, or traced.
+
+        Example::
+
+            cp.check_agreement(q, k, v, causal=True)
+        """
+        call_options = CallOptions(return_lse=return_lse, **options)
+
+        def facts() -> agreement.Facts:
+            call, inputs, _ = self._check_call(q, k, v, call_options)
+            axes = self.axis_name, self.batch_axis, self.head_axis
+            return agreement.facts_of(self.mesh, self.layout, axes, call, inputs, call_options)
+
+        agreement.compare(facts)
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions

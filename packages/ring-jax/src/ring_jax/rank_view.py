@@ -333,7 +333,8 @@ class RankView:
         boundaries = self.call.plan.boundaries
         if boundaries is None or (self.call.plan.blocks is None and not launches.has_documents):
             return None
-        return searchsorted(jnp.asarray(boundaries.astype(np.int32)), positions, "right")
+        offsets = jnp.asarray(boundaries.astype(np.int32))
+        return cast("Array", searchsorted(offsets, positions, "right"))
 
 
 def local_positions(layout: Layout, rank: Array) -> Array:

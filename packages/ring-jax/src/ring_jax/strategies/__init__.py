@@ -18,7 +18,7 @@ from ring_jax.strategies.ring import RING
 from ring_jax.strategies.steps import Strategy
 
 #: The strategies of ``strategy=``; ``auto`` takes the first that does not refuse.
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+STRATEGIES: Mapping[StrategyName, Strategy] = MappingProxyType(
     {"gather": GATHER, "ring": RING, "balanced": RING}
 )
 
@@ -68,7 +68,8 @@ def choose_way(
     if strategy != "auto":
         name = named_strategy(strategy, program)
         return Way(name, kernels_of(name))
-    in_ring, rejected = kernels_of(program.strategy), []
+    in_ring = kernels_of(program.strategy)
+    rejected: list[tuple[str, tuple[str, ...]]] = []
     for name, candidate in STRATEGIES.items():
         if name == program.strategy:
             break
@@ -78,7 +79,7 @@ def choose_way(
         )
         if not reasons:
             try:
-                way = Way(cast("StrategyName", name), kernels_of(cast("StrategyName", name)))
+                way = Way(name, kernels_of(name))
             except UnsupportedError as error:  # of the kernel that was named
                 reasons = (str(error),)
             else:
@@ -96,7 +97,7 @@ def named_strategy(name: str, program: RingProgram) -> StrategyName:
     Raises:
         UnsupportedError: It cannot run this program.
     """
-    strategy = STRATEGIES.get(name)
+    strategy = STRATEGIES.get(cast("StrategyName", name))
     reasons = ["only ring-torch has it"] if strategy is None else strategy.refusals(program)
     if reasons:
         raise UnsupportedError(

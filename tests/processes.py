@@ -1,0 +1,88 @@
+"""Start a Python program as several processes of one JAX job, over loopback.
+
+Each has some devices of the host. It gets the coordinator's address, the number of processes and
+its own number as arguments, and further ones. If one fails, or all take too long, the others are
+killed and the test fails with what they printed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+
+class Started(NamedTuple):
+    """A process, and the file that it prints to."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(errors="replace")
+
+
+def free_address() -> str:
+    """An address of this host that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def started(
+    program: Path, count: int, *arguments: str, devices: int = 2
+) -> Iterator[list[Started]]:
+    """Start the processes; what still runs in the end is killed."""
+    address, running = free_address(), list[Started]()
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    with TemporaryDirectory() as folder:
+        try:
+            for number in range(count):
+                command = [sys.executable, str(program), address, str(count), str(number)]
+                output = Path(folder) / f"{number}.txt"
+                with output.open("w") as file:
+                    process = subprocess.Popen(
+                        [*command, *arguments], env=environment, stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )  # fmt: skip
+                running.append(Started(process, output))
+            yield running
+        finally:
+            for one in running:
+                one.process.kill()
+                one.process.wait()
+
+
+def run(
+    program: Path, count: int, *arguments: str, devices: int = 2, seconds: float = 240
+) -> list[str]:
+    """Run the processes to their end, and return what each printed.
+
+    Raises:
+        AssertionError: One failed, or they were not done in time.
+    """
+    with started(program, count, *arguments, devices=devices) as running:
+        until = time.monotonic() + seconds
+        while any(one.process.poll() is None for one in running):
+            assert time.monotonic() < until, f"not done in {seconds} s\n{_printed(running)}"
+            failed = [n for n, one in enumerate(running) if one.process.poll()]
+            assert not failed, f"process {failed[0]} failed\n{_printed(running)}"
+            time.sleep(0.05)
+        codes = [one.process.returncode for one in running]
+        assert not any(codes), f"exit codes {codes}\n{_printed(running)}"
+        return [one.text for one in running]
+
+
+def _printed(running: Sequence[Started]) -> str:
+    """The end of what each has printed."""
+    return "\n".join(f"process {n}:\n{one.text[-4000:]}" for n, one in enumerate(running))
