@@ -21,6 +21,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
+from ring_core.tools.doctor import Check, failed
 from ring_jax.kernels.plugins import installed_kernels
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.tools import doctor
@@ -227,9 +228,9 @@ def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.Mon
     """What is broken fails on its own platform alone."""
     tested: list[str] = []
 
-    def self_test(kernel: Any) -> Iterator[doctor.doctor.Check]:
+    def self_test(kernel: Any) -> Iterator[Check]:
         tested.append(kernel.capabilities.name)
-        yield doctor.doctor.failed(kernel.capabilities.name, "", "")
+        yield failed(kernel.capabilities.name, "", "")
 
     monkeypatch.setattr(doctor, "self_test", self_test)
     for platform, name in setup.runs.items():
