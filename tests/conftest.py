@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import distributions
 import hypothesis
 import numpy.typing as npt
 import pytest
@@ -86,6 +87,10 @@ def pytest_configure(config: pytest.Config) -> None:
         others = r"(cutlass|flash_attn|quack)(\.|$)"
         config.addinivalue_line("filterwarnings", f"ignore::Warning:{others}")
         config.addinivalue_line("filterwarnings", "ignore:.torch.jit:DeprecationWarning")
+    if backend.startswith("jax") or backend == "maxtext":
+        metadata = tempfile.TemporaryDirectory()
+        config.add_cleanup(metadata.cleanup)
+        distributions.show(backend, Path(metadata.name))
     if config.getoption("--backend") == "jax-cuda":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # callbacks of checked calls need the latter
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # workers share the GPUs
@@ -185,16 +190,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
         running = TorchBackend(cuda=name == "torch-cuda")
         yield running
         running.close()
-    elif name == "jax":
+    elif name in ("jax", "jax-cuda"):
         from backends.jax_devices import JaxBackend
 
         yield JaxBackend()
-    elif name == "jax-cuda":
-        from backends.jax_devices import JaxBackend
-
-        import ring_jax_gpu
-
-        yield JaxBackend(ring_jax_gpu.ring_attention)
     else:
         pytest.fail(f"backend {name} runs no cases")
 

@@ -122,8 +122,8 @@ READMES = (
         TORCH_GIVEN + "dist.init_process_group()", TORCH_THEN,
     ),
     Readme("packages/ring-jax/README.md", "jax", "ring_jax", 1, JAX_GIVEN, JAX_THEN),
-    Readme("packages/ring-jax-tpu/README.md", "jax-tpu", "ring_jax_tpu"),
-    Readme("packages/ring-jax-gpu/README.md", "jax-gpu", "ring_jax_gpu"),
+    Readme("packages/ring-jax-tpu/README.md", "jax-tpu", "ring_jax"),
+    Readme("packages/ring-jax-gpu/README.md", "jax-gpu", r"ring_jax(_gpu)?"),
 )  # fmt: skip
 
 

@@ -235,7 +235,7 @@ def test_figures_are_of_one_generation_of_gpus(
 ) -> None:
     """Elsewhere the order decides, without a word of times."""
     monkeypatch.setattr(kernels, "compute_capability", lambda: capability)
-    first, second, strategy, *_ = _explained((256, 256), bias=False)
+    first, second, _, strategy, *_ = _explained((256, 256), bias=False)
     assert (first, second) == ("kernel triton (cuda)", "kernel xla (any other device)")
     assert strategy == "strategy ring, transport xla"
 

@@ -270,11 +270,12 @@ def test_explain_names_a_kernel_for_each_platform() -> None:
     x = jnp.zeros((1, 8, 2, 4))
     both = ["kernel triton (cuda)", "kernel xla (any other device)"]
     for options in ({}, {"sinks": jnp.zeros(2)}, {"deterministic": True}):
-        first, second, not_cudnn, strategy, *_ = cp.explain(x, x, x, causal=True, **options).split(
-            "\n"
-        )
+        first, second, not_cudnn, not_pallas, strategy, *_ = cp.explain(
+            x, x, x, causal=True, **options
+        ).split("\n")
         assert [first, second] == both
         assert not_cudnn.startswith("  not cudnn (cuda): takes bfloat16 or float16")
+        assert not_pallas.startswith("  not pallas (tpu): needs ring-jax-tpu ")
         assert strategy == "strategy ring, transport xla"
     wide = x.astype("float16").repeat(128, axis=-1)
     text = cp.explain(wide, wide, wide, causal=True)

@@ -16,7 +16,7 @@ from cases import RINGS
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ring_core import LAYOUTS, ChunkLayout, Mask, make_plan, reference, ring_program, viz
-from ring_jax import RESIDUALS, ContextParallel, ring_attention
+from ring_jax import RESIDUALS, ContextParallel, __version__, ring_attention
 from ring_jax.records import AttentionOptions, CallOptions
 
 Q, KV = (2, 16, 4, 8), (2, 16, 2, 8)
@@ -272,9 +272,17 @@ def test_explain_says_what_would_run() -> None:
         make_plan(Mask(causal=True), seq_len=q.shape[1], cp_size=2, layout="zigzag")
     )
     size = "4 launches or loops of them, forward and backward; 176 bytes of work items of all ranks"
+    absent = "".join(
+        f"  not {name}: needs ring-jax-{package} {__version__}, which is not installed\n"
+        for name, package in (
+            ("triton (cuda)", "gpu"),
+            ("cudnn (cuda)", "gpu"),
+            ("pallas (tpu)", "tpu"),
+        )
+    )
     why = "devices of a CPU share its cores and its memory, and a ring was faster there"
     assert text == (
-        f"kernel xla (any device)\nstrategy ring, transport xla\n  not gather: {why}\n"
+        f"kernel xla (any device)\n{absent}strategy ring, transport xla\n  not gather: {why}\n"
         f"program            {size}\n{viz.describe(program, pictures=False)}"
     )
     assert "strategy gather" in cp.explain(q, k, v, causal=True, strategy="gather")

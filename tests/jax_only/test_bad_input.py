@@ -65,7 +65,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"softcap": -1.0}, "softcap must be a finite number > 0"),
     "deterministic": ({"deterministic": 1}, "deterministic must be True or False"),
     "return_lse": ({"return_lse": None}, "return_lse must be True or False"),
-    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, xla"),
+    "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, triton, cudnn, pallas, xla"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, xla"),
     "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ring"),
@@ -106,7 +106,8 @@ def test_gradient_of_slopes_is_refused() -> None:
 
 def test_auto_names_all_reasons_when_nothing_fits() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"no kernel can do this call. xla: has no choice of fused"
+        UnsupportedError,
+        match=r"no kernel can do this call. triton: needs .* xla: has no choice of fused",
     ):
         ring_attention(**arrays(kernel=KernelConfig(fused_backward=True)))
 

@@ -67,7 +67,7 @@ SHARED: dict[str, Honoured | Refused] = dict([
     alone("fwd_params", BLOCKS),
     alone("bwd_params", SimpleNamespace(block_q=8, block_k=4, num_warps=None)),
     no("mask_info", object(), "q_segment_ids"),
-    no("platform", "triton", "ring_jax_gpu.ring_attention"),
+    alone("platform", "xla"),
     no("cfg", object(), "fwd_params"),
     no("mesh", object(), "ContextParallel"),
     no("in_specs", (), "ContextParallel"),
@@ -291,7 +291,7 @@ def test_mask_and_bias_add_up() -> None:
         ({"softmax_aux": np.zeros(3)}, r"softmax_aux must be \[4, n\].*reshape\(1, -1\)"),
         ({"fwd_params": BLOCKS, "bwd_params": {"q_blocksize": 8}}, "bwd_params: its block_q"),
         ({"fwd_params": {"num_warps": 4}}, "fwd_params: kernels of this package have no num_warps"),
-        ({"mask_builder": len, "platform": "pallas"}, "mask_builder: .*; platform: "),
+        ({"mask_builder": len, "cfg": 1}, "mask_builder: .*; cfg: "),
     ],
 )  # fmt: skip
 def test_refusals_name_the_argument(arguments: dict[str, Any], message: str) -> None:
@@ -357,7 +357,6 @@ def test_operation_reads_its_metadata() -> None:
         ({"mesh": "mesh"}, "mesh needs sequence_axis_name"),
         ({"batch_axis_name": "dp"}, "give mesh too"),
         ({"runtime_softmax_dtype": "bfloat16"}, "runtime_softmax_dtype: "),
-        ({"operation_configs": {"ring": {"platform": "triton"}}}, "platform: "),
         ({"operation_configs": {"ring": {}}, "blocksize_q": 4}, "both say how large blocks are"),
     ],
 )

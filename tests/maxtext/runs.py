@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import maxtext
@@ -97,8 +98,11 @@ def main() -> None:
     devices, attention, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    AttentionOp.apply_attention = with_ring(AttentionOp.apply_attention, Counted)
-    with tempfile.TemporaryDirectory() as folder:
+    AttentionOp.apply_attention = with_ring(AttentionOp.apply_attention)
+    with (
+        patch("ring_jax.maxtext.ContextParallel", Counted),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         results: dict[str, dict[str, object]] = {}
         for name in sys.argv[4:] or RUNS:
             Counted.calls = 0

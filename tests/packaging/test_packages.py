@@ -169,10 +169,14 @@ assert not xla_bridge._backends, "an import asked for a device"
 assert not {"torch", "triton", "jax_triton", "flax", "equinox", "matplotlib"} & set(sys.modules)
 
 import jax.numpy as jnp
+from ring_jax.kernels.plugins import PACKAGES, installed_kernels
 x = jnp.ones((1, 8, 2, 4))
-for package in (ring_jax, ring_jax_gpu, ring_jax_tpu):
-    out = package.ring_attention(x, x, x, axis_name=None, causal=True)
-    assert jnp.allclose(out, 1.0), out
+assert jnp.allclose(ring_jax.ring_attention(x, x, x, axis_name=None, causal=True), 1.0)
+for package in (ring_jax_gpu, ring_jax_tpu):
+    assert package.ring_attention is ring_jax.ring_attention
+    assert package.ContextParallel is ring_jax.ContextParallel
+names = [name for _, names in PACKAGES.values() for name in names]
+assert [kernel.capabilities.name for kernel in installed_kernels()] == [*names, "xla"]
 """
 
 MODULES_OF = """

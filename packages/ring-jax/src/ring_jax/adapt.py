@@ -18,7 +18,6 @@ from ring_core import Layout, Mask, UnsupportedError
 from ring_core.base.arguments import check_foreign_options
 from ring_jax.attention import RingAttention
 from ring_jax.context import ContextParallel
-from ring_jax.kernels import kernel_names
 from ring_jax.prepare import axis_size
 from ring_jax.rank_view import local_positions
 from ring_jax.records import Array
@@ -53,13 +52,11 @@ class BoundAttention:
         attention: The bound function, to be called with ``q, k, v`` and further options.
         options: The bound options.
         context: The ``ContextParallel`` that it is a method of; ``None`` inside ``shard_map``.
-        kernels: The values that ``kernel=`` may have.
     """
 
     attention: Attention
     options: Mapping[str, Any]
     context: ContextParallel | None
-    kernels: tuple[str, ...]
 
     def __call__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any]) -> Any:
         """Attend with the bound options and those of this call; only ``causal`` may be in both.
@@ -114,8 +111,7 @@ def bind(attention: Attention) -> BoundAttention:
         raise ValueError(f"no option {', '.join(unknown)}; known: {', '.join(known)}")
     if options.get("return_lse"):
         raise ValueError("return_lse must not be bound: a model takes one array from its attention")
-    kernels = function.kernels if context is None else context.kernels
-    return BoundAttention(attention, options, context, kernel_names(kernels))
+    return BoundAttention(attention, options, context)
 
 
 def dropout_options(rate: float, key: Array) -> dict[str, Any]:

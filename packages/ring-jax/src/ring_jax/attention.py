@@ -13,16 +13,20 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig
 from ring_core.base.arguments import refuse_foreign_options
 from ring_jax.autodiff import attend
-from ring_jax.kernels.xla import XlaKernel
 from ring_jax.prepare import axis_size, check_call, prepared
 from ring_jax.records import Array, AttentionOptions, CallOptions, Kernel, Window
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """The function :func:`ring_attention` over a list of kernels, the fastest first."""
+    """The function :func:`ring_attention`, over the kernels of installed packages or given ones.
 
-    kernels: tuple[Kernel, ...]
+    Attributes:
+        kernels: The kernels to choose from, the fastest first; ``None`` takes those of the
+            installed packages.
+    """
+
+    kernels: tuple[Kernel, ...] | None = None
 
     @overload
     def __call__(
@@ -121,8 +125,10 @@ class RingAttention:
                 counts by its bits.
             deterministic: Only use kernels whose backward repeats bit for bit.
             return_lse: Return ``lse`` too.
-            kernel: ``auto``, ``xla`` or a :class:`KernelConfig`. A kernel that is named never falls
-                back.
+            kernel: ``auto``, a name or a :class:`KernelConfig`. ``xla`` runs everywhere; ``triton``
+                and ``cudnn`` of ``ring-jax-gpu`` on NVIDIA GPUs, ``pallas`` of ``ring-jax-tpu`` on
+                TPUs. ``auto`` takes the fastest of those installed, for the platform that the
+                program is lowered for. A kernel that is named never falls back.
             strategy: ``ring``: K/V shards go from device to device, a step at a time. ``balanced``:
                 a ring over contiguous shards whose idle devices compute for busy ones, so that
                 causal work is even. ``gather``: all K/V shards go to each device, beside the own
@@ -139,7 +145,8 @@ class RingAttention:
 
         Raises:
             ValueError: An argument is malformed, or traced where it must be static.
-            UnsupportedError: No kernel, or not the one named, can do this.
+            UnsupportedError: No kernel, or not the one named, can do this; or the program is
+                lowered for a platform whose installed kernels cannot be used.
 
         Reference: Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for
         near-infinite context", arXiv 2310.01889.
@@ -160,7 +167,7 @@ class RingAttention:
         return (out, lse) if return_lse else out
 
 
-ring_attention = RingAttention((XlaKernel(),))
+ring_attention = RingAttention()
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm
-from typing import Any, ClassVar, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,12 @@ from ring_jax.collectives import (
     transfer,
 )
 from ring_jax.global_arrays import global_attention, global_movement, specs_of
-from ring_jax.kernels import xla
+from ring_jax.kernels.plugins import AbsentKernel
+from ring_jax.kernels.xla import XlaKernel
 from ring_jax.meshes import check_axes, devices_of, in_one_process, numbered, with_devices
 from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
-from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs, Kernel
+from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
 from ring_jax.strategies import STRATEGIES, Way
 from ring_jax.tripwire import agreement
 
@@ -79,8 +80,6 @@ class ContextParallel:
         q, k, v = (cp.shard(x, dim=1) for x in (q, k, v))
         out = cp.unshard(cp.attention(q, k, v, causal=True), dim=1)
     """
-
-    kernels: ClassVar[tuple[Kernel, ...]] = (xla.XlaKernel(),)
 
     def __init__(
         self,
@@ -429,9 +428,7 @@ class ContextParallel:
             self.mesh.abstract_mesh, size_of(self.mesh, batch), size_of(self.mesh, heads),
             self._mask_shards(options.mask, batch, heads), in_one_process(self.mesh, self.axis_name),
         )  # fmt: skip
-        return check_call(
-            self.kernels, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards
-        )
+        return check_call(None, self.axis_name, self.layout, self.cp_size, q, k, v, options, shards)
 
     def _axes(self, q: Array, k: Array) -> tuple[Axes, Axes]:
         """Return the axes of batch and heads: those named, else those that q is known to have."""
@@ -453,7 +450,7 @@ class ContextParallel:
         other kernel.
         """
         axes = frozenset(self.mesh.axis_names)
-        only_xla = all(isinstance(kernel, xla.XlaKernel) for kernel in call.kernels)
+        only_xla = all(isinstance(kernel, XlaKernel | AbsentKernel) for kernel in call.kernels)
         if AxisType.Explicit in self.mesh.axis_types or not only_xla:
             return axes
         named = {*names_of(self.axis_name, batch, heads)}

@@ -40,7 +40,6 @@ MADE_MASK = "a mask that a model makes; run such layers with another attention o
 
 def with_ring(
     apply_attention: Callable[..., Any],
-    context_parallel: type[ContextParallel] = ContextParallel,
     *,
     kernel: str | KernelConfig = "auto",
     strategy: str | StrategyConfig = "auto",
@@ -62,8 +61,6 @@ def with_ring(
 
     Args:
         apply_attention: ``AttentionOp.apply_attention``, which runs for every other ``attention``.
-        context_parallel: The ``ContextParallel`` of ``ring_jax``, ``ring_jax_gpu`` or
-            ``ring_jax_tpu``, whose kernels run.
         kernel, strategy: See :func:`ring_jax.ring_attention`.
 
     The method raises :class:`ring_core.UnsupportedError`, while a program is traced, for what has
@@ -119,7 +116,7 @@ def with_ring(
         rules = RULES[self.attention_type.value]
         check_first_aligned(query.shape[1], key.shape[1], "MaxText", **dict.fromkeys(rules, True))
         pair: Any = (decoder_segment_ids, decoder_segment_ids_kv)
-        out = _context_parallel(self, context_parallel).attention(
+        out = _context_parallel(self).attention(
             query, key, value,
             causal="causal" in rules,
             window=(self.sliding_window_size - 1, 0) if "window" in rules else None,
@@ -154,12 +151,12 @@ def _check_settings(operation: Any) -> None:
     )  # fmt: skip
 
 
-def _context_parallel(operation: Any, context_parallel: type[ContextParallel]) -> ContextParallel:
+def _context_parallel(operation: Any) -> ContextParallel:
     """Make a ``ContextParallel`` from the mesh, axes and token order of an ``AttentionOp``."""
     mesh: Mesh = operation.mesh
     axis = operation.config.context_sharding
     batch, heads, *_ = operation._logical_to_mesh_axes(operation.flash_axis_names_q)  # noqa: SLF001 - MaxText has no public way
-    return context_parallel(mesh, axis, batch, heads, layout=_layout(operation, mesh.shape[axis]))
+    return ContextParallel(mesh, axis, batch, heads, layout=_layout(operation, mesh.shape[axis]))
 
 
 def _layout(operation: Any, size: int) -> LayoutSpec:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ring_core import KernelConfig, Mask, UnsupportedError, checks
+from ring_core import KernelConfig, Mask, checks
 from ring_core.base.arguments import is_integer
 from ring_jax.adapt import (
     Attention,
@@ -102,7 +102,7 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
         translated = {
             "causal": is_causal or None,
             "window": (window, window) if is_integer(window) else window,
-            "softmax_scale": scale, "kernel": _check_implementation(implementation, bound.kernels),
+            "softmax_scale": scale, "kernel": implementation,
             "bias": None if bias is None else broadcast("bias", jnp.asarray(bias), batch),
             "return_lse": return_residual or None,
         }  # fmt: skip
@@ -169,20 +169,3 @@ def _lengths(name: str, lengths: ArrayLike, rows: int) -> Array:
     if array.shape != (rows,) or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{rows}], got {array.dtype} {array.shape}")
     return array.astype(jnp.int32)[:, None]
-
-
-def _check_implementation(
-    implementation: str | KernelConfig | None, kernels: tuple[str, ...]
-) -> str | KernelConfig | None:
-    """Return the argument ``implementation``, if it names a kernel that there is.
-
-    Raises:
-        UnsupportedError: There is no kernel of that name.
-    """
-    name = getattr(implementation, "name", implementation)
-    if name is not None and name not in kernels:
-        raise UnsupportedError(
-            f"implementation: the kernels here are {', '.join(kernels)}, not {name!r}; attentions "
-            f"of ring_jax_gpu and ring_jax_tpu have more"
-        )
-    return implementation

@@ -26,6 +26,7 @@ from ring_core import (
 from ring_core.base.config import kernel_config, strategy_config
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import choose, kernel_names
+from ring_jax.kernels.plugins import broken_kernels, installed_kernels
 from ring_jax.records import Array, CallOptions, CallSpec, Devices, Inputs, Kernel, LocalShape
 from ring_jax.strategies import STRATEGIES, Way, choose_way
 from ring_jax.tripwire import checked_every
@@ -48,13 +49,14 @@ LOCAL = ShardCounts()
 
 
 def check_call(
-    kernels: Sequence[Kernel], axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
+    kernels: Sequence[Kernel] | None, axis_name: Hashable | None, layout: LayoutSpec, cp_size: int,
     q: Array, k: Array, v: Array, options: CallOptions, shards: ShardCounts = LOCAL,
 ) -> tuple[CallSpec, Inputs, Way]:  # fmt: skip
     """Check all arguments of a call, plan it and choose its strategy and kernel.
 
     Args:
-        kernels: The kernels to choose from, the fastest first.
+        kernels: The kernels to choose from, the fastest first; ``None`` takes those of the
+            installed packages.
         axis_name: The mesh axis that splits the sequence; ``None`` is one device.
         layout: The order of tokens over devices.
         cp_size: Number of devices along the axis.
@@ -98,6 +100,7 @@ def check_call(
     )
     request, scale, cap = _request(options, sizes, described[0].dtype, shards, dense is not None)
     q_ids, k_ids = _check_option_arrays(sizes, k_len, options)
+    kernels = installed_kernels() if kernels is None else kernels
     config = kernel_config(options.kernel, kernel_names(kernels))
     inputs = Inputs(
         q, k, v, q_ids, k_ids, options.sinks, options.bias, options.alibi_slopes,
@@ -112,8 +115,9 @@ def check_call(
         lambda strategy: choose(kernels, config, request, program, local_shape_of(strategy)),
     )  # fmt: skip
     choice = way.kernels
+    broken = broken_kernels(kernels) if config.name == "auto" else ()
     call = CallSpec(
-        program, axis_name, scale, cap, float(options.dropout_p), choice.kernels, config,
+        program, axis_name, scale, cap, float(options.dropout_p), (*broken, *choice.kernels), config,
         described[0].dtype, sizes.head_dim, way.strategy, bias_masks=dense is not None,
         bias_grad=options.bias is not None, check_every=checked_every(),
         deterministic=options.deterministic, has_sinks=options.sinks is not None,

@@ -27,7 +27,6 @@ from ring_jax.compat.translate import (
     documents_of,
     logits_dtype_of,
     pad_to_one_length,
-    platform_of,
     rule_of,
     segments_of,
     sinks_of,
@@ -92,7 +91,7 @@ def ring_attention(
         q_position_ids: Refused: positions follow from the axis and the layout.
         kv_position_ids: Refused, likewise.
         mask_info: Refused; pass its segment ids.
-        platform: ``auto`` or ``xla``; the others are refused.
+        platform: The kernel, as in :func:`ring_jax.ring_attention`; ``None`` is ``auto``.
         cfg: Refused; pass its ``fwd_params`` and ``bwd_params``.
         mesh: Refused; shard outside the call.
         in_specs: Refused, likewise.
@@ -116,14 +115,13 @@ def ring_attention(
         q_position_ids=(q_position_ids, positions), kv_position_ids=(kv_position_ids, positions),
         mask_info=(mask_info, MASK_INFO), cfg=(cfg, CONFIG), mesh=(mesh, IN_SHARD_MAP),
         in_specs=(in_specs, IN_SHARD_MAP), out_specs=(out_specs, IN_SHARD_MAP),
-        platform=platform_of(platform),
     )  # fmt: skip
     return attend(
         query, key, value, axis_name=axis_name, mask=rule_of(causal, sliding_window, chunk_size),
         segment_ids=segments_of(q_segment_ids, kv_segment_ids, query, key),
         softmax_scale=softmax_scale, softcap=logits_soft_cap,
         sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
-        kernel=config_of(fwd_params, bwd_params, fused_backward=fused_backward),
+        kernel=config_of(platform, fwd_params, bwd_params, fused_backward=fused_backward),
     )  # fmt: skip
 
 
@@ -187,7 +185,7 @@ def flash_attention(
         kv_segment_ids: See :func:`ring_attention`.
         block_tables: Refused: there is no paged cache.
         mask_info: Refused; pass its segment ids or its mask.
-        platform: ``auto`` or ``xla``; the others are refused.
+        platform: The kernel, as in :func:`ring_jax.ring_attention`; ``None`` is ``auto``.
         cfg: Refused; pass its ``fwd_params`` and ``bwd_params``.
         mesh: Refused; shard outside the call.
         in_specs: Refused, likewise.
@@ -210,7 +208,7 @@ def flash_attention(
         block_tables=(block_tables, "there is no paged cache; gather keys and values first"),
         mask_info=(mask_info, f"{MASK_INFO}; or pass its attention_mask"), cfg=(cfg, CONFIG),
         mesh=(mesh, IN_SHARD_MAP), in_specs=(in_specs, IN_SHARD_MAP),
-        out_specs=(out_specs, IN_SHARD_MAP), platform=platform_of(platform),
+        out_specs=(out_specs, IN_SHARD_MAP),
     )  # fmt: skip
     aligned = causal or sliding_window is not None
     documents = documents_of(cum_seqlens_q, cum_seqlens_k, query, key, aligned=aligned)
@@ -227,7 +225,7 @@ def flash_attention(
         segment_ids=segments if documents is None else documents, softmax_scale=softmax_scale,
         softcap=logits_soft_cap, sinks=sinks_of(softmax_aux, query.shape[2]), bias=bias,
         dropout_p=dropout_prob, dropout_seed=dropout_seed,
-        kernel=config_of(fwd_params, bwd_params, fused_backward=False),
+        kernel=config_of(platform, fwd_params, bwd_params, fused_backward=False),
     )  # fmt: skip
     return out if query.shape[1] == tokens else out[:, :tokens]
 
@@ -381,12 +379,12 @@ def _kernel_config(metadata: OperationMetadata) -> KernelConfig:
     sizes = {"block_q": metadata.blocksize_q, "block_k": metadata.blocksize_k}
     config = (metadata.operation_configs or {}).get("ring")
     if config is None:
-        return config_of(sizes, None, fused_backward=False)
+        return config_of(None, sizes, None, fused_backward=False)
     if sizes != {"block_q": None, "block_k": None}:
         raise ValueError(
             "blocksize_q and blocksize_k, and operation_configs['ring'], both say how large blocks "
             "are; pass one of them"
         )
     read = config.get if isinstance(config, Mapping) else partial(getattr, config)
-    refuse(platform=platform_of(read("platform", None)))
-    return config_of(read("fwd_params", None), read("bwd_params", None), fused_backward=False)
+    settings = (read(name, None) for name in ("platform", "fwd_params", "bwd_params"))
+    return config_of(*settings, fused_backward=False)

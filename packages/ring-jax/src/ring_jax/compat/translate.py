@@ -191,8 +191,10 @@ def pad_to_one_length(
     return q, k, v, bias, (q_ids, k_ids)
 
 
-def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -> KernelConfig:
-    """Return the kernel's settings from ``fwd_params`` and ``bwd_params``.
+def config_of(
+    platform: str | None, fwd_params: object, bwd_params: object, *, fused_backward: bool
+) -> KernelConfig:
+    """Return the kernel and its settings from ``platform``, ``fwd_params`` and ``bwd_params``.
 
     ``fused_backward=False``, ejkernel's default, leaves the choice to the kernel.
 
@@ -208,7 +210,7 @@ def config_of(fwd_params: object, bwd_params: object, *, fused_backward: bool) -
                 f"{forward[name]}; one size serves both here, so pass equal ones or fwd_params alone"
             )
     chosen = backward if fwd_params is None else forward
-    return KernelConfig("auto", **chosen, fused_backward=True if fused_backward else None)
+    return KernelConfig(platform or "auto", **chosen, fused_backward=fused_backward or None)
 
 
 def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Array | None:
@@ -228,14 +230,6 @@ def bias_of(bias: Array | None, attention_mask: Array | None, dtype: Any) -> Arr
             f"got {mask_dtype} {list(jnp.shape(attention_mask))}; padding is q_segment_ids=-1"
         )
     return with_mask(bias, jnp.asarray(attention_mask) != 0, dtype)
-
-
-def platform_of(platform: str | None) -> tuple[str | None, str]:
-    """Return the pair that :func:`refuse` takes for a platform; ``auto`` and ``xla`` are fine."""
-    return None if platform in (None, "auto", "xla") else platform, (
-        f"this package has the kernel 'xla' alone, not {platform!r}; call "
-        f"ring_jax_tpu.ring_attention or ring_jax_gpu.ring_attention for theirs"
-    )
 
 
 def logits_dtype_of(dtype: DTypeLike, query: Array) -> tuple[object, str]:

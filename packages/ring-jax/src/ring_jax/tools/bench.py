@@ -26,16 +26,13 @@ def defaults() -> BenchCase:
     return default_case(jax.local_device_count(), on_cpu=jax.default_backend() == "cpu")
 
 
-def bench(
-    context: type[ContextParallel], setting: BenchCase, seconds: float
-) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
+def bench(setting: BenchCase, seconds: float) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
     """Check a ring against float64 on a short sequence, then time it, and one device alone.
 
     CPU devices share the host's cores, which one device also has for itself: there the times
     themselves are compared, elsewhere the rates per device.
 
     Args:
-        context: The class with the kernels to use.
         setting: Sizes, mask, layout, kernel and strategy.
         seconds: Time limit of all rounds together.
 
@@ -50,7 +47,7 @@ def bench(
         raise ValueError(
             f"--ranks {setting.ranks}: there are {len(devices)} devices here, and a rank needs one"
         )
-    ring, single = (_make_ring(context, setting, ranks) for ranks in (setting.ranks, 1))
+    ring, single = (_make_ring(setting, ranks) for ranks in (setting.ranks, 1))
     short = [
         jnp.asarray(x, setting.dtype) for x in doctor.inputs_for(ring.cp_size, setting.head_dim)
     ]
@@ -66,10 +63,10 @@ def bench(
     return checks, timings(*runs, work_fraction=work_fraction, seconds=seconds)
 
 
-def _make_ring(context: type[ContextParallel], setting: BenchCase, ranks: int) -> ContextParallel:
+def _make_ring(setting: BenchCase, ranks: int) -> ContextParallel:
     """Make a context over the first ``ranks`` local devices."""
     mesh = jax.make_mesh((ranks,), ("ring",), (AxisType.Auto,), devices=jax.local_devices()[:ranks])
-    return context(mesh, axis_name="ring", layout=setting.layout)
+    return ContextParallel(mesh, axis_name="ring", layout=setting.layout)
 
 
 def _attention(cp: ContextParallel, setting: BenchCase) -> Attend:

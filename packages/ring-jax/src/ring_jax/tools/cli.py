@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
 
 import jax
 from jax import Array, numpy as jnp
@@ -20,19 +19,12 @@ from jax import Array, numpy as jnp
 from ring_core import support_matrix
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
-from ring_jax.context import ContextParallel, explained
+from ring_jax.context import explained
+from ring_jax.kernels.plugins import AbsentKernel, installed_kernels
 from ring_jax.prepare import check_call
 from ring_jax.records import CallOptions
 from ring_jax.tools import bench as _bench_jax
-from ring_jax.tools.doctor import (
-    HOST_DEVICES,
-    _module_of,
-    _platform,
-    diagnose,
-    kernels,
-    shown,
-    versions,
-)
+from ring_jax.tools.doctor import HOST_DEVICES, _platform, diagnose, shown, versions
 
 
 def _ask_for_host_devices() -> None:
@@ -45,7 +37,8 @@ def _ask_for_host_devices() -> None:
 
 def matrix() -> str:
     """Return what each kernel of the installed packages supports, as a Markdown table."""
-    return support_matrix([kernel.capabilities for _, kernel in kernels()[0]])
+    present = (x for x in installed_kernels() if not isinstance(x, AbsentKernel))
+    return support_matrix([kernel.capabilities for kernel in present])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,11 +73,10 @@ def _explain(args: argparse.Namespace) -> int:
     texts: list[str] = []
     try:
         case = explain.case_of(args)
-        cp = _context_class()
 
         def call(q: Array, k: Array, v: Array) -> None:
             spec, _, way = check_call(
-                cp.kernels, "cp", case.layout, case.cp_size, q, k, v, CallOptions(**case.options)
+                None, "cp", case.layout, case.cp_size, q, k, v, CallOptions(**case.options)
             )
             texts.append(explained(spec, way))
 
@@ -102,7 +94,7 @@ def _bench(args: argparse.Namespace) -> int:
     """Run the command ``bench`` and print its table; return the exit code."""
     try:
         setting = bench.setting_of(args, _bench_jax.defaults())
-        checks, results = _bench_jax.bench(_context_class(), setting, args.seconds)
+        checks, results = _bench_jax.bench(setting, args.seconds)
     except (ValueError, ImportError, RuntimeError) as error:
         print(f"ring_jax: error: {error}", file=sys.stderr)
         return 2
@@ -114,14 +106,3 @@ def _bench(args: argparse.Namespace) -> int:
         where += ", which share the cores that one device has alone"
     print(bench.report(setting, where, results, versions(), as_json=args.json))
     return 0
-
-
-def _context_class() -> type[ContextParallel]:
-    """Return the ``ContextParallel`` with kernels for the default devices, or the one without."""
-    module = _module_of(
-        {"tpu": "ring_jax_tpu", "cuda": "ring_jax_gpu"}.get(_platform(), "ring_jax")
-    )
-    return cast(
-        "type[ContextParallel]",
-        getattr(module, "ContextParallel", ContextParallel),
-    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +14,15 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import bench, doctor
-from ring_jax.attention import RingAttention, ring_attention
+from ring_jax.attention import RingAttention
+from ring_jax.kernels.plugins import PACKAGES, AbsentKernel, broken_kernels, installed_kernels
 from ring_jax.records import Kernel
 from ring_jax.tools.bench import compared, out_and_grads
 
 LIBRARIES = (
-    "numpy", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton",
+    *PACKAGES, "numpy", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton",
     "triton", "torch", "flax", "equinox",
 )  # fmt: skip
-BACKENDS = {"ring_jax_tpu": "a TPU", "ring_jax_gpu": "an NVIDIA GPU"}
 MOST_DEVICES, HOST_DEVICES = 8, 2
 
 
@@ -58,57 +56,28 @@ def diagnose() -> Diagnosis:
     except (RuntimeError, AssertionError) as error:  # which of the two depends on the platform
         platforms = os.environ.get("JAX_PLATFORMS", "")
         raise RuntimeError(f"JAX finds no device; JAX_PLATFORMS={platforms!r}. {error}") from error
-    installed, missing = kernels()
-    reports = [_report(package, kernel.capabilities) for package, kernel in installed]
-    able = [
-        kernel for (_, kernel), report in zip(installed, reports, strict=True) if report.available
-    ]
-    libraries, checks = versions(), (check for kernel in able for check in self_test(kernel))
+    kernels, platform = installed_kernels(), _platform()
+    reports = [_report(kernel, platform) for kernel in kernels]
+    # A broken kernel for this platform fails its test, as every call here would.
+    tested = [
+        kernel for kernel, report in zip(kernels, reports, strict=True)
+        if report.available
+        or (kernel in broken_kernels(kernels) and platform in kernel.capabilities.devices)
+    ]  # fmt: skip
+    libraries, checks = versions(), (check for kernel in tested for check in self_test(kernel))
     return Diagnosis(
         versions=libraries,
         clashes=doctor.clashes(libraries),
         backend=jax.default_backend(),
         devices=tuple(f"{device} ({device.device_kind})" for device in devices),
-        kernels=(*reports, *missing),
-        checks=tuple(bench.watched(checks, len(doctor.RESULTS) * len(able), "check")),
+        kernels=tuple(reports),
+        checks=tuple(bench.watched(checks, len(doctor.RESULTS) * len(tested), "check")),
     )
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the installed :data:`LIBRARIES` and of our packages."""
-    packages = (
-        x for x in ("ring_core", "ring_jax", *BACKENDS) if isinstance(_module_of(x), ModuleType)
-    )
-    return doctor.versions(LIBRARIES, [name.replace("_", "-") for name in packages])
-
-
-def kernels() -> tuple[list[tuple[str, Kernel]], list[KernelReport]]:
-    """Return the kernels of all installed packages, and reports of packages that have none.
-
-    Each kernel comes with the name of its package.
-    """
-    installed = [("ring_jax", kernel) for kernel in ring_attention.kernels]
-    missing = []
-    for package, device in BACKENDS.items():
-        module = _module_of(package)
-        known = {kernel.capabilities.name for _, kernel in installed}
-        exported = getattr(getattr(module, "ring_attention", None), "kernels", ())
-        own = [(package, kernel) for kernel in exported if kernel.capabilities.name not in known]
-        installed += own
-        if not own:
-            why = "has no kernels yet" if isinstance(module, ModuleType) else module
-            missing.append(KernelReport("-", package, False, f"{why}; it is for {device}"))
-    return installed, missing
-
-
-def _module_of(package: str) -> ModuleType | str:
-    """Import a package and return it, or return why it cannot be imported."""
-    if importlib.util.find_spec(package) is None:
-        return "not installed"
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        return f"cannot be imported: {error}"
+    """Return the versions of Python, of our packages and of the installed :data:`LIBRARIES`."""
+    return doctor.versions(LIBRARIES, ["ring-core", "ring-jax"])
 
 
 def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
@@ -134,10 +103,13 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
     yield from compared(can.name, results, inputs, where=where, mask=doctor.CAUSAL)
 
 
-def _report(package: str, can: Capabilities) -> KernelReport:
+def _report(kernel: Kernel, platform: str) -> KernelReport:
     """Report whether a kernel could do the self-test on the default devices."""
+    can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
+    if isinstance(kernel, AbsentKernel):
+        return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
-    reasons = refusals(can, replace(_sample_request(can), device=_platform()), program)
+    reasons = refusals(can, replace(_sample_request(can), device=platform), program)
     return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
 
 

@@ -1,0 +1,124 @@
+"""Kernels of other packages of this project, found by the entry points ``ring_jax.kernels``.
+
+They are loaded at the first call. Where an installed package cannot be used, programs for its own
+platform are refused when they are lowered; those for other platforms are as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from ring_core import Capabilities, UnsupportedError
+from ring_core.base.config import EVERYTHING
+from ring_jax.kernels.xla import XlaKernel
+from ring_jax.records import Kernel
+
+#: The packages whose kernels are taken, with their platform and names, known before they are
+#: loaded. There are no others, for the protocol of a kernel is private.
+PACKAGES = {"ring-jax-gpu": ("cuda", ("triton", "cudnn")), "ring-jax-tpu": ("tpu", ("pallas",))}
+
+
+@dataclass(frozen=True)
+class AbsentKernel:
+    """A kernel that is not installed, or that cannot be loaded: it refuses every call.
+
+    Attributes:
+        name: Its name, as in ``kernel=``.
+        platform: The platform that it is for, as JAX calls it.
+        package: Name of the package that has it.
+        reason: Why it cannot run, and what to do.
+        is_broken: The package is installed. Then ``auto`` takes no other kernel in its place
+            without a word: programs for its platform are refused.
+    """
+
+    name: str
+    platform: str
+    package: str
+    reason: str
+    is_broken: bool
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return its name and platform, for calls that no reason but its own refuses."""
+        return replace(EVERYTHING, name=self.name, devices=(self.platform,))
+
+    def refusals(self, *_: object) -> tuple[str, ...]:
+        """Return the reason, whatever the call is."""
+        return (self.reason,)
+
+    def attend_into(self, *launch: Any) -> Any:
+        """Return the accumulator, in a way that cannot be lowered."""
+        return jax.tree.map(partial(refused_p.bind, kernel=self), launch[-1])
+
+    grads_into = attend_into
+
+
+def broken_kernels(kernels: Iterable[Kernel]) -> tuple[AbsentKernel, ...]:
+    """Return the kernels of installed packages that cannot be loaded."""
+    return tuple(x for x in kernels if isinstance(x, AbsentKernel) and x.is_broken)
+
+
+#: The identity of an array, for which there is no code.
+refused_p = Primitive("ring_refused_platform")
+
+
+def _refuse(*_: Any, kernel: AbsentKernel) -> NoReturn:
+    """Raise the error of a program that is lowered for the platform of a broken package."""
+    raise UnsupportedError(f"kernel {kernel.name!r}: {kernel.reason}")
+
+
+refused_p.def_impl(_refuse)
+refused_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(refused_p, _refuse)
+batching.defvectorized(refused_p)
+
+
+@cache
+def installed_kernels() -> tuple[Kernel, ...]:
+    """Load the kernels of installed packages, once a process.
+
+    Returns:
+        The kernels, for one platform the fastest first; absent ones, too; and ``xla`` at the end.
+    """
+    entries = {
+        entry.dist.name.replace("_", "-").lower(): entry
+        for entry in entry_points(group="ring_jax.kernels")
+        if entry.dist is not None
+    }
+    kernels = [kernel for package in PACKAGES for kernel in _load(package, entries.get(package))]
+    foreign = (
+        AbsentKernel(
+            f"{entry.name} of {package}", entry.name, package,
+            "only packages of this project register kernels", is_broken=False,
+        )
+        for package, entry in entries.items() if package not in PACKAGES
+    )  # fmt: skip
+    return (*kernels, *foreign, XlaKernel())
+
+
+def _load(package: str, entry: EntryPoint | None) -> tuple[Kernel, ...]:
+    """Load the kernels of a package, or say why they are absent."""
+    (platform, names), version = PACKAGES[package], import_module("ring_jax").__version__
+    reason = f"needs {package} {version}, which is not installed"
+    if entry is not None and entry.dist is not None:
+        reason = f"needs {package} {version}, and {entry.dist.version} is installed"
+        if entry.dist.version == version:
+            try:
+                return tuple(entry.load())
+            except Exception as error:  # noqa: BLE001 - whatever a broken package raises
+                reason = f"{package} {version} does not load, {type(error).__name__}: {error}"
+        reason += (
+            f". Programs for {platform} are refused. Instead: install it anew, uninstall it, or use "
+            f"kernel='xla'"
+        )
+    is_broken = entry is not None
+    return tuple(AbsentKernel(name, platform, package, reason, is_broken) for name in names)

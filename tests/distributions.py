@@ -1,0 +1,49 @@
+"""Installed packages as Python sees them: folders of metadata, written here and put on the path."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = Path(__file__).parents[1] / "packages"
+GROUP = "ring_jax.kernels"
+
+#: Packages with kernels, beside ``ring-jax``, by the backend whose tests are about them.
+PLUGINS = {"jax-gpu": "ring-jax-gpu", "jax-cuda": "ring-jax-gpu", "jax-tpu": "ring-jax-tpu"}
+
+
+def write(folder: Path, name: str, version: str, kernels: Mapping[str, str]) -> None:
+    """Write the metadata of a distribution, with entry points for kernels."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = [f"[{GROUP}]", *(f"{key} = {value}" for key, value in kernels.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def show(backend: str, folder: Path) -> None:
+    """Let this process and those that it starts see the kernels that a backend's tests are about.
+
+    They see these alone, whatever is installed, and by the entry points of the sources: metadata
+    in front on the path hides others of the same name.
+    """
+    for name in set(PLUGINS.values()):
+        if name == PLUGINS.get(backend) or _is_installed(name):
+            project = tomllib.loads((PACKAGES / name / "pyproject.toml").read_text())["project"]
+            kernels = project["entry-points"][GROUP] if name == PLUGINS.get(backend) else {}
+            write(folder, name, project["version"], kernels)
+    sys.path.insert(0, str(folder))
+    paths = (str(folder), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,287 @@
+"""Kernels of other packages are found where they are installed, and run on their platform alone.
+
+Programs are lowered for platforms that are not here, and not compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Barrier
+from typing import Any, NamedTuple
+
+import distributions
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import ring_jax
+from ring_core import KernelConfig, UnsupportedError
+from ring_core.tools.doctor import Check, failed
+from ring_jax.kernels.plugins import installed_kernels
+from ring_jax.nn import make_dot_product_attention
+from ring_jax.tools import doctor
+
+VERSION = ring_jax.__version__
+#: A kernel that is the plain one, marked by an operation that nothing else here has.
+KERNEL = """
+import time
+from dataclasses import replace
+import jax
+from jax import lax
+from ring_jax.kernels.xla import XlaKernel
+
+def marked(x):
+    return x + 0 * lax.{operation}(x.astype("float32")).astype(x.dtype)
+
+class Marked(XlaKernel):
+    capabilities = replace(XlaKernel.capabilities, name="{name}", devices=("{platform}",))
+
+    def attend_into(self, *launch):
+        return jax.tree.map(marked, super().attend_into(*launch))
+
+    def grads_into(self, *launch):
+        return jax.tree.map(marked, super().grads_into(*launch))
+
+time.sleep(0.05)  # other threads come while it is imported
+KERNELS = (Marked(),)
+"""
+MODULES = {
+    "for_cuda": KERNEL.format(operation="cbrt", name="triton", platform="cuda"),
+    "for_tpu": KERNEL.format(operation="cos", name="pallas", platform="tpu"),
+    "broken": "import no_such_library",
+    "wrong": "raise AssertionError('loaded, though of another version or project')",
+}
+MARKS = {"triton": "stablehlo.cbrt", "pallas": "stablehlo.cosine"}
+
+
+class Offer(NamedTuple):
+    """A distribution that registers kernels."""
+
+    name: str
+    platform: str
+    module: str
+    version: str = VERSION
+
+
+GPU, TPU = Offer("ring-jax-gpu", "cuda", "for_cuda"), Offer("ring-jax-tpu", "tpu", "for_tpu")
+NOT_LOADED = "does not load, ModuleNotFoundError: No module named 'no_such_library'. Programs for"
+NO_GPU, NO_TPU = (
+    dict.fromkeys(names, f"needs {package} {VERSION}, which is not installed")
+    for package, names in (("ring-jax-gpu", ("triton", "cudnn")), ("ring-jax-tpu", ("pallas",)))
+)
+UNLIKE = f"needs ring-jax-gpu {VERSION}, and 9.0 is installed. Programs for cuda are refused"
+
+
+class Setup(NamedTuple):
+    """Packages that are installed, and what follows.
+
+    Attributes:
+        offers: The packages.
+        runs: The kernel of each platform, or the reason why a program for it is refused.
+        absent: Kernels that ``explain`` says are absent, with the reasons.
+    """
+
+    offers: tuple[Offer, ...]
+    runs: dict[str, str]
+    absent: dict[str, str]
+
+
+PLAIN = {"cpu": "xla", "cuda": "xla", "tpu": "xla"}
+SETUPS = {
+    "none": Setup((), PLAIN, NO_GPU | NO_TPU),
+    "gpu": Setup((GPU,), PLAIN | {"cuda": "triton"}, NO_TPU),
+    "tpu": Setup((TPU,), PLAIN | {"tpu": "pallas"}, NO_GPU),
+    "both": Setup((GPU, TPU), PLAIN | {"cuda": "triton", "tpu": "pallas"}, {}),
+    "broken-gpu": Setup(
+        (GPU._replace(module="broken"), TPU), PLAIN | {"tpu": "pallas", "cuda": NOT_LOADED},
+        dict.fromkeys(NO_GPU, f"ring-jax-gpu {VERSION} {NOT_LOADED} cuda"),
+    ),
+    "broken-tpu": Setup(
+        (TPU._replace(module="broken"),), PLAIN | {"tpu": NOT_LOADED},
+        {"pallas": f"ring-jax-tpu {VERSION} {NOT_LOADED} tpu", **NO_GPU},
+    ),
+    "of another version": Setup(
+        (GPU._replace(module="wrong", version="9.0"),), PLAIN | {"cuda": UNLIKE},
+        dict.fromkeys(NO_GPU, UNLIKE) | NO_TPU,
+    ),
+    "of another project": Setup(
+        (Offer("their-rings", "cuda", "wrong"), TPU), PLAIN | {"tpu": "pallas"},
+        {"cuda of their-rings": "only packages of this project register kernels", **NO_GPU},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A function that installs packages, in place of all that are."""
+
+    def installed(*offers: Offer) -> None:
+        for name, source in MODULES.items():
+            (tmp_path / f"{name}.py").write_text(source)
+        for offer in offers:
+            kernels = {offer.platform: f"{offer.module}:KERNELS"}
+            distributions.write(tmp_path, offer.name, offer.version, kernels)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    installed_kernels.cache_clear()
+    yield installed
+    installed_kernels.cache_clear()
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(params=SETUPS)
+def setup(request: pytest.FixtureRequest, install: Callable[..., None]) -> Setup:
+    """Each of the sets of packages, installed."""
+    chosen = SETUPS[request.param]
+    install(*chosen.offers)
+    return chosen
+
+
+def one_device(q: Any, **options: Any) -> Any:
+    return ring_jax.ring_attention(q, q, q, axis_name=None, causal=True, **options)
+
+
+def gradient(q: Any, **options: Any) -> Any:
+    """In ``shard_map`` over a ring of two, and under ``vmap``."""
+    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    ring = partial(ring_jax.ring_attention, axis_name="cp", layout="zigzag", causal=True, **options)
+    tokens = P(None, "cp")
+    over = jax.shard_map(ring, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
+    return jax.grad(lambda q: jax.vmap(over)(q[None], q[None], q[None]).sum())(q)
+
+
+def on_a_mesh(q: Any, **options: Any) -> Any:
+    mesh = jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2])
+    return ring_jax.ContextParallel(mesh, "cp").attention(q, q, q, causal=True, **options)
+
+
+def lowered(call: Callable[..., Any], **options: Any) -> Callable[[str], str]:
+    """A function that lowers one trace of a call for a platform and names the kernel in it."""
+    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    traced = jax.jit(partial(call, **options)).trace(x)
+
+    def kernel_on(platform: str) -> str:
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        (found,) = [name for name, mark in MARKS.items() if mark in text] or ["xla"]
+        return found
+
+    return kernel_on
+
+
+@pytest.mark.nightly(unless=[
+    *(f"{name}-one_device" for name in SETUPS),
+    *(f"{name}-{call}" for name in ("both", "broken-gpu") for call in ("gradient", "on_a_mesh")),
+])  # fmt: skip
+@pytest.mark.parametrize("call", [one_device, gradient, on_a_mesh])
+def test_each_platform_takes_its_kernels(setup: Setup, call: Callable[..., Any]) -> None:
+    kernel_on = lowered(call)
+    for platform, expected in setup.runs.items():
+        if expected in ("xla", *MARKS):
+            assert kernel_on(platform) == expected
+            continue
+        with pytest.raises(UnsupportedError, match=expected):
+            kernel_on(platform)
+        assert lowered(call, kernel="xla")(platform) == "xla"
+
+
+def test_nothing_stops_a_cpu(setup: Setup) -> None:
+    del setup
+    x = jnp.ones((1, 8, 2, 4))
+    for _ in range(2):
+        assert jnp.allclose(one_device(x), 1.0)
+    assert installed_kernels.cache_info().misses == 1
+
+
+def test_explain_says_which_and_why(setup: Setup) -> None:
+    x = jnp.zeros((1, 16, 2, 8))
+    cp = ring_jax.ContextParallel(jax.make_mesh((2,), ("cp",), devices=jax.devices()[:2]), "cp")
+    lines = cp.explain(x, x, x, causal=True).partition("\nstrategy")[0].splitlines()
+    for platform, name in setup.runs.items():
+        assert name not in MARKS or f"kernel {name} ({platform})" in lines
+    absent = dict(
+        line.removeprefix("  not ").split(" (", 1) for line in lines if line.startswith("  not ")
+    )
+    assert absent.keys() == setup.absent.keys()
+    for name, reason in setup.absent.items():
+        platform = "tpu" if name == "pallas" else "cuda"
+        assert absent[name].startswith(f"{platform}): {reason}")
+
+
+def test_a_kernel_that_is_named_never_falls_back(setup: Setup) -> None:
+    for name, reason in setup.absent.items():
+        for config in (name, KernelConfig(name, block_q=8)):
+            with pytest.raises(UnsupportedError, match=f"kernel '{name}': {reason}"):
+                one_device(jnp.zeros((1, 8, 2, 4)), kernel=config)
+    for platform, name in setup.runs.items():
+        if name in MARKS:
+            assert lowered(one_device, kernel=name)(platform) == name
+
+
+@pytest.mark.nightly(unless=["both", "broken-gpu", "of another project"])
+def test_the_doctor_reports_absent_kernels(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is broken fails on its own platform alone."""
+    tested: list[str] = []
+
+    def self_test(kernel: Any) -> Iterator[Check]:
+        tested.append(kernel.capabilities.name)
+        yield failed(kernel.capabilities.name, "", "")
+
+    monkeypatch.setattr(doctor, "self_test", self_test)
+    for platform, name in setup.runs.items():
+        tested.clear()
+        monkeypatch.setattr(doctor, "_platform", lambda platform=platform: platform)
+        diagnosis = doctor.diagnose()
+        why = {report.name: report.why for report in diagnosis.kernels if not report.available}
+        for absent, reason in setup.absent.items():
+            assert why[absent].startswith(reason)
+        own = {"triton", "cudnn"} if platform == "cuda" else {"pallas"}
+        assert set(tested) == {"xla"} | ({name} if name in ("xla", *MARKS) else own)
+
+
+def test_a_broken_kernel_fails_the_self_test(install: Callable[..., None]) -> None:
+    install(GPU._replace(module="broken"))
+    (check,) = doctor.self_test(installed_kernels()[0])
+    assert (check.name, check.passed) == ("triton", False)
+    assert NOT_LOADED in check.trace
+
+
+def test_importing_loads_nothing(install: Callable[..., None]) -> None:
+    install(GPU, TPU)
+    cp = ring_jax.ContextParallel(jax.make_mesh((1,), ("cp",), devices=jax.devices()[:1]), "cp")
+    attend = make_dot_product_attention(cp.attention)
+    assert not {"for_cuda", "for_tpu"} & sys.modules.keys()
+    x = jnp.ones((1, 8, 2, 4))
+    assert jnp.allclose(attend(x, x, x), 1.0)
+    assert {"for_cuda", "for_tpu"} <= sys.modules.keys()
+
+
+def test_threads_at_the_first_call(install: Callable[..., None]) -> None:
+    install(GPU, TPU)
+    barrier = Barrier(8)
+
+    def first_call(_: int) -> tuple[Any, ...]:
+        barrier.wait()
+        return installed_kernels()
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(first_call, range(8)))
+    assert [kernel.capabilities.name for kernel in results[0]] == ["triton", "pallas", "xla"]
+    # Programs are kept by their kernels, so that threads compile none twice.
+    assert len({results[0][:2], *(kernels[:2] for kernels in results)}) == 1
+
+
+def test_adapters_name_kernels(install: Callable[..., None]) -> None:
+    install(GPU)
+    attend = make_dot_product_attention(partial(ring_jax.ring_attention, axis_name=None))
+    assert lowered(lambda q: attend(q, q, q, implementation="triton"))("cuda") == "triton"
+    flash = ring_jax.compat.flash_attention
+    assert lowered(lambda q: flash(q, q, q, platform="triton"))("cuda") == "triton"
+    assert lowered(lambda q: flash(q, q, q, platform="xla"))("cuda") == "xla"
+    with pytest.raises(UnsupportedError, match=f"kernel 'pallas': {NO_TPU['pallas']}"):
+        lowered(lambda q: flash(q, q, q, platform="pallas"))("cuda")
