@@ -59,12 +59,12 @@ class Selection:
             for can in (kernel.capabilities for kernel in self.kernels)
         ]
         lines += [
-            f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
-            for can, why in self.rejected
-        ]
-        lines += [
             f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"
             for kernel, why in self.forward_only
+        ]
+        lines += [
+            f"  not {can.name} ({', '.join(can.devices) or rest}): {'; '.join(why)}"
+            for can, why in self.rejected
         ]
         return "\n".join(lines)
 

@@ -87,7 +87,7 @@ def installed_kernels() -> tuple[Kernel, ...]:
     """Load the kernels of installed packages, once a process.
 
     Returns:
-        The kernels, for one platform the fastest first; absent ones, too; and ``xla`` at the end.
+        The kernels, for one platform the fastest first; then absent ones, and ``xla`` at the end.
     """
     entries = {
         entry.dist.name.replace("_", "-").lower(): entry
@@ -102,6 +102,7 @@ def installed_kernels() -> tuple[Kernel, ...]:
         )
         for package, entry in entries.items() if package not in PACKAGES
     )  # fmt: skip
+    kernels.sort(key=lambda kernel: isinstance(kernel, AbsentKernel))
     return (*kernels, *foreign, XlaKernel())
 
 
