@@ -60,78 +60,92 @@ def flux() -> nn.Module:
 
 def split_wan(model: Any, cp: ContextParallel, strategy: str) -> None:
     """Split a Wan's tokens between its first block and its last projection."""
-    replace_sdpa(model, cp, whole_keys=("blocks.*.attn2",), strategy=strategy)
+    handle = replace_sdpa(model, cp, whole_keys=("blocks.*.attn2",), strategy=strategy)
+
+    def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        handle.documents = (0, args[0].shape[1])  # one, and what lies behind it is padding
+        return cp.shard(args[0], pad=True), *args[1:]
+
     model.rope.register_forward_hook(_sharding(cp, 1))  # angles [1, T, 1, D]
-    model.blocks[0].register_forward_pre_hook(lambda _, args: (cp.shard(args[0]), *args[1:]))
-    model.proj_out.register_forward_hook(_joining(cp))
+    model.blocks[0].register_forward_pre_hook(split)
+    model.proj_out.register_forward_hook(_joining(cp, lambda: (handle.documents or (0,))[-1]))
 
 
 def split_hunyuan_video(model: Any, cp: ContextParallel, strategy: str) -> None:
     """Split a HunyuanVideo's video, and its text once every rank has refined it whole."""
     replace_sdpa(model, cp, local=("context_embedder",), strategy=strategy)
-    model.rope.register_forward_hook(_sharding(cp, 0))  # angles [T, D]
-    text = 0
+    lengths = [0, 0]  # of video and text
 
     def split(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        nonlocal text
-        text = args[1].shape[1]
-        return cp.shard(args[0]), cp.shard(args[1]), *args[2:]
+        lengths[:] = (x.shape[1] for x in args[:2])
+        return *(cp.shard(x, pad=True) for x in args[:2]), *args[2:]
 
     def split_mask(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        video, words = args[3].split((args[3].shape[-1] - text, text), dim=-1)
-        mask = torch.cat([cp.shard(video, dim=3), cp.shard(words, dim=3)], dim=3)
+        parts = args[3].split(lengths, dim=-1)  # padding is hidden, as it is False
+        mask = torch.cat([cp.shard(x, dim=3, pad=True) for x in parts], dim=3)
         return *args[:3], mask, *args[4:]
 
+    model.rope.register_forward_hook(_sharding(cp, 0))  # angles [T, D]
     model.transformer_blocks[0].register_forward_pre_hook(split)
     for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         block.register_forward_pre_hook(split_mask)
-    model.proj_out.register_forward_hook(_joining(cp))
+    model.proj_out.register_forward_hook(_joining(cp, lambda: lengths[0]))
 
 
 def split_flux(model: Any, cp: ContextParallel, strategy: str) -> None:
     """Split a Flux's inputs, which say where each token stands; and join its output."""
     replace_sdpa(model, cp, strategy=strategy)
     dims = {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}
+    length = 0  # of the image
 
     def split(_: nn.Module, args: tuple[()], kwargs: Batch) -> tuple[tuple[()], Batch]:
-        shards = {name: cp.shard(kwargs[name], dim=dim) for name, dim in dims.items()}
-        return args, kwargs | shards
+        nonlocal length
+        length = kwargs["hidden_states"].shape[1]
+        shards = {name: cp.shard(kwargs[name], dim=dim, pad=True) for name, dim in dims.items()}
+        # Its attention has text before the image. What is padded is no key.
+        are_keys = [
+            cp.shard(torch.ones(1, 1, 1, kwargs[name].shape[1], dtype=torch.bool), dim=3, pad=True)
+            for name in ("encoder_hidden_states", "hidden_states")
+        ]
+        options = {"attention_mask": torch.cat(are_keys, dim=3).to(kwargs["hidden_states"].device)}
+        return args, kwargs | shards | {"joint_attention_kwargs": options}
 
     model.register_forward_pre_hook(split, with_kwargs=True)
-    model.proj_out.register_forward_hook(_joining(cp))
+    model.proj_out.register_forward_hook(_joining(cp, lambda: length))
 
 
 def _sharding(cp: ContextParallel, dim: int) -> Callable[..., Any]:
     """Return a hook that keeps this rank's part of the angles that a module returns."""
-    return lambda _module, _args, angles: tuple(cp.shard(x, dim=dim) for x in angles)
+    return lambda _module, _args, angles: tuple(cp.shard(x, dim=dim, pad=True) for x in angles)
 
 
-def _joining(cp: ContextParallel) -> Callable[..., Tensor]:
+def _joining(cp: ContextParallel, length: Callable[[], int]) -> Callable[..., Tensor]:
     """Return a hook that joins the tokens of all ranks, of which every rank computes the loss.
 
-    No parameter follows, so each rank takes its part of the gradient: ``grad="slice"``.
+    No parameter follows, so each rank takes its part of the gradient: ``grad="slice"``. Padding
+    behind the ``length()`` tokens is dropped.
     """
-    return lambda _module, _args, x: cp.unshard(x, grad="slice")
+    return lambda _module, _args, x: cp.unshard(x, grad="slice", seq_len=length())
 
 
 def batch_of(name: str) -> Batch:
-    """Return a batch, with lengths of text and video that have no common factor but the ranks."""
+    """Return a batch, with lengths of text, video and image that two ranks do not divide."""
     draw = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
-    text = {"encoder_hidden_states": random(2, 12, 16), "return_dict": False}
-    video = {"hidden_states": random(2, 4, 3, 8, 16), "timestep": torch.tensor([500, 20])}
+    text = {"encoder_hidden_states": random(2, 13, 16), "return_dict": False}
+    video = {"hidden_states": random(2, 4, 3, 6, 10), "timestep": torch.tensor([500, 20])}
     pooled = {"pooled_projections": random(2, 8)}
     if name == "wan":
         return text | video
     if name == "hunyuan_video":
-        is_text = (torch.arange(12) < torch.tensor([[5], [12]])).long()
+        is_text = (torch.arange(13) < torch.tensor([[5], [13]])).long()
         guidance = torch.full((2,), 1000.0)
         return text | video | pooled | {"encoder_attention_mask": is_text, "guidance": guidance}
-    ids = {"img_ids": random(20, 3).round(), "txt_ids": torch.zeros(12, 3)}
-    return text | pooled | ids | {"hidden_states": random(2, 20, 4), "timestep": torch.rand(2)}
+    ids = {"img_ids": random(21, 3).round(), "txt_ids": torch.zeros(13, 3)}
+    return text | pooled | ids | {"hidden_states": random(2, 21, 4), "timestep": torch.rand(2)}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., None]]] = {
