@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -182,6 +183,23 @@ def entered(every: Any) -> None:
         pass
 
 
+NAMES: Values = {
+    "none": None,
+    "word": "x",
+    "numbers": (1,),
+    "of no module": ("decoder",),
+    "empty name": ("",),
+    "number": 1,
+    "class": nn.Linear,
+}
+
+
+@functools.wraps(ring_torch.replace_sdpa)
+def replaced(module: Any, cp: Any, **options: Any) -> None:
+    """Replace attention, and undo it."""
+    ring_torch.replace_sdpa(module, cp, **options).remove()
+
+
 SUBJECTS: dict[str, Subject] = {
     "ring_torch.ring_attention": Subject(
         ring_attention, inputs, {**CALL, "group": GROUP, "layout": OPTIONS["layout"]}
@@ -248,6 +266,17 @@ SUBJECTS: dict[str, Subject] = {
             "balanced": FLAG,
         },
     ),
+    "ring_torch.replace_sdpa": Subject(
+        replaced, {"module": nn.Linear(1, 1), "cp": cp},
+        {
+            "module": {"none": None, "tensor": zeros(1), "list": [nn.Linear(1, 1)], "class": nn.Linear},
+            "cp": CONTEXT,
+            **dict.fromkeys(("whole_keys", "sharded_keys", "local"), NAMES),
+            "documents": {"word": "x", "not from 0": (1, 8), "decreasing": (0, 8, 4), "floats": (0, 8.5), "number": 8},
+            **{name: OPTIONS[name] for name in ("kernel", "strategy", "deterministic")},
+            "transport": {"none": None, "word": "tcp", "number": 1, "flag": True, "list": ["p2p"]},
+        },
+    ),
     "ring_torch.check": Subject(
         entered, {"every": 1},
         {"every": {**{n: x for n, x in SIZE.items() if n != "zero"}, "none": None}},
@@ -283,6 +312,7 @@ ELSEWHERE = {
     "ring_torch.Halo",
     "ring_torch.KernelConfig",
     "ring_torch.Mask",
+    "ring_torch.SDPAHandle",
     "ring_torch.support_matrix",
 }
 

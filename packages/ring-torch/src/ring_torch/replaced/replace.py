@@ -205,7 +205,10 @@ def _checked_documents(offsets: Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if offsets is None:
         return None
-    mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
+    try:
+        mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
+    except ValueError as error:
+        raise ValueError(f"documents, as {error}") from None
     assert mask.cu_seqlens is not None
     return tuple(int(x) for x in mask.cu_seqlens)
 
@@ -216,7 +219,8 @@ def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) ->
     Raises:
         ValueError: It is no sequence of texts, or fits none.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+    are_listed = isinstance(names, Sequence) and not isinstance(names, str)
+    if not are_listed or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"{option} must be names of modules, as ('decoder.cross',), got {names!r}")
     for name in names:
         if not any(fnmatchcase(module, name) for module in modules):
