@@ -22,7 +22,11 @@ from ring_core import (
     row_checks,
     viz,
 )
-from ring_core.base.arguments import refuse_foreign_options, with_options_of
+from ring_core.base.arguments import (
+    check_foreign_options,
+    refuse_foreign_options,
+    with_options_of,
+)
 from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
@@ -386,7 +390,6 @@ class ContextParallel:
         call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         return explained(call, way)
 
-    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def check_agreement(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
@@ -408,14 +411,15 @@ class ContextParallel:
 
             cp.check_agreement(q, k, v, causal=True)
         """
-        call_options = CallOptions(return_lse=return_lse, **options)
 
         def facts() -> agreement.Facts:
+            check_foreign_options(options)
+            call_options = CallOptions(return_lse=return_lse, **options)
             call, inputs, _ = self._check_call(q, k, v, call_options)
             axes = self.axis_name, self.batch_axis, self.head_axis
             return agreement.facts_of(self.mesh, self.layout, axes, call, inputs, call_options)
 
-        agreement.compare(facts)
+        agreement.compare(facts, (q, k, v, options))
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
