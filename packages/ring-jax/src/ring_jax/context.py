@@ -56,6 +56,11 @@ _IN_VMAP = (
     "Instead: use the batch dimension of q, k and v, with batch_axis=...; or call "
     "ring_jax.ring_attention here, inside jax.shard_map"
 )
+#: What JAX says of it, by the kind of mesh, the strategy and the kernels.
+_VMAP_ERRORS = (
+    "should be of type `Manual`", "requires varying manual axes to match", "unbound axis name",
+    "to be a subset of mesh.axis_names", "ManualAxisType(",
+)  # fmt: skip
 
 
 class ContextParallel:
@@ -369,8 +374,9 @@ class ContextParallel:
         run = global_attention(call, self.mesh, batch, heads, specs, manual)
         try:
             out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
-        except ValueError as error:  # there is no public way to ask for the axes of a vmap
-            if "should be of type `Manual`" in str(error):
+        # There is no public way to ask for the axes of a vmap.
+        except (ValueError, NameError, AssertionError) as error:
+            if any(text in str(error) for text in _VMAP_ERRORS):
                 raise UnsupportedError(_IN_VMAP) from error
             raise
         return (out, lse) if return_lse else out
