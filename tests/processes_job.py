@@ -123,8 +123,19 @@ def agreement() -> None:
     differs(
         lambda: check(window=(-1 if last else 1, 0)), RankMismatchError, f"refusal: none in {first}"
     )
+    differs(
+        lambda: check(return_lse=last, dropout_p=0.1, dropout_seed=jnp.uint32(last)),
+        RankMismatchError, f"dropout_seed: 0 in {first}; 1 in {one}; on return_lse: False in {first}",
+    )  # fmt: skip
+    for wrong in ("is_causal", "no_such"):
+        options: dict[str, Any] = {wrong: 1} if last else {}
+        differs(partial(check, **options), RankMismatchError, f"refusal: none in {first}")
     differs(lambda: check(strategy="ulysses"), UnsupportedError, "strategy 'ulysses'")
-    for traced in (jax.jit(check), lambda: jax.eval_shape(cp.check_agreement, q, k, v)):
+    for traced in (
+        jax.jit(check),
+        lambda: jax.eval_shape(cp.check_agreement, q, k, v),
+        lambda: jax.grad(lambda q: (cp.check_agreement(q, k, v), q.sum())[1])(q),
+    ):
         differs(traced, UnsupportedError, "outside of jax.jit")
 
 

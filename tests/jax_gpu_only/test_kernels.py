@@ -81,6 +81,18 @@ LEFT = [
 SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for case in _CASES]
 
 
+def test_programs_for_other_machines_are_refused() -> None:
+    """By name: for a TPU, for several platforms, and for GPUs where there is none."""
+    x = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
+    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel="triton"))
+    grad = jax.jit(jax.grad(lambda q: call(q).sum()))
+    for traced in (call.trace(x), grad.trace(x)):
+        with pytest.raises(UnsupportedError, match="'triton': runs on NVIDIA GPUs, and this"):
+            traced.lower(lowering_platforms=("tpu",))
+        with pytest.raises(UnsupportedError, match="'triton': is compiled for the GPU of this"):
+            traced.lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.nightly(
     only=[
         "predicate-documents",

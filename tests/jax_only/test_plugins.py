@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import invalidate_caches
 from pathlib import Path
 from threading import Barrier
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.tools.doctor import Check, failed
-from ring_jax.kernels.plugins import installed_kernels
+from ring_jax.kernels.plugins import broken_kernels, installed_kernels
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.tools import doctor
 
@@ -131,7 +132,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     installed_kernels.cache_clear()
     yield installed
     installed_kernels.cache_clear()
-    for name in MODULES:
+    for name in (*MODULES, "rubbish"):
         sys.modules.pop(name, None)
 
 
@@ -249,6 +250,47 @@ def test_a_broken_kernel_fails_the_self_test(install: Callable[..., None]) -> No
     (check,) = doctor.self_test(installed_kernels()[0])
     assert (check.name, check.passed) == ("triton", False)
     assert NOT_LOADED in check.trace
+
+
+RUBBISH = {
+    "KERNELS = ('triton',)": "AttributeError",
+    "KERNELS = 5": "TypeError",
+    "KERNELS = ()": "ValueError: it has []",
+    "from for_tpu import KERNELS": "ValueError: it has [('pallas', ('tpu',))]",
+    "from for_cuda import KERNELS; KERNELS *= 2": "ValueError: it has [('triton', ('cuda',))",
+    "KERNELS = (": "SyntaxError",
+    "raise SystemExit(3)": "SystemExit: 3",
+}
+
+
+def test_what_is_no_kernel_is_broken(install: Callable[..., None], tmp_path: Path) -> None:
+    """It is neither taken nor passed over without a word, and stops no CPU."""
+    install(GPU._replace(module="rubbish"))
+    for source, reason in RUBBISH.items():
+        (tmp_path / "rubbish.py").write_text(source)
+        sys.modules.pop("rubbish", None)
+        invalidate_caches()
+        installed_kernels.cache_clear()
+        kernels = broken_kernels(installed_kernels())
+        assert [kernel.name for kernel in kernels] == ["triton", "cudnn"], source
+        assert f"does not load, {reason}" in kernels[0].reason, source
+    assert jnp.allclose(one_device(jnp.ones((1, 8, 2, 4))), 1.0)
+
+
+def test_damaged_and_older_metadata(install: Callable[..., None], tmp_path: Path) -> None:
+    """The first of a name on the path counts, as for imports; what has no name is passed over."""
+    install(TPU)
+    older = tmp_path / "older"
+    older.mkdir()
+    distributions.write(older, TPU.name, "9.0", {"tpu": "wrong:KERNELS"})
+    (older / "ring_jax_tpu-9.0.dist-info").rename(older / "~ing_jax_tpu-9.0.dist-info")
+    (older / "damaged-1.0.dist-info").mkdir()
+    (older / "damaged-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ring_jax.kernels]\ntpu = wrong:KERNELS\n"
+    )
+    sys.path.append(str(older))  # monkeypatch.syspath_prepend of `install` puts the path back
+    names = [kernel.capabilities.name for kernel in installed_kernels()]
+    assert names == ["pallas", "triton", "cudnn", "xla"]
 
 
 def test_importing_loads_nothing(install: Callable[..., None]) -> None:

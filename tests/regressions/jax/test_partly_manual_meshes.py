@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, check, nn, ring_attention
@@ -120,3 +120,15 @@ def test_inside_vmap_along_an_axis() -> None:
     with pytest.raises(UnsupportedError, match=r"vmap\(spmd_axis_name=.*batch_axis"):
         jax.jit(jax.vmap(attention, spmd_axis_name="tp"))(batch)
     np.testing.assert_allclose(jax.vmap(attention)(batch)[0], attention(Q), atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_inside_vmap_along_an_axis_of_each_kind(kind: AxisType, strategy: Any) -> None:
+    """JAX has another error for each."""
+    mesh = jax.make_mesh((2, 2), ("tp", "cp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    cp = ContextParallel(mesh, "cp")
+    call = jax.vmap(lambda q: cp.attention(q, q, q, strategy=strategy), spmd_axis_name="tp")
+    rows = NamedSharding(mesh, PartitionSpec("tp", None, "cp"))
+    with jax.set_mesh(mesh), pytest.raises(UnsupportedError, match=r"vmap\(spmd_axis_name="):
+        jax.eval_shape(call, jax.device_put(jnp.stack([Q, K]), rows))

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any, NoReturn
 
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from ring_core import UnsupportedError
 from ring_core.triton.tile_configs import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
+from ring_jax.kernels import compute_capability
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
     Arrays,
@@ -64,6 +67,11 @@ def _call_triton(
     """
     by_name, changed = dict(zip(names, arrays, strict=True)), names[len(names) - num_changed :]
     capability = compute_capability()
+    if capability is None:
+        raise UnsupportedError(
+            "kernel 'triton': is compiled for the GPU of this machine, and JAX finds none. Instead: "
+            "lower the program where it runs, or use kernel='xla'"
+        )
     if launch.hopper and capability == HOPPER and has_gluon():
         from ring_jax_gpu.hopper.run import run as run_on_hopper
 
@@ -75,6 +83,15 @@ def _call_triton(
     return [by_name[name] for name in changed]
 
 
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Raise the error of a program that names a kernel and is lowered for another platform."""
+    raise UnsupportedError(
+        "kernel 'triton': runs on NVIDIA GPUs, and this program is lowered for another platform, or "
+        "for several. Instead: use kernel='xla' or 'auto', and lower it for each platform alone"
+    )
+
+
+mlir.register_lowering(triton_launch_p, _refuse)
 mlir.register_lowering(triton_launch_p, mlir.lower_fun(_call_triton), platform="cuda")
 
 
@@ -114,9 +131,3 @@ def has_gluon() -> bool:
     import triton
 
     return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
-
-
-def compute_capability() -> int:
-    """Return the compute capability of the first GPU, 90 for 9.0."""
-    major, minor = jax.local_devices(backend="cuda")[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)

@@ -22,7 +22,11 @@ from ring_core import (
     row_checks,
     viz,
 )
-from ring_core.base.arguments import refuse_foreign_options, with_options_of
+from ring_core.base.arguments import (
+    check_foreign_options,
+    refuse_foreign_options,
+    with_options_of,
+)
 from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
@@ -52,6 +56,11 @@ _IN_VMAP = (
     "Instead: use the batch dimension of q, k and v, with batch_axis=...; or call "
     "ring_jax.ring_attention here, inside jax.shard_map"
 )
+#: What JAX says of it, by the kind of mesh, the strategy and the kernels.
+_VMAP_ERRORS = (
+    "should be of type `Manual`", "requires varying manual axes to match", "unbound axis name",
+    "to be a subset of mesh.axis_names", "ManualAxisType(",
+)  # fmt: skip
 
 
 class ContextParallel:
@@ -365,8 +374,9 @@ class ContextParallel:
         run = global_attention(call, self.mesh, batch, heads, specs, manual)
         try:
             out, lse = run(jax.tree.map(partial(self._as_input, manual), inputs, specs))
-        except ValueError as error:  # there is no public way to ask for the axes of a vmap
-            if "should be of type `Manual`" in str(error):
+        # There is no public way to ask for the axes of a vmap.
+        except (ValueError, NameError, AssertionError) as error:
+            if any(text in str(error) for text in _VMAP_ERRORS):
                 raise UnsupportedError(_IN_VMAP) from error
             raise
         return (out, lse) if return_lse else out
@@ -386,7 +396,6 @@ class ContextParallel:
         call, _, way = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         return explained(call, way)
 
-    @refuse_foreign_options
     @with_options_of(RingAttention.__call__)
     def check_agreement(
         self, q: Array, k: Array, v: Array, *, return_lse: bool = False,
@@ -408,14 +417,15 @@ class ContextParallel:
 
             cp.check_agreement(q, k, v, causal=True)
         """
-        call_options = CallOptions(return_lse=return_lse, **options)
 
         def facts() -> agreement.Facts:
+            check_foreign_options(options)
+            call_options = CallOptions(return_lse=return_lse, **options)
             call, inputs, _ = self._check_call(q, k, v, call_options)
             axes = self.axis_name, self.batch_axis, self.head_axis
             return agreement.facts_of(self.mesh, self.layout, axes, call, inputs, call_options)
 
-        agreement.compare(facts)
+        agreement.compare(facts, (q, k, v, options))
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions

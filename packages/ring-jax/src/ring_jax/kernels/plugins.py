@@ -7,6 +7,7 @@ platform are refused when they are lowered; those for other platforms are as wit
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
@@ -89,11 +90,11 @@ def installed_kernels() -> tuple[Kernel, ...]:
     Returns:
         The kernels, for one platform the fastest first; then absent ones, and ``xla`` at the end.
     """
-    entries = {
-        entry.dist.name.replace("_", "-").lower(): entry
-        for entry in entry_points(group="ring_jax.kernels")
-        if entry.dist is not None
-    }
+    entries: dict[str, EntryPoint] = {}
+    for entry in entry_points(group="ring_jax.kernels"):
+        # Of two of a name the first on the path is imported. Damaged metadata have no name.
+        if name := _package_of(entry):
+            entries.setdefault(name, entry)
     kernels = [kernel for package in PACKAGES for kernel in _load(package, entries.get(package))]
     foreign = (
         AbsentKernel(
@@ -106,6 +107,14 @@ def installed_kernels() -> tuple[Kernel, ...]:
     return (*kernels, *foreign, XlaKernel())
 
 
+def _package_of(entry: EntryPoint) -> str | None:
+    """Return the normalized name of the package that registers an entry point, if it has one."""
+    with suppress(AttributeError, OSError):  # by version of Python, what missing metadata raise
+        name = None if entry.dist is None else entry.dist.metadata.get("Name")
+        return name and name.replace("_", "-").lower()
+    return None
+
+
 def _load(package: str, entry: EntryPoint | None) -> tuple[Kernel, ...]:
     """Load the kernels of a package, or say why they are absent."""
     (platform, names), version = PACKAGES[package], import_module("ring_jax").__version__
@@ -114,8 +123,8 @@ def _load(package: str, entry: EntryPoint | None) -> tuple[Kernel, ...]:
         reason = f"needs {package} {version}, and {entry.dist.version} is installed"
         if entry.dist.version == version:
             try:
-                return tuple(entry.load())
-            except Exception as error:  # noqa: BLE001 - whatever a broken package raises
+                return _loaded(entry, platform, names)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
                 reason = f"{package} {version} does not load, {type(error).__name__}: {error}"
         reason += (
             f". Programs for {platform} are refused. Instead: install it anew, uninstall it, or use "
@@ -123,3 +132,16 @@ def _load(package: str, entry: EntryPoint | None) -> tuple[Kernel, ...]:
         )
     is_broken = entry is not None
     return tuple(AbsentKernel(name, platform, package, reason, is_broken) for name in names)
+
+
+def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[Kernel, ...]:
+    """Import the kernels of an entry point.
+
+    Raises:
+        ValueError: They are others than those that the package is known for, or none.
+    """
+    kernels = tuple(entry.load())
+    found = [(kernel.capabilities.name, kernel.capabilities.devices) for kernel in kernels]
+    if not found or len({*found} & {(name, (platform,)) for name in names}) < len(found):
+        raise ValueError(f"it has {found} in place of {names} for {platform}")
+    return kernels

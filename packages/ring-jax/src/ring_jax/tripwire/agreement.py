@@ -65,33 +65,39 @@ def facts_of(
         "softmax_scale": call.scale,
         "softcap": call.softcap,
         "dropout_p": call.dropout_p,
-        "dropout_seed": "an array" if isinstance(seed, jax.Array) else seed,
+        "dropout_seed": np.asarray(seed) if isinstance(seed, jax.Array) else seed,
         "deterministic": call.deterministic,
+        "return_lse": options.return_lse,
         **choice,
         **arrays,
     }
     return {name: str(value) for name, value in values.items()}
 
 
-def compare(make_facts: Callable[[], Facts]) -> None:
+def compare(make_facts: Callable[[], Facts], arguments: object) -> None:
     """Compare the facts of all processes; every process of the job has to call it.
 
     A process whose facts cannot be made takes part, so that no other one waits for it.
 
+    Args:
+        make_facts: Returns what this process knows of the call.
+        arguments: The call's arguments, none of which may be traced.
+
     Raises:
         RankMismatchError: They differ; the message, the same in all, says what on which process.
-        ValueError: What ``make_facts`` raised, in all processes alike.
         UnsupportedError: A function is being traced.
+        Exception: What ``make_facts`` raised, in all processes alike.
     """
-    if isinstance(jnp.zeros(()), jax.core.Tracer):  # so are new arrays while a function is traced
+    # Under jax.jit new arrays are traced; under jax.grad and jax.vmap only the arguments are.
+    if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(arguments))):
         raise UnsupportedError(
             "check_agreement talks to the other processes, and a function that is traced cannot. "
-            "Instead: call it outside of jax.jit, once, before the first step"
+            "Instead: call it outside of jax.jit, jax.grad and jax.vmap, once, before the first step"
         )
-    refusal = None
+    refusal: Exception | None = None
     try:
         facts = make_facts()
-    except ValueError as error:
+    except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
         facts, refusal = {"refusal": str(error)}, error
     if jax.process_count() > 1 and (message := disagreement(_exchanged(facts))):
         raise RankMismatchError(message) from refusal
