@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from unchanged_models import DIM, GPT, MODELS, Block, SelfAttention, batch_of, model_of
 
@@ -150,7 +151,7 @@ def _qkv(
     return [torch.randn(2, h, n, 8, generator=draw, dtype=torch.float64) for h, n in sizes]
 
 
-def _masks(_: int) -> None:
+def _masks(rank: int) -> None:
     """Each kind of mask and option, on shards, against the whole: results and all gradients."""
     cp = ContextParallel()
     attend = Attend()
@@ -171,10 +172,21 @@ def _masks(_: int) -> None:
         ({"attn_mask": square}, {"attn_mask": square}),
         ({"attn_mask": bias}, {"attn_mask": cp.shard(bias, dim=2)}),
         ({"attn_mask": bias[0, 0]}, {"attn_mask": bias[0, 0]}),
+        ({"attn_mask": shown}, {"attn_mask": shown.expand(2, 1, 16, 16)}),
         ({"is_causal": True, "scale": 0.3}, {"is_causal": True, "scale": 0.3}),
     ]
     for whole, split in cases:
         _compare(cp, attend, _qkv(), whole, split)
+    # A row for a rank's only query, and one row that is expanded over a rank's queries, are of
+    # these queries: other ranks' rows differ.
+    in_order = ContextParallel(layout="contiguous")
+    near = Attend()
+    replace_sdpa(near, in_order)
+    causal = torch.ones(2, 2).tril().bool()
+    _compare(in_order, near, _qkv(2), {"attn_mask": causal}, {"attn_mask": causal[[rank]]})
+    blocks = torch.arange(16) < torch.tensor([[5], [11]]).repeat_interleave(8, 0)
+    mine = blocks[8 * rank].expand(8, 16)
+    _compare(in_order, near, _qkv(), {"attn_mask": blocks}, {"attn_mask": mine})
     _compare(cp, attend, _qkv(heads=4), *[{"enable_gqa": True, "is_causal": True}] * 2)
     _compare(cp, attend, [x[:, 0] for x in _qkv()], {}, {})  # heads in the batch, or none
     # A bias of each key gets its gradient from the queries of all ranks.
@@ -190,7 +202,12 @@ def _masks(_: int) -> None:
     same = (document[:, None] == document) & torch.ones(13, 13).tril().bool()
     expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
     torch.testing.assert_close(cp.unshard(out, dim=2, seq_len=13), expected)
-    handle.documents = (0, 5, 16)
+    handle.documents = (0, 5)  # far less than the shards hold
+    out = attend(*(cp.shard(x, dim=2) for x in _qkv()), is_causal=True)
+    q, k, v = (x[:, :, :5] for x in _qkv())
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(cp.unshard(out, dim=2)[:, :, :5], expected)
+    handle.documents = (0, 5, 13)
     report = handle.verify(dict(zip("qkv", _qkv(), strict=True)), dims=dict.fromkeys("qkv", 2))
     assert report.logits is not None and report.logits.is_within
 
@@ -297,6 +314,18 @@ def _heads_by_function(q: Tensor, *_: Tensor) -> Any:
     )
 
 
+class OwnHeads(nn.MultiheadAttention):
+    """A layer with a forward of its own."""
+
+    def forward(self, query: Tensor, *_: Any) -> Any:
+        return super().forward(2 * query, query, query)
+
+
+def _varlen(q: Tensor, *_: Tensor) -> Any:
+    x, offsets = q[0].transpose(0, 1).bfloat16(), torch.tensor([0, 8], dtype=torch.int32)
+    return varlen_attn(x, x, x, offsets, offsets, 8, 8)
+
+
 def _refusals(_: int) -> list[str]:
     """Messages of what is refused, each before anything is sent."""
     cp = ContextParallel()
@@ -316,6 +345,17 @@ def _refusals(_: int) -> list[str]:
             attend["other"](q, k, v)
         finally:
             handle.documents = None
+
+    def with_longer_documents() -> None:
+        handle.documents = (0, 20)
+        try:
+            attend["inner"](q, k, v)
+        finally:
+            handle.documents = None
+
+    x, heads = torch.randn(2, 8, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+    replace_sdpa(heads, cp)
+    nested = torch.nested.nested_tensor([*x], layout=torch.jagged)
 
     def removed() -> None:
         handle.remove()
@@ -342,6 +382,21 @@ def _refusals(_: int) -> list[str]:
             (lambda module=module: (replace_sdpa(module, cp), module(q, k, v)))
             for module in (
                 reentrant, other, Other(_by_hand), Other(_heads_by_function), Other(flex_attention),
+            )
+        ),
+        lambda: attend["inner"](q, k, v, attn_mask=square.new_ones(3, 1, 1, 8)),
+        lambda: attend["inner"](q, k, v, attn_mask=square.int()),
+        lambda: attend["inner"](q, k, v, attn_mask=square[:1].expand(5, 8)),
+        with_longer_documents,
+        lambda: heads(x, x, x, square[:2], attn_mask=square.repeat(1, 2)),
+        lambda: heads(nested, nested, nested),
+        lambda: replace_sdpa(nn.ModuleDict({"a": nn.MultiheadAttention(4, 2, add_bias_kv=True)}), cp),
+        lambda: replace_sdpa(gpt, cp, local=(name for name in ["no"])),  # type: ignore[arg-type]
+        *(
+            (lambda module=module, x=x: (replace_sdpa(module, cp), module(*x)))
+            for module, x in (
+                (OwnHeads(16, 2), (x, x, x)), (nn.Sequential(Other(lambda x: x)), (x,)),
+                (Other(_varlen), (q, k, v)),
             )
         ),
         lambda: handle.verify({"q": q}, dims={"x": 1}),
@@ -384,7 +439,7 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
         "UnsupportedError replace_sdpa: cross: is_causal=True",
         "UnsupportedError replace_sdpa: other: is_causal=True",
         "UnsupportedError replace_sdpa: other: documents=",
-        "ValueError cu_seqlens",
+        "ValueError documents must",
         "ValueError replace_sdpa: the attention of inner is",
         "ValueError replace_sdpa: the attention of Attend is",
         "ValueError replace_sdpa: blocks.0 has a forward of its own",
@@ -396,6 +451,17 @@ def test_what_cannot_be_exact_is_refused_by_name(pool: LocalRanks) -> None:
         "UnsupportedError replace_sdpa: the forward of Other called no",
         "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
         "replace_sdpa: flex_attention attends inside torch",
+        "ValueError replace_sdpa: inner: attn_mask of (3, 1, 1, 8)",
+        "ValueError replace_sdpa: inner: attn_mask must be boolean",
+        "ValueError replace_sdpa: inner: attn_mask of (1, 1, 5, 8)",
+        "ValueError replace_sdpa: inner: documents end at 20",
+        "ValueError replace_sdpa: a MultiheadAttention was given attn_mask of 16 keys",
+        "UnsupportedError replace_sdpa: a MultiheadAttention was given a nested tensor",
+        "UnsupportedError replace_sdpa: a is a MultiheadAttention with add_bias_kv",
+        "ValueError local must be names",
+        "UnsupportedError replace_sdpa: multi_head_attention_forward attends inside torch",
+        "UnsupportedError replace_sdpa: the forward of Sequential called no",
+        "UnsupportedError replace_sdpa: _varlen_attn attends inside torch",
         "ValueError dims names 'x'",
         "ValueError dims['q'] must be",
         "ValueError verify: no argument",
@@ -462,6 +528,13 @@ def _placed(_: int) -> None:
     torch.testing.assert_close(other(**batch), plain(**batch))
     removed.remove()
     torch.testing.assert_close(whole(**batch), plain(**batch))
+    # The compiled wrapper itself is replaced, after a class was derived from one of ours.
+    removed = replace_sdpa(compiled, cp)
+    block = compiled.blocks[0]  # type: ignore[index]
+    block.__class__ = type("Derived", (type(block),), {})
+    removed.remove()
+    replace_sdpa(whole, cp)  # type: ignore[arg-type]
+    torch.testing.assert_close(whole(**shards).detach(), expected)
     copied = "SelfAttention"  # names are those of the module that was given
     assert {*handle.modules} == {"blocks.0.attention", "blocks.1.attention", copied}
     # Modules named local attend within a rank, by torch.

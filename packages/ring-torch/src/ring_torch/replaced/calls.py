@@ -41,11 +41,9 @@ class _Context(Protocol):
     @property
     def attention(self) -> Any: ...
 
-    def shard(self, x: Tensor, *, dim: int = 1, pad: bool = False) -> Tensor: ...
+    def shard(self, x: Tensor, *, dim: int = 1) -> Tensor: ...
 
-    def unshard(
-        self, x: Tensor, *, dim: int = 1, grad: Any = None, seq_len: int | None = None
-    ) -> Tensor: ...
+    def unshard(self, x: Tensor, *, dim: int = 1, grad: Any = None) -> Tensor: ...
 
     def positions(self, seq_len: int, *, device: Any = None) -> Tensor: ...
 
@@ -178,9 +176,14 @@ def _on_ring(scope: Scope, call: _Call) -> Tensor:
         "deterministic": state.deterministic,
     }  # fmt: skip
     if documents is not None:
+        if documents[-1] > length * ranks:
+            raise ValueError(
+                f"replace_sdpa: {call.module}: documents end at {documents[-1]}, and the ranks hold {length * ranks} "
+                f"tokens: set the handle's documents to those of this batch"
+            )
+        if documents[-1] < length * ranks:  # padding is a document of its own
+            documents = (*documents, length * ranks)
         options["cu_seqlens"] = documents
-        if documents[-1] < length * ranks:
-            options["seq_len"] = documents[-1]  # what lies behind is padding
     if call.dropout_p:
         options["dropout_p"], options["dropout_seed"] = call.dropout_p, _draw_seed()
     ordered = call.is_causal or documents is not None
@@ -202,19 +205,26 @@ def _add_mask(
 
     Raises:
         UnsupportedError: The mask says nothing of other ranks' keys.
-        ValueError: Its shape fits neither this rank's tokens nor the whole sequence.
+        ValueError: Its dtype is wrong, or its shape fits neither this rank's tokens nor the whole
+            sequence.
     """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"replace_sdpa: {call.module}: attn_mask must be boolean, true where a key is seen, or floating point, "
+            f"added to the scores; got {mask.dtype}"
+        )
+    batch, heads, queries = call.query.shape[:3]
+    own_keys = call.key.shape[2]
+    keys = own_keys * state.ranks
+    if mask.ndim != 4 or mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
+        _wrong_shape(call, mask, keys)
     rows, columns = mask.shape[2:]
-    queries, own_keys = call.query.shape[2], call.key.shape[2]
-    ranks = state.ranks
-    keys = options.get("seq_len") or own_keys * ranks
-    assert isinstance(keys, int)
-    if rows == 1 or mask.stride(2) == 0:  # the same for all queries: a padding mask
+    is_alike, is_square = rows == 1 or mask.stride(2) == 0, rows == keys and queries == own_keys
+    # One row for a rank's only query is of that query; rows of [T_local, T] may differ by rank.
+    if is_alike and columns == keys != own_keys and (is_square or rows == 1 != queries):
+        mask, rows, columns = state.cp.shard(mask[:, :, :1], dim=3), 1, own_keys
+    if is_alike and columns == own_keys and rows in (1, queries):  # padding, alike for all queries
         mask = mask[:, :, :1]
-        if columns == keys != own_keys:
-            mask = state.cp.shard(mask, dim=3, pad=keys != own_keys * ranks)
-        elif columns != own_keys:
-            _wrong_shape(call, mask, keys)
         if mask.dtype == torch.bool and mask.shape[1] == 1:
             # Queries and visible keys are of one segment, hidden keys of none.
             ids = torch.where(mask[:, 0, 0], 0, -1).int().expand(call.key.shape[0], -1)
@@ -222,8 +232,7 @@ def _add_mask(
             return ordered
         cp = state.cp if ordered else state.unordered
         grad: Any = "sum" if mask.requires_grad and torch.is_grad_enabled() else None
-        seq_len = keys if keys != own_keys * ranks else None
-        mask = cp.unshard(mask, dim=3, grad=grad, seq_len=seq_len).expand(-1, -1, queries, -1)
+        mask = cp.unshard(mask, dim=3, grad=grad).expand(-1, -1, queries, -1)
     else:
         if (rows, columns) == (queries, own_keys) != (queries, keys):
             _refuse(call.module, f"attn_mask {tuple(mask.shape)} has a row for each "
@@ -231,8 +240,8 @@ def _add_mask(
                     f"{keys} keys of all ranks. Give a column for each of those, in natural order; for "
                     f"padding one row, [B, 1, 1, T_local]; for causal attention is_causal=True; for "
                     f"packed documents documents=(0, ..., T)")  # fmt: skip
-        if (rows, columns) == (keys, keys) and queries == own_keys:
-            mask = state.cp.shard(mask, dim=2, pad=keys != own_keys * ranks)
+        if is_square and columns == keys:
+            mask = state.cp.shard(mask, dim=2)
         elif (rows, columns) != (queries, keys):
             _wrong_shape(call, mask, keys)
         ordered = True
@@ -245,7 +254,8 @@ def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
     raise ValueError(
         f"replace_sdpa: {call.module}: attn_mask of {tuple(mask.shape)} for {call.query.shape[2]} queries and "
         f"{call.key.shape[2]} keys of this rank, of {keys} keys: give [..., 1, T_local] or [..., "
-        f"1, T] of keys alike for all queries, or [..., T_local, T] of this rank's queries"
+        f"1, T] of keys alike for all queries, or [..., T_local, T] of this rank's queries, of 1 or "
+        f"{call.query.shape[0]} sequences and 1 or {call.query.shape[1]} heads"
     )
 
 
@@ -271,7 +281,7 @@ def _checked(
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
     if mask is not None:
-        mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape) if mask.ndim < 4 else mask
+        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"replace_sdpa: {module}: {query.shape[1]} query heads and {key.shape[1]} key heads "

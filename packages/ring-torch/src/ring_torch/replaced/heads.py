@@ -20,12 +20,12 @@ def attend_with_heads(
     Arguments but ``attend``, which takes those of SDPA, are the forward's.
 
     Raises:
-        UnsupportedError: The layer adds keys of its own (``add_bias_kv``, ``add_zero_attn``).
+        UnsupportedError: Tensors are nested.
+        ValueError: The masks have unlike numbers of keys.
     """
-    if layer.bias_k is not None or layer.add_zero_attn:
+    if query.is_nested or key.is_nested or value.is_nested:
         raise UnsupportedError(
-            "replace_sdpa: a MultiheadAttention with add_bias_kv or add_zero_attn, whose added keys "
-            "would count once for each rank"
+            "replace_sdpa: a MultiheadAttention was given a nested tensor: give a padded one, and key_padding_mask"
         )
     is_batched = query.ndim == 3
     if not is_batched:
@@ -68,6 +68,11 @@ def _joined(mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
     """Return one mask that hides what either of two hides."""
     if mask is None or padding is None:
         return padding if mask is None else mask
+    if mask.shape[-1] != padding.shape[-1]:
+        raise ValueError(
+            f"replace_sdpa: a MultiheadAttention was given attn_mask of {mask.shape[-1]} keys and key_padding_mask of "
+            f"{padding.shape[-1]}: beside attn_mask, give key_padding_mask [B, T] of the whole sequence"
+        )
     if mask.dtype == padding.dtype == torch.bool:
         return mask & padding
     added = [

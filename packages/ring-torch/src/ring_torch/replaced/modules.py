@@ -11,11 +11,13 @@ replaced; hooks of modules it does not compare.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +35,7 @@ _OUT_OF_SIGHT = frozenset(
         (torch, "_native_multi_head_attention"),
         (torch, "_transformer_encoder_layer_fwd"),
         (torch.ops.higher_order, "flex_attention"),
+        (torch.ops.torch_attn, "_varlen_attn"),
     )
     if hasattr(owner, name)
 )
@@ -95,21 +98,27 @@ def replace_forwards(
         ValueError: A module is replaced already, or has a forward that is not of its class.
         UnsupportedError: A module is a script.
     """
-    chosen = [(name, x) for name, x in module.named_modules() if _is_replaced(x)]
+    chosen = [(name, x) for name, x in module.named_modules() if _is_replaced(x, module)]
     for name, x in chosen:
         _check_module(name, x)
-    classes: dict[tuple[type, Scope], type] = {}
+    classes: dict[tuple[type, Scope, bool], type] = {}
     for _, x in chosen:
-        kind = type(x), scope_of(x)
+        kind = type(x), scope_of(x), x is module
         if kind not in classes:
-            classes[kind] = _class_on_ring(*kind)
+            classes[kind] = _class_on_ring(*kind[:2], is_root=kind[2])
         x.__class__ = classes[kind]
         yield functools.partial(_set_back, x, classes[kind], kind[0])
 
 
-def _is_replaced(module: nn.Module) -> bool:
-    """Return True unless the module's forward is one of torch that calls no attention."""
-    where = getattr(type(module).forward, "__module__", "")
+def _is_replaced(module: nn.Module, root: nn.Module) -> bool:
+    """Return True unless the module's forward is one of torch that calls no attention.
+
+    That of the root is replaced even so, as it finds out whether anything attended.
+    """
+    forward = type(module).forward
+    where = getattr(forward, "__module__", "")
+    if module is root and forward is not nn.Module.forward:
+        return True
     return not where.startswith("torch.") or where in _ATTENDING
 
 
@@ -125,7 +134,15 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"replace_sdpa: {name} has a forward of its own, as hooks of accelerate set. Call replace_sdpa "
             f"before they are set"
         )
-    if hasattr(type(module), "_ring_scope"):
+    if isinstance(module, nn.MultiheadAttention) and (
+        module.bias_k is not None or module.add_zero_attn
+    ):
+        raise UnsupportedError(
+            f"replace_sdpa: {name or type(module).__name__} is a MultiheadAttention with add_bias_kv or add_zero_attn, "
+            f"whose added keys would count once for each rank: leave them out"
+        )
+    scope = getattr(type(module), "_ring_scope", None)
+    if scope is not None and scope.state.computes != "off":
         raise ValueError(
             f"replace_sdpa: the attention of {name or type(module).__name__} is replaced already: call remove() of the "
             f"first handle, or give modules that do not overlap"
@@ -152,10 +169,14 @@ def _set_back(module: nn.Module, new: type, old: type) -> None:
         module.__class__ = old
 
 
-def _class_on_ring(base: type[nn.Module], scope: Scope) -> type[nn.Module]:
+def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> type[nn.Module]:
     """Return a class like ``base`` whose forward runs in a mode of the scope."""
-    make = _forward_of_heads if issubclass(base, nn.MultiheadAttention) else _forward_in_mode
-    forward = make(base.forward, scope)
+    is_heads = inspect.unwrap(base.forward) is nn.MultiheadAttention.forward
+    forward = (
+        _forward_of_heads(base.forward, scope)
+        if is_heads
+        else _forward_in_mode(base.forward, scope, is_root=is_root)
+    )
     body = {
         "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
@@ -163,19 +184,22 @@ def _class_on_ring(base: type[nn.Module], scope: Scope) -> type[nn.Module]:
     return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
 
 
-def _forward_in_mode(original: Any, scope: Scope) -> Any:
-    """Return a forward that runs ``original`` in the scope's mode, unless that is the mode now."""
+def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
+    """Return a forward that runs ``original`` in the scope's mode, unless that is the mode now.
+
+    That of the root finds out whether anything attended.
+    """
 
     @functools.wraps(original)
     def forward_on_ring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = scope.state
         if state.computes == "off" or _current_scope() is scope:
             return original(self, *args, **kwargs)
-        if self is state.root:
+        if is_root:
             _check_other_ring(self)
         with RingMode(scope):
             output = original(self, *args, **kwargs)
-        if self is state.root and not torch.compiler.is_compiling() and not state.modules:
+        if is_root and not torch.compiler.is_compiling() and not state.modules:
             raise UnsupportedError(
                 f"replace_sdpa: the forward of {type(self).__name__} called no scaled_dot_product_attention, so "
                 f"nothing attended over the ring: its attention is written out, or of another library "

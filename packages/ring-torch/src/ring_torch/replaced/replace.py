@@ -45,7 +45,7 @@ class SDPAHandle:
         """Offsets ``(0, ..., T)`` of packed documents; set them before each batch.
 
         They must stay until the backward of the batch has ended, where checkpoints attend again.
-        Tokens behind ``T`` are padding, which no token sees.
+        Tokens behind ``T`` are padding, which no document sees.
         """
         return self._state.documents
 
@@ -208,7 +208,7 @@ def _checked_documents(offsets: Sequence[int] | None) -> tuple[int, ...] | None:
     try:
         mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
     except ValueError as error:
-        raise ValueError(f"documents, as {error}") from None
+        raise ValueError(str(error).replace("cu_seqlens", "documents")) from None
     assert mask.cu_seqlens is not None
     return tuple(int(x) for x in mask.cu_seqlens)
 
@@ -225,7 +225,7 @@ def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) ->
     for name in names:
         if not any(fnmatchcase(module, name) for module in modules):
             raise ValueError(
-                f"{option}: no module is named {name!r}; there are {', '.join([*modules][1:13])}"
+                f"{option}: no module is named {name!r}; there are {', '.join(modules[1:13]) or 'none inside'}"
             )
     return names
 
