@@ -425,7 +425,7 @@ class ContextParallel:
             axes = self.axis_name, self.batch_axis, self.head_axis
             return agreement.facts_of(self.mesh, self.layout, axes, call, inputs, call_options)
 
-        agreement.compare(facts, (q, k, v, options))
+        agreement.compare(facts, (q, k, v, *options.values()))
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 import jax
@@ -74,7 +74,7 @@ def facts_of(
     return {name: str(value) for name, value in values.items()}
 
 
-def compare(make_facts: Callable[[], Facts], arguments: object) -> None:
+def compare(make_facts: Callable[[], Facts], arguments: Iterable[object]) -> None:
     """Compare the facts of all processes; every process of the job has to call it.
 
     A process whose facts cannot be made takes part, so that no other one waits for it.
@@ -89,7 +89,7 @@ def compare(make_facts: Callable[[], Facts], arguments: object) -> None:
         Exception: What ``make_facts`` raised, in all processes alike.
     """
     # Under jax.jit new arrays are traced; under jax.grad and jax.vmap only the arguments are.
-    if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *jax.tree.leaves(arguments))):
+    if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *arguments)):
         raise UnsupportedError(
             "check_agreement talks to the other processes, and a function that is traced cannot. "
             "Instead: call it outside of jax.jit, jax.grad and jax.vmap, once, before the first step"
