@@ -177,6 +177,12 @@ def _masks(rank: int) -> None:
     ]
     for whole, split in cases:
         _compare(cp, attend, _qkv(), whole, split)
+    q, k, v = _qkv()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(*(cp.shard(x, dim=2) for x in _qkv()), attn_mask=square),
+        cp.shard(functional.scaled_dot_product_attention(q, k, v, attn_mask=square), dim=2),
+    )
     # A row for a rank's only query, and one row that is expanded over a rank's queries, are of
     # these queries: other ranks' rows differ.
     in_order = ContextParallel(layout="contiguous")
