@@ -1,7 +1,7 @@
 """Kernels of ring attention in JAX for TPUs, in Pallas (Mosaic).
 
-``ring_jax`` takes them by itself once this package is installed: :func:`ring_attention` and
-:class:`ContextParallel` are those of ``ring_jax``. On other platforms, and for calls that the
+``ring_jax`` takes them by itself once this package is installed: :func:`ring_jax.ring_attention` and
+:class:`ring_jax.ContextParallel` are those of ``ring_jax``. On other platforms, and for calls that the
 kernels refuse, ``kernel="auto"`` takes another kernel.
 """
 
