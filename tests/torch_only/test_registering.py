@@ -268,8 +268,6 @@ ALLOWED = {
         ("ring_jax/strategies/__init__.py", x) for x in ("ring", "balanced", "gather")
     ),  # JAX's table
     *(("ring_jax/maxtext.py", x) for x in ("ring", "ulysses")),  # values of MaxText's settings
-    ("ring_jax/context.py", "xla"),  # what the compiler can shard by itself
-    ("ring_jax/compat/translate.py", "xla"),  # a value of tokamax's argument
     ("ring_torch/hf/models/check.py", "hybrid"),  # a name of transformers' layers
     ("ring_torch/hf/register.py", "eager"),  # a value of transformers' argument
     ("ring_torch/optional.py", "triton"),  # the package
