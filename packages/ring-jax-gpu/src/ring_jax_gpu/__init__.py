@@ -1,6 +1,6 @@
 """Kernels of ring attention in JAX for NVIDIA GPUs: Triton kernels and cuDNN's attention.
 
-``ring_jax`` takes them by itself once this package is installed; :func:`ring_jax.ring_attention` and
+``ring_jax`` takes them by itself once this package is there; :func:`ring_jax.ring_attention` and
 :class:`ring_jax.ContextParallel` have these names here, too. ``kernel="auto"`` takes ``triton``, or
 ``cudnn`` where it can do a call and was measured to be faster; on other platforms, and for calls
 that both refuse, another kernel. Triton and jax-triton are imported when a program is compiled for

@@ -1,6 +1,6 @@
 """Kernels of ring attention in JAX for TPUs, in Pallas (Mosaic).
 
-``ring_jax`` takes them by itself once this package is installed; :func:`ring_jax.ring_attention` and
+``ring_jax`` takes them by itself once this package is there; :func:`ring_jax.ring_attention` and
 :class:`ring_jax.ContextParallel` have these names here, too. On other platforms, and for calls that
 the kernels refuse, ``kernel="auto"`` takes another kernel.
 """
