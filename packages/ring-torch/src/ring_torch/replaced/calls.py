@@ -110,7 +110,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call, its tensors as ``[B, H, T_local, D]``."""
+    """A checked call of attention; its tensors are ``[B, H, T_local, D]``."""
 
     query: Tensor
     key: Tensor
