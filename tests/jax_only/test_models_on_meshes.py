@@ -109,7 +109,7 @@ def on_a_mesh(name: str, way: str) -> Any:
 
 def test_vmap_over_an_explicit_axis_is_an_error() -> None:
     """JAX maps no loop inside ``shard_map`` over such an axis: Equinox's batch needs auto axes."""
-    with pytest.raises(UnsupportedError, match="along an axis of its mesh.*batch_axis="):
+    with pytest.raises(UnsupportedError, match=r"along an axis of its mesh.*batch_axis="):
         on_a_mesh("equinox", "explicit")
 
 
