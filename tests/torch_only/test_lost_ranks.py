@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Steps, lose, steps
+from lost import LONGEST, LOSSES, MOVEMENTS, STEPS, Loss, Outcome, Steps, lose, steps
 
 from ring_core import StrategyConfig
 from ring_torch.local import LocalRanks
@@ -37,27 +37,25 @@ def test_others_end_in_an_error_in_time(loss: Loss, right: list[Steps]) -> None:
         assert answer == f"died with exit code {-signal.SIGABRT}"
 
 
-@pytest.mark.nightly(unless=["killed-forward-during", "killed-backward-during"])
-@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
-def test_groups_end_in_an_error_in_time(loss: Loss) -> None:
-    """Two groups that trade tokens for heads: the lost rank's own, and the one that meets it."""
-    outcome = lose(loss, 4, {"strategy": StrategyConfig("hybrid", ulysses_size=2)})
+def assert_ended(outcome: Outcome) -> None:
+    """Every survivor has made a step and then raised, in time, and no process stays."""
     assert outcome.seconds < LONGEST
     assert outcome.staying == []
     for ok, answer in outcome.survivors.values():
         assert ok, answer
         assert 1 <= len(answer.sums) < STEPS
         assert answer.error is not None
+
+
+@pytest.mark.nightly(unless=["killed-forward-during", "killed-backward-during"])
+@pytest.mark.parametrize("loss", LOSSES, ids="-".join)
+def test_groups_end_in_an_error_in_time(loss: Loss) -> None:
+    """Two groups that trade tokens for heads: the lost rank's own, and the one that meets it."""
+    assert_ended(lose(loss, 4, {"strategy": StrategyConfig("hybrid", ulysses_size=2)}))
 
 
 @pytest.mark.nightly(unless=["killed-forward-during-shift", "killed-backward-during-halo"])
 @pytest.mark.parametrize("movement", MOVEMENTS)
 @pytest.mark.parametrize("loss", LOSSES, ids="-".join)
 def test_movements_end_in_an_error_in_time(loss: Loss, movement: str) -> None:
-    outcome = lose(loss, 3, {"movement": movement})
-    assert outcome.seconds < LONGEST
-    assert outcome.staying == []
-    for ok, answer in outcome.survivors.values():
-        assert ok, answer
-        assert 1 <= len(answer.sums) < STEPS
-        assert answer.error is not None
+    assert_ended(lose(loss, 3, {"movement": movement}))
