@@ -380,8 +380,8 @@ def load_bias(x, consts, batch, head, rows, cols, SKIPS: tl.constexpr):
     """Load the bias of a block of scores as float32, less the shift of each row.
 
     Where no row of the block has a shift, as is usual, nothing is subtracted with ``SKIPS``: the
-    forward is 16 % faster by it, and backward kernels slower. The bias is ``-inf`` beyond the
-    lengths.
+    forward is 16 % faster by it, and backward kernels slower, which are launched twice instead
+    (:func:`ring_core.triton.backward.is_of_other_launch`). The bias is ``-inf`` beyond the lengths.
     """
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
     inside = (rows < x.q_len) & (cols < x.k_len)
