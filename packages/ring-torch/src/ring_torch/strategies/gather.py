@@ -32,7 +32,7 @@ from ring_core import (
 from ring_core.checks import Sizes
 from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -56,15 +56,13 @@ from ring_torch.strategies.prepared import (
     prepare_forward,
     put_columns,
 )
-from ring_torch.strategies.two_stage import TwoStageGather
+from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
     PendingGrads,
     PendingKV,
     Refusals,
-    Traffic,
     add_staged,
-    gathered_traffic,
 )
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
@@ -101,22 +99,12 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
 
 
 @dataclass(frozen=True)
-class Gather(Strategy):
-    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys.
+class Gather(GatheringStrategy):
+    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys."""
 
-    The forward saves the gathered K/V if they take at most ``MAX_SAVED_BYTES`` on every rank;
-    otherwise the backward fetches them again.
-    """
-
-    groups: HeadGroups
-    gather: GatherProgram
-    name: str = "gather"
-    saves: bool = False  # True if the forward saves the gathered K/V
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
     adds_sinks: bool = False
-    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
-    depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
@@ -275,24 +263,6 @@ class Gather(Strategy):
         pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, delta)
-
-    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
-
-        Another plan may gather more keys, and then a compiled backward fetches them again.
-        """
-        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
-        if not plan_known or not self.saves:
-            return []
-        return keys.gathered_shapes(self.gather.length, self.groups.forward)
-
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        fetches = forward or not saved
-        return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
-            forward=forward, fetches=fetches,
-        )  # fmt: skip
 
 
 def _attend_group(
@@ -505,7 +475,7 @@ def _resolve(resolution: Resolution) -> Strategy:
     banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
-        groups, gather, saves=resolution.saves_keys(gather), head_major=tile is not None,
+        gather, groups, saves=resolution.saves_keys(gather), head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,

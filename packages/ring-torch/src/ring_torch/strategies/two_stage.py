@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
-from ring_torch.buffers import KeyGradBuffer, KVPayload, Shapes
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -33,19 +33,47 @@ from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
 @dataclass(frozen=True)
-class TwoStageGather(Strategy):
-    """Strategy ``gather`` in two stages.
+class GatheringStrategy(Strategy):
+    """A strategy that fetches K/V of other ranks into one buffer, by a program.
 
-    The forward saves the other ranks' K/V as :class:`ring_torch.strategies.gather.Gather` does.
+    The forward saves the gathered K/V if they are few on every rank; otherwise the backward fetches
+    them again.
     """
 
     gather: GatherProgram
-    own_items: tuple[WorkItem, ...]
+    groups: HeadGroups = ONE_GROUP
     name: str = "gather"
-    prepares: bool = False  # True if the kernel may prepare launches
     saves: bool = False  # True if the forward saves the gathered K/V
-    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
+    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     depends_on_kernel = True
+
+    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
+
+        Another plan may gather more keys, and then a compiled backward fetches them again.
+        """
+        if not plan_known or not self.saves:
+            return []
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
+        return keys.gathered_shapes(self.gather.length, self.groups.forward)
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
+        return gathered_traffic(
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
+            forward=forward, fetches=forward or not saved,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TwoStageGather(GatheringStrategy):
+    """Strategy ``gather`` in two stages: over own K/V, and over those of other ranks.
+
+    The program fetches only other ranks' K/V.
+    """
+
+    own_items: tuple[WorkItem, ...] = ()
+    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, resolution: Resolution) -> Self:
@@ -57,7 +85,7 @@ class TwoStageGather(Strategy):
         plan, rank = resolution.program.plan, resolution.rank
         gather = gather_program(plan, rank, own=False)
         return cls(
-            gather, plan.items(rank, rank), prepares=resolution.kernel.prepares,
+            gather, own_items=plan.items(rank, rank), prepares=resolution.kernel.prepares,
             saves=resolution.saves_keys(gather) and not resolution.returns_lse,
         )  # fmt: skip
 
@@ -185,20 +213,6 @@ class TwoStageGather(Strategy):
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
-
-    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the gathered K/V; none if the plan is not known."""
-        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids)
-        if not plan_known or not self.saves:
-            return []
-        return keys.gathered_shapes(self.gather.length, 1)
-
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
-            forward=forward, fetches=forward or not saved,
-        )  # fmt: skip
 
 
 class _Work(NamedTuple):
