@@ -18,12 +18,13 @@ from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
 from ring_core.row_checks import check_halo, offsets_of
 from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import Ranks, members_of, ranks_of
+from ring_torch.comm.ranks import Ranks, members_of
 from ring_torch.compiled.static import (
     as_documents,
     from_json,
     group_fields,
     ranks_named,
+    size_of,
     to_json,
 )
 from ring_torch.derivatives import refuse_batch
@@ -141,12 +142,6 @@ def _ranks_of_relayout(
     divisor_of(check_layout(from_json(to)), len(members.ranks))
     ranks, *numbers = ranks_of_relayout(members_of(source), members)
     return ranks.size, tuple(numbers)
-
-
-@constant_in_graphs
-def size_of(group: Any) -> int:
-    """Return the number of ranks of a group; the compiler takes it for a constant."""
-    return ranks_of(group).size
 
 
 @constant_in_graphs

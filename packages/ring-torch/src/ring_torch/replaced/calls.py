@@ -14,7 +14,7 @@ from torch.nn.attention.bias import CausalBias
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
 from ring_torch.capture import constant_in_graphs, untraced
-from ring_torch.compiled.movement import size_of
+from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
