@@ -262,14 +262,6 @@ class Resolution(NamedTuple):
         return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
 
 
-def _no_refusals(_plan: Plan, _request: Request) -> Refusals:
-    return ()
-
-
-def _is_never_automatic(_transport: Transport) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class StrategySpec:
     """Self-description of a strategy that ``strategy=`` can name.
@@ -295,12 +287,12 @@ class StrategySpec:
 
     name: str
     resolve: Callable[[Resolution], Strategy]
-    refusals: Callable[[Plan, Request], Refusals] = _no_refusals
+    refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
     opens_sessions: bool = False
     splits_heads: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
-    is_automatic: Callable[[Transport], bool] = _is_never_automatic
-    automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
+    is_automatic: Callable[[Transport], bool] = lambda _transport: False
+    automatic_refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""
