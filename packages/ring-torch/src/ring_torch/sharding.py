@@ -261,7 +261,7 @@ def agree_on_call(
     if ranks.size == 1:
         return
     check_device(ranks, device)
-    check_graph(ranks, signature, device)
+    check_graph(ranks, signature)
     with guarded(ranks, number, signature, device):
         agree(ranks, number, 0, signature, device)
 

@@ -26,7 +26,6 @@ from ring_torch.comm.ranks import (
     PeerError,
     QueuedPass,
     Ranks,
-    header_device,
     peer_errors,
     watch,
 )
@@ -300,7 +299,7 @@ def has_agreed(ranks: Ranks, signature: CallSignature) -> bool:
     return signature.digest in ranks.state.agreed
 
 
-def check_graph(ranks: Ranks, signature: CallSignature, device: torch.device) -> None:
+def check_graph(ranks: Ranks, signature: CallSignature) -> None:
     """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
 
     The first comparison is made by the host, which a graph cannot hold.
@@ -310,7 +309,7 @@ def check_graph(ranks: Ranks, signature: CallSignature, device: torch.device) ->
     """
     if ranks.size == 1 or not is_capturing():
         return
-    if header_device(ranks, device).type == "cpu" or not has_agreed(ranks, signature):
+    if dist.get_backend(ranks.group) == "gloo" or not has_agreed(ranks, signature):
         raise ValueError(
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"
