@@ -218,8 +218,9 @@ class Ring(Strategy):
                 remote.compute_pieces(step.pieces)
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
-            # The next step reads the K/V that arrived.
-            transfer.wait()
+            # The next step reads the K/V that arrived, or `held` again if none were to come.
+            if transfer is not DONE:
+                transfer.wait()
             held = arriving
         # dQ of the last step's helpers may still be on its way.
         if remote is not None:
