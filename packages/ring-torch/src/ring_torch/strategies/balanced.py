@@ -80,8 +80,8 @@ class Balanced(Ring):
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank; launches are not prepared."""
         del prepares
-        passes = (balanced_steps(program, rank, x) for x in (program.forward, program.backward))
-        return cls(*passes)
+        forward = balanced_steps(program, rank, program.forward)
+        return cls(forward, balanced_steps(program, rank, program.backward))
 
     def remote_forward(
         self, call: Call, inputs: Inputs, rows: QueryBlock, into: AttentionState
