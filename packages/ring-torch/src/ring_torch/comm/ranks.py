@@ -522,8 +522,7 @@ def _watch_group(ranks: Ranks, timeout: timedelta, stop: Event) -> None:
             ranks_of(ranks.group)
         except (RuntimeError, ValueError):  # it was destroyed
             return
-        assert ranks.group is not None
-        text, state = read_failure(ranks.group), ranks.state
+        text, state = read_failure(not_none(ranks.group)), ranks.state
         if state.failure is not None:
             return
         if text is not None:
