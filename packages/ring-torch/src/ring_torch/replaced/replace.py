@@ -9,6 +9,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ring_core import KernelConfig, Mask, StrategyConfig, checks
+from ring_core.base.arguments import not_none
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.kernels import kernel_names
@@ -209,8 +210,7 @@ def _checked_documents(offsets: Sequence[int] | None) -> tuple[int, ...] | None:
         mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
     except ValueError as error:
         raise ValueError(str(error).replace("cu_seqlens", "documents")) from None
-    assert mask.cu_seqlens is not None
-    return tuple(int(x) for x in mask.cu_seqlens)
+    return tuple(int(x) for x in not_none(mask.cu_seqlens))
 
 
 def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) -> Sequence[str]:
