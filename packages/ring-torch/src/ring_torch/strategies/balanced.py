@@ -22,6 +22,7 @@ from ring_torch.records import (
     AttentionState,
     BackwardInputs,
     Inputs,
+    KeyBlock,
     KeyGrads,
     QueryBlock,
     QueryGrads,
@@ -84,18 +85,19 @@ class Balanced(Ring):
         return cls(forward, balanced_steps(program, rank, program.backward))
 
     def remote_forward(
-        self, call: Call, inputs: Inputs, rows: QueryBlock, into: AttentionState
-    ) -> RemoteQueries:
+        self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
+        into: AttentionState,
+    ) -> RemoteQueries:  # fmt: skip
         """Begin the exchange of queries and results; results for ``rows`` merge into ``into``."""
-        own = call.columns(call.ranks.rank, inputs.key_tensors())
+        own = call.columns(call.ranks.rank, keys)
 
         def attend(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
             """Attend to own K/V with another rank's rows; the result is merged there, not here."""
             peer_rows = remote_rows(call, item, rows, tensors)
             result = empty_state(peer_rows.q, inputs.v.shape[3])
             if peer_rows.q.shape[0] > 0:
-                keys = own.take(item.k_slice)
-                call.kernel.attend_into(peer_rows, keys, item, call.params, result)
+                columns = own.take(item.k_slice)
+                call.kernel.attend_into(peer_rows, columns, item, call.params, result)
             return result
 
         return RemoteQueries(
@@ -107,11 +109,10 @@ class Balanced(Ring):
         )  # fmt: skip
 
     def remote_backward(
-        self, call: Call, inputs: Inputs, upstream: BackwardInputs, rows: QueryBlock,
+        self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
         row_grads: QueryGrads, own_grads: KeyGrads,
     ) -> RemoteQueries:  # fmt: skip
         """Begin the exchange of queries and dQ; gradients of own K/V are added to ``own_grads``."""
-        own = call.columns(call.ranks.rank, inputs.key_tensors())
 
         def differentiate(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
@@ -190,12 +191,12 @@ class RemoteQueries:
         self._ranks, self._take, self._compute = ranks, take, compute
         self._like, self._add = like, add
         self._to_send = iter([piece for step in steps for piece in step.pieces])
-        self._returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self.returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
         self._arriving = self._send_next()
 
     def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
         """Take in earlier results; compute for other ranks, and start sending the results home."""
-        if self._returning:
+        if self.returning:
             self.finish()
         for piece in pieces:
             transfer, arriving = self._arriving
@@ -207,17 +208,17 @@ class RemoteQueries:
             results = [(item.out_rank, self._compute(item, x)) for item, x in arriving]
             # Before more results are sent home take in those of the piece before: at most one
             # piece of results is in flight, and what was sent of it may be freed.
-            if self._returning:
+            if self.returning:
                 self.finish()
             self._return_results(piece, results)
 
     def finish(self) -> None:
         """Wait for the results that helpers sent home, and add them to this rank's."""
-        for transfer, expected in self._returning:
+        for transfer, expected in self.returning:
             transfer.wait()
             for rows, tensors in expected:
                 self._add(rows, tensors)
-        self._returning.clear()
+        self.returning.clear()
 
     def _send_next(self) -> _Arriving:
         """Start sending this rank's next piece to its helper, and receiving the next to compute.
@@ -250,7 +251,7 @@ class RemoteQueries:
             [(x, owner) for owner, tensors in results for x in tensors],
             [(x, piece.helper) for _, tensors in expected for x in tensors],
         )
-        self._returning.append((transfer, expected))
+        self.returning.append((transfer, expected))
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:

@@ -86,11 +86,13 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
 class RemoteWork(Protocol):
     """Work that ranks do for each other in a pass, beside that for their own queries."""
 
+    returning: Sequence[object]  # results that are on their way home
+
     def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
         """Take in results that helpers have sent home, and compute a step's pieces for others."""
 
     def finish(self) -> None:
-        """Wait for the results that are still on their way home, and take them in."""
+        """Wait for the results that are on their way home, and take them in."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Ring(Strategy):
             held_keys, spare_keys = packing.views(held), packing.views(spare)
             for view, x in zip(held_keys, keys, strict=True):
                 view.copy_(x)
-        remote = self.remote_forward(call, inputs, rows, into) if self.offloads else None
+        remote = self.remote_forward(call, inputs, keys, rows, into) if self.offloads else None
         for n, step in enumerate(self.forward_steps):
             transfer = DONE
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
@@ -163,7 +165,7 @@ class Ring(Strategy):
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
         # Results of the last step's helpers may still be on their way.
-        if remote is not None:
+        if remote is not None and remote.returning:
             remote.finish()
         if self.prepares and work is None:
             steps = [
@@ -189,10 +191,10 @@ class Ring(Strategy):
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        remote = None
+        remote = own_grads = None
         if self.offloads:
-            own_sums = key_grads.grads(own=True)
-            remote = self.remote_backward(call, inputs, upstream, rows, row_grads, own_sums)
+            own_grads = key_grads.grads(own=True)
+            remote = self.remote_backward(call, own, upstream, rows, row_grads, own_grads)
         held = next(iter(saved), None)
         for step in self.backward_steps:
             transfer, arriving = DONE, held
@@ -209,10 +211,11 @@ class Ring(Strategy):
             # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.items:
-                column_grads = key_grads.grads(own=step.is_own)
+                column_grads = own_grads if step.is_own else None
                 differentiate_step(
-                    call, step.items, rows, columns, upstream, row_grads, column_grads
-                )
+                    call, step.items, rows, columns, upstream, row_grads,
+                    column_grads or key_grads.grads(own=step.is_own),
+                )  # fmt: skip
             # Add the dQ that helpers computed for this rank before, then compute for others.
             if remote is not None:
                 remote.compute_pieces(step.pieces)
@@ -223,10 +226,10 @@ class Ring(Strategy):
                 transfer.wait()
             held = arriving
         # dQ of the last step's helpers may still be on its way.
-        if remote is not None:
+        if remote is not None and remote.returning:
             remote.finish()
         # The last hop brought the other ranks' sum home, and added it to the own part.
-        own_grads = key_grads.grads(own=True)
+        own_grads = own_grads or key_grads.grads(own=True)
         return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
@@ -248,13 +251,14 @@ class Ring(Strategy):
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
     def remote_forward(
-        self, _call: Call, _inputs: Inputs, _rows: QueryBlock, _into: AttentionState, /
-    ) -> RemoteWork | None:
+        self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
+        _into: AttentionState, /,
+    ) -> RemoteWork | None:  # fmt: skip
         """Begin the work of a forward for other ranks; results for ``rows`` go into ``into``."""
         return None
 
     def remote_backward(
-        self, _call: Call, _inputs: Inputs, _upstream: BackwardInputs, _rows: QueryBlock,
+        self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
         _row_grads: QueryGrads, _own_grads: KeyGrads, /,
     ) -> RemoteWork | None:  # fmt: skip
         """Begin the work of a backward for other ranks; dQ comes home, dK/dV stay."""
