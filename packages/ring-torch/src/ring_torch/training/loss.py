@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ring_core import UnsupportedError, checks
 from ring_core.base.arguments import check_rate, check_size, is_integer
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
@@ -191,7 +192,7 @@ def _without_padding(
     return labels.masked_fill(is_padding, ignore_index)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def _own_tokens(group: Any, layout: Any, seq_len: Any, local_len: int) -> int:
     """Return how many of this rank's rows are tokens, not padding; a constant to the compiler."""
     ranks = ranks_of(group)
