@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -24,7 +24,6 @@ from ring_torch.records import (
     Inputs,
     KeyBlock,
     KeyGrads,
-    QueryBlock,
     empty_state,
     is_aligned,
 )
@@ -98,12 +97,18 @@ class TwoStageGather(GatheringStrategy):
             return self._repeat_forward(inputs, session, prepared)
         gather, keys = self.gather, session.spec.keys
         rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
-        work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
+        into = empty_state(rows.q, inputs.v.shape[3])
+
+        def attend(key_block: KeyBlock, item: WorkItem) -> None:
+            """Run the launch of an item, and merge its results."""
+            if rows.q.shape[0] > 0:
+                operands = rows.take(item.q_slice), key_block.take(item.k_slice)
+                call.kernel.attend_into(*operands, item, call.params, into.take(item.q_slice))
 
         def attend_to_own_keys() -> None:
             """Queue the launches over own K/V, which run while the fetches are in flight."""
             for item in self.own_items:
-                work.attend(own, item)
+                attend(own, item)
 
         saved: Saved = ()
         # Fetches from all peers are in flight from here on, into one buffer. There is one group of
@@ -114,7 +119,7 @@ class TwoStageGather(GatheringStrategy):
             # columns.
             for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
                 arriving.wait(waits_for)
-                work.attend(columns, item)
+                attend(columns, item)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = tuple(arriving.tensors)
@@ -122,7 +127,7 @@ class TwoStageGather(GatheringStrategy):
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
-        return work.into, saved if self.saves else ()
+        return into, saved if self.saves else ()
 
     def _repeat_forward(
         self, inputs: Inputs, session: GatherSession, prepared: PreparedPartials
@@ -213,22 +218,6 @@ class TwoStageGather(GatheringStrategy):
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
-
-
-class _Work(NamedTuple):
-    """A rank's queries, and the state of the accumulators' dtype into which results are merged."""
-
-    call: Call
-    rows: QueryBlock
-    into: AttentionState
-
-    def attend(self, keys: KeyBlock, item: WorkItem) -> None:
-        """Run the launch of an item, and merge its results."""
-        if self.rows.q.shape[0] > 0:
-            self.call.kernel.attend_into(
-                self.rows.take(item.q_slice), keys.take(item.k_slice), item, self.call.params,
-                self.into.take(item.q_slice),
-            )  # fmt: skip
 
 
 def _gathered(
