@@ -464,15 +464,14 @@ def _resolve(resolution: Resolution) -> Strategy:
     program = resolution.program
     if resolution.kernel.capabilities.bands != "any":
         return TwoStageGather.of(resolution)
-    needs_more = resolution.needs_index or resolution.segment_ids
-    groups = (
-        ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)
-    )
+    groups = ONE_GROUP
+    if resolution.is_plain:
+        groups = head_groups_of(program, resolution.sizes, resolution.itemsize)
     splits = not resolution.is_short
-    tile = None if needs_more else _split_backward_tile(resolution, splits)
+    tile = None if not resolution.is_plain else _split_backward_tile(resolution, splits)
     gather = gather_program(program.plan, resolution.rank, splits=splits, tile=tile or 1)
     items = (*gather.items, *gather.in_place)
-    banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
+    banded = resolution.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
         gather, groups, saves=resolution.saves_keys(gather), head_major=tile is not None,

@@ -346,8 +346,7 @@ class RotatingKeyGrads:
 
 def _resolve(resolution: Resolution) -> Ring:
     """Return the ring of a rank."""
-    needs_more = resolution.needs_index or resolution.segment_ids or resolution.sizes.batch == 0
-    prepares = resolution.kernel.prepares and not needs_more
+    prepares = resolution.kernel.prepares and resolution.is_plain and resolution.sizes.batch > 0
     return Ring.of(resolution.program, resolution.rank, prepares=prepares)
 
 
