@@ -147,7 +147,10 @@ class PeerCopies:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Return the places of dK/dV in the buffer, where the owners of the keys will read them."""
+        """Return the places of dK/dV in the buffer, where the owners of the keys will read them.
+
+        They are filled with zeros if ``zero``, and uninitialised otherwise.
+        """
         # Peers may still be reading what the pass before put there.
         self.buffer.wait_reusable()
         spec, groups = self.spec, range(self.spec.groups)
