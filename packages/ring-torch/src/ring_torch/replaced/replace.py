@@ -188,7 +188,7 @@ def replace_sdpa(
         "local": _checked_names("local", local, [*names]),
     }
     scopes = {keys: Scope(state, keys) for keys in get_args(Keys)}
-    keys_of = {id(x): _keys_of(name, patterns) for name, x in names.items()}
+    keys_of = {id(x): _key_holder_of(name, patterns) for name, x in names.items()}
     undo: list[Callable[[], None]] = []
     try:
         undo.extend(replace_forwards(module, lambda x: scopes[keys_of[id(x)]]))
@@ -230,7 +230,7 @@ def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) ->
     return names
 
 
-def _keys_of(name: str, patterns: Mapping[Keys, Sequence[str]]) -> Keys:
+def _key_holder_of(name: str, patterns: Mapping[Keys, Sequence[str]]) -> Keys:
     """Return the holder of a module's keys, by its name and those of the modules around it.
 
     Raises:

@@ -231,6 +231,7 @@ class PeerCopies:
         return add_to
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
+        """Return where a rank's dK/dV of a group's ``length`` fetched keys lie for their owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         start = self.spec.groups * self.spec.keys.message.size + group * self.grad_bytes
         return self.buffer.memory.views(rank, start, packing)[0]
