@@ -143,7 +143,6 @@ class Ring(Strategy):
                 view.copy_(x)
         remote = self.remote_forward(call, inputs, keys, rows, into) if self.offloads else None
         for n, step in enumerate(self.forward_steps):
-            transfer = DONE
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
             # may be overwritten. The peers do the same with their buffers.
@@ -160,8 +159,8 @@ class Ring(Strategy):
             if remote is not None:
                 remote.compute_pieces(step.pieces)
             # The next step reads what arrived. That the send has completed frees `held`, too.
-            transfer.wait()
             if step.keys_hop is not None:
+                transfer.wait()
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
         # Results of the last step's helpers may still be on their way.
