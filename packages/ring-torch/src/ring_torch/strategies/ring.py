@@ -86,7 +86,9 @@ def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tu
 class RemoteWork(Protocol):
     """Work that ranks do for each other in a pass, beside that for their own queries."""
 
-    returning: Sequence[object]  # results that are on their way home
+    @property
+    def returning(self) -> Sequence[object]:
+        """Results that are on their way home."""
 
     def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
         """Take in results that helpers have sent home, and compute a step's pieces for others."""
