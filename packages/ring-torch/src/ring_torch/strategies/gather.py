@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ring_core import (
     GatherProgram,
-    Plan,
-    Request,
     RingProgram,
     WorkItem,
     gather_program,
@@ -61,7 +59,6 @@ from ring_torch.transports.api import (
     GatherSession,
     PendingGrads,
     PendingKV,
-    Refusals,
     add_staged,
 )
 
@@ -244,23 +241,19 @@ class Gather(GatheringStrategy):
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches: one group of heads, all work over the buffer."""
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
         dq = _dq(call, gather, q)
         # Contiguous, whatever the strides of k and v: launches that round go by tokens.
         new = Tensor.new_zeros if prepared.has_padding else Tensor.new_empty
         dk, dv = new(k, k.shape), new(v, v.shape)
-        if saved:
-            kv = saved[0]
-        else:
-            (arriving,) = session.fetch(gather, inputs)
-            arriving.wait(None)
-            kv = arriving.tensors[0]
+        kv = keys.split(self.gathered(session, inputs, saved)[0])
         dout, out, lse, _ = upstream
-        delta = prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        delta = prepared.launch(q, *kv, dout, out, lse, dq, grad_sums)
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
-        pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
+        pending(grad_sums, gather.length, partial(_shifted, own_fetches))
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, delta)
 
@@ -404,14 +397,10 @@ def _finish_own_grads(
             add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
-
-    def index_map(source: slice) -> slice:
-        return _shifted(source, own_fetches)
-
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
-        pending(grads, length, index_map)
+        pending(grads, length, partial(_shifted, own_fetches))
     # The sums are complete: round each once.
     for fetch in own_fetches:
         fetched_sums = sums.of(grads, length, fetch.target)
@@ -423,16 +412,11 @@ def _finish_own_grads(
                 grad.copy_(x)
 
 
-def _shifted(source: slice, fetches: Sequence[Fetch]) -> slice:
+def _shifted(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
     fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
     shift = fetch.target.start - fetch.source.start
     return slice(source.start + shift, source.stop + shift)
-
-
-def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
-    """Return the columns of a span of a rank's own keys in its buffer."""
-    return _shifted(source, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
 def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
@@ -496,13 +480,10 @@ def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
     return tile if applies else None
 
 
-def _automatic_refusals(plan: Plan, request: Request) -> Refusals:
-    """Return why ``auto`` does not gather, though it could."""
-    return memory_refusals(plan, request, itemsize=getattr(torch, request.dtype).itemsize)
-
-
 GATHER = StrategySpec(
     "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
     is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
-    automatic_refusals=_automatic_refusals,
+    automatic_refusals=lambda plan, request: memory_refusals(
+        plan, request, itemsize=getattr(torch, request.dtype).itemsize
+    ),
 )  # fmt: skip

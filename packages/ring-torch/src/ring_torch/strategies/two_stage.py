@@ -7,7 +7,6 @@ over its own while their dK/dV travel home.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -55,6 +54,15 @@ class GatheringStrategy(Strategy):
             return []
         keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
         return keys.gathered_shapes(self.gather.length, self.groups.forward)
+
+    def gathered(self, session: GatherSession, inputs: Inputs, saved: Saved) -> Saved:
+        """Return the gathered tensors of a backward over one group, saved or fetched again."""
+        if not saved:
+            # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
+            for arriving in session.fetch(self.gather, inputs):
+                arriving.wait(None)
+                saved = tuple(arriving.tensors)
+        return saved
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
@@ -165,7 +173,7 @@ class TwoStageGather(GatheringStrategy):
         row_grads = zero_row_grads(call, rows)
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
         (peer_sums,) = session.accumulators(gather, sums, zero=True)
-        columns = call.gathered_columns(gather, keys, _gathered(session, gather, inputs, saved))
+        columns = call.gathered_columns(gather, keys, self.gathered(session, inputs, saved))
         own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
 
         def differentiate(
@@ -204,7 +212,7 @@ class TwoStageGather(GatheringStrategy):
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         sums, tensors = KeyGradBuffer(keys, head_major=False), (q, upstream.dout, upstream.out)
         (peer_sums,) = session.accumulators(gather, sums, zero=False)
-        kv = keys.split(_gathered(session, gather, inputs, saved)[0])
+        kv = keys.split(self.gathered(session, inputs, saved)[0])
         packed = peer_sums.view(keys.batch, gather.length, keys.width)
         dqs = prepared.differentiate_others(tensors, upstream.lse, kv, packed)
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
@@ -218,16 +226,3 @@ class TwoStageGather(GatheringStrategy):
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
-
-
-def _gathered(
-    session: GatherSession, gather: GatherProgram, inputs: Inputs, saved: Saved
-) -> Sequence[torch.Tensor]:
-    """Return the gathered tensors of a backward, saved or fetched again."""
-    tensors: Sequence[torch.Tensor] = saved
-    if not saved:
-        # Nothing to compute meanwhile: own launches are kept to hide the way home.
-        for arriving in session.fetch(gather, inputs):
-            arriving.wait(None)
-            tensors = arriving.tensors
-    return tensors
