@@ -251,6 +251,7 @@ class FlashKernel(Kernel):
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
     def _dims(self, direction: Direction, q: Tensor, v: Tensor) -> HeadDims:
+        """Return the head dims at which a pass is computed; calls without any were refused."""
         dims = self.head_dims(direction, q.shape[-1], v.shape[-1])
         assert dims is not None, "the kernel was not chosen for these"
         return dims

@@ -185,6 +185,7 @@ class Gather(GatheringStrategy):
         own_sums: list[Tensor | None] = []
 
         def finish(n: int) -> None:
+            """Wait for what peers send of group ``n``, add it, and round dK/dV."""
             group_grads = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(
                 call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
