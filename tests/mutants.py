@@ -466,12 +466,12 @@ def _ids_of_queries_for_keys() -> Patches:
 def _message_from_the_wrong_rank() -> Patches:
     """Messages of a group are unpacked as if they came from the ranks one further on."""
     exchange = _torch("comm.head_exchange")
-    right = exchange._unpack
+    right = exchange.move
 
-    def wrong(layout: Any, buffer: Any, *args: Any, **named: Any) -> None:
-        right(layout, buffer.roll(1, dims=0), *args, **named)
+    def wrong(layout: Any, buffer: Any, *args: Any, packs: bool, **named: Any) -> None:
+        right(layout, buffer if packs else buffer.roll(1, dims=0), *args, packs=packs, **named)
 
-    return [(exchange, "_unpack", wrong)]
+    return [(exchange, "move", wrong)]
 
 
 def _rounded_down() -> Patches:

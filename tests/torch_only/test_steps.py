@@ -39,31 +39,30 @@ def test_they_are_the_program(strategy: Any, layout: Any, mask: str, size: int) 
     for stages, name in ((program.forward, "forward_steps"), (program.backward, "backward_steps")):
         passes = [getattr(rank, name) for rank in ranks]
         for n, stage in enumerate(stages):
-            steps = [each[n] if strategy == "ring" else each[n].own for each in passes]
+            steps = [each[n] for each in passes]
             # All ranks send as far ahead as the others, so that every message meets its receive.
             assert {(x.keys_hop, x.grads_hop) for x in steps} == {(stage.kv_hop, stage.grad_hop)}
             for rank, step in enumerate(steps):
                 items = [x for x in program.items(rank, stage.step) if x.q_rank == rank]
-                assert [x.item for x in step.launches] == items
-                assert all(x.item.kv_rank == step.keys_of for x in step.launches)
+                assert list(step.items) == items
+                assert all(x.kv_rank == step.keys_of for x in step.items)
                 assert step.is_own == (step.keys_of == rank)
                 if n + 1 < len(stages) and step.keys_hop is not None:  # what arrives is used next
                     after = passes[rank][n + 1]
-                    after = after if strategy == "ring" else after.own
                     held = steps[(rank - step.keys_hop) % size].keys_of
                     assert after.is_own or after.keys_of == held
             if strategy == "balanced":
-                _check_help([each[n] for each in passes], program, stage)
+                _check_help(steps, program, stage)
 
 
 def _check_help(steps: list[Any], program: Any, stage: Any) -> None:
     """What a rank has others compute is what they do, piece by piece and row by row."""
     for rank, step in enumerate(steps):
         for piece, offload in enumerate(step.pieces):
-            theirs = steps[offload.helper].pieces[piece].launches
-            rows = [x.rows for x in theirs if x.item.q_rank == rank]
+            theirs = steps[offload.helper].pieces[piece].items
+            rows = [x.q_slice for x in theirs if x.q_rank == rank]
             assert list(offload.sent_rows) == rows
-        done = sum(len(x.launches) for x in step.pieces)
+        done = sum(len(x.items) for x in step.pieces)
         others = [x for x in program.items(rank, stage.step) if x.q_rank != rank]
         assert (done > 0) == (len(others) > 0)
 

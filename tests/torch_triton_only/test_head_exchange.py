@@ -45,15 +45,17 @@ def test_packing(names: str, lengths: tuple[int, int], ordered: bool, by_heads: 
     ]
     size = (RANKS, layout.message.size)
     expected, packed = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(2))
-    head_exchange._pack(layout, expected, tensors, orders, by_heads=by_heads)
-    head_exchange_kernel.pack_on_gpu(layout, packed, tensors, orders, by_heads=by_heads)
+    head_exchange.move(layout, expected, tensors, orders, by_heads=by_heads, packs=True)
+    head_exchange_kernel.move_on_gpu(layout, packed, tensors, orders, by_heads=by_heads, packs=True)
     assert torch.equal(packed, expected)
     unpacked = [torch.zeros_like(x) for x in tensors]
-    head_exchange_kernel.unpack_on_gpu(layout, packed, unpacked, orders, by_heads=by_heads)
+    head_exchange_kernel.move_on_gpu(
+        layout, packed, unpacked, orders, by_heads=by_heads, packs=False
+    )
     for x, y in zip(unpacked, tensors, strict=True):
         assert torch.equal(x, y)
     again = [torch.zeros_like(x) for x in tensors]
-    head_exchange._unpack(layout, packed, again, orders, by_heads=by_heads)
+    head_exchange.move(layout, packed, again, orders, by_heads=by_heads, packs=False)
     for x, y in zip(again, tensors, strict=True):
         assert torch.equal(x, y)
 
@@ -69,8 +71,8 @@ def test_heads_may_lie_far_apart() -> None:
     x = memory.as_strided((1, 1, heads, 2), (1, 1, stride, 1), before)
     x.copy_(torch.arange(2 * heads, device="cpu").view(x.shape))
     packed = torch.zeros((1, layout.message.size), dtype=torch.uint8, device="cpu")
-    head_exchange_kernel.pack_on_gpu(layout, packed, [x], [None], by_heads=True)
+    head_exchange_kernel.move_on_gpu(layout, packed, [x], [None], by_heads=True, packs=True)
     assert packed[0, : 2 * heads].tolist() == list(range(2 * heads))
     x.zero_()
-    head_exchange_kernel.unpack_on_gpu(layout, packed, [x], [None], by_heads=True)
+    head_exchange_kernel.move_on_gpu(layout, packed, [x], [None], by_heads=True, packs=False)
     assert x.flatten().tolist() == list(range(2 * heads))

@@ -123,6 +123,6 @@ def test_ranks_of_unlike_calls_end(tmp_path: Path) -> None:
 
 def test_what_is_refused() -> None:
     assert not torch.version.hip
-    few, many = (ring_torch.comm.ranks.Ranks(None, 0, n) for n in (32, 33))
+    few, many = (Ranks(None, 0, n) for n in (32, 33))
     assert SYMM_MEM.head_refusals(few) == ()
     assert "at most 32 ranks" in SYMM_MEM.head_refusals(many)[0]

@@ -46,7 +46,7 @@ def resolved(
         **{"grad": True} | options,
     )
     strategy = GATHER.resolve(Resolution(
-        ring_program(plan), rank, request, kernel, sizes, 2, False, False, True, returns_lse, None, None,
+        ring_program(plan), rank, request, kernel, sizes, 2, True, True, returns_lse, None, None,
     ))  # fmt: skip
     assert isinstance(strategy, Gather)
     return strategy

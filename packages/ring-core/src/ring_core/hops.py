@@ -87,7 +87,11 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
 def _messages(
     copies: RowCopy, offsets: Ints, counts: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[int, RowCopy]]:
-    """Yield each peer with its slices, of those whose ``offsets`` in a buffer are by peer."""
+    """Cut a rank's copies into those of the message of each peer.
+
+    The messages lie one after the other in a buffer, of ``counts``: (peer, rows of its message).
+    ``offsets`` are the places of the copies in that buffer.
+    """
     start = 0
     for peer, rows in counts:
         first, stop = np.searchsorted(offsets, (start, start + rows))
@@ -106,7 +110,10 @@ def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...
 
 
 def _targets_by_rank(copies: dict[int, RowCopy], cp_size: int) -> RowTable:
-    """Return where messages are written, by rank; ranks without one have no rows."""
+    """Return the target rows of each rank's copies; ranks without any have no rows.
+
+    For the rows that messages are read from, pass the copies reversed.
+    """
     slices = max(len(x.length) for x in copies.values())
     start, offset = np.zeros((2, cp_size, slices), dtype=np.int64)
     rows, step = np.zeros(cp_size, dtype=np.int64), 1

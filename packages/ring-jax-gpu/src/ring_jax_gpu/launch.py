@@ -34,9 +34,9 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # a kernel for Hopper can do it
-    rectangles: tuple[
-        Item, ...
-    ] = ()  # distinct items if fully visible: kernels for Hopper split them
+    # The plan's distinct work items if all are fully visible or empty; else none. The kernels for
+    # Hopper then share out an item's blocks evenly; ITEM_NUMBER says which item is the rank's.
+    rectangles: tuple[Item, ...] = ()
     fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 

@@ -513,6 +513,7 @@ class ContextParallel:
 
     @property
     def _is_explicit(self) -> bool:
+        """True if the mesh's axes are explicit: arrays' types say how they are sharded."""
         return AxisType.Explicit in self.mesh.axis_types
 
     def _check_move(self, x: Array, dim: int, seq_len: int | None) -> int:

@@ -43,7 +43,7 @@ def devices_of(mesh: AnyMesh) -> list[int] | None:
 
 
 def in_one_process(mesh: AnyMesh, axis: str) -> bool | None:
-    """Return True if devices along an axis are of one process each time; ``None`` if unknown."""
+    """Return True if no line of devices along an axis spans processes; ``None`` if unknown."""
     if isinstance(mesh, AbstractMesh):
         return None
     process = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)

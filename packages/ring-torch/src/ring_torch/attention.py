@@ -12,9 +12,9 @@ from torch.autograd import forward_ad
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import AttentionFunction
-from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
+from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions, CallOptions, Window
 from ring_torch.prepare import check_call
 from ring_torch.records import GIVEN
@@ -148,7 +148,7 @@ def ring_attention(
         strategy, transport,
     )  # fmt: skip
     if isinstance(mask, Tensor):
-        options = with_dense_mask(q, k, v, options, _size_of(group))
+        options = with_dense_mask(q, k, v, options, size_of(group))
     if not torch.compiler.is_compiling():
         out, lse = _attend(q, k, v, group, layout, options)
     elif isinstance(mask, Mask) and mask.predicate is not None:
@@ -224,12 +224,6 @@ def with_dense_mask(
 def _described(x: Tensor) -> checks.Tensor:
     """Return a tensor's properties as checks take them; while traced, sizes may be symbols."""
     return checks.Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device))
-
-
-@constant_in_graphs
-def _size_of(group: Group) -> int:
-    """Return the number of ranks of a group, which the compiler takes for a constant."""
-    return ranks_of(group).size
 
 
 def in_modes_of_torch(

@@ -232,8 +232,8 @@ class Resolution(NamedTuple):
         kernel: The kernel of all launches.
         sizes: Sizes of this rank's tensors.
         itemsize: Bytes of a number of q, k and v.
-        needs_index: True if an option needs global positions of tokens.
-        segment_ids: True if segment ids travel with K/V.
+        is_plain: True if launches need q, k and v alone: no option needs positions of tokens, and
+            there are no segment ids.
         is_short: True if K/V are so few that no work is done over own keys in place.
         returns_lse: True if the call returns ``lse``, whose gradient may need another kernel.
         inner: The call for this rank's heads, if the strategy splits heads.
@@ -246,8 +246,7 @@ class Resolution(NamedTuple):
     kernel: Kernel
     sizes: Sizes
     itemsize: int
-    needs_index: bool
-    segment_ids: bool
+    is_plain: bool
     is_short: bool
     returns_lse: bool
     inner: Call | None
@@ -257,17 +256,9 @@ class Resolution(NamedTuple):
         """Return True if the forward saves K/V that it gathers, which all ranks decide alike."""
         plan, sizes = self.program.plan, self.sizes
         width = sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim)
-        token = width * self.itemsize + (4 if self.segment_ids else 0)
+        token = width * self.itemsize + (4 if self.request.segment_ids else 0)
         longest = longest_gather(plan, splits=gather.splits, tile=gather.tile).length
         return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
-
-
-def _no_refusals(_plan: Plan, _request: Request) -> Refusals:
-    return ()
-
-
-def _is_never_automatic(_transport: Transport) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -295,12 +286,12 @@ class StrategySpec:
 
     name: str
     resolve: Callable[[Resolution], Strategy]
-    refusals: Callable[[Plan, Request], Refusals] = _no_refusals
+    refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
     opens_sessions: bool = False
     splits_heads: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
-    is_automatic: Callable[[Transport], bool] = _is_never_automatic
-    automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
+    is_automatic: Callable[[Transport], bool] = lambda _transport: False
+    automatic_refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
 
     def runs_over(self, transport: Transport) -> bool:
         """Return True if its bytes can move by a transport."""

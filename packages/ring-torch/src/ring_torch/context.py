@@ -20,8 +20,8 @@ from ring_torch.compiled.movement import (
     halo_in_graph,
     relayout_in_graph,
     shift_in_graph,
-    size_of,
 )
+from ring_torch.compiled.static import size_of
 from ring_torch.compiled.unshard import unshard_in_graph
 from ring_torch.gradients import reduce_gradients
 from ring_torch.movement import methods

@@ -115,7 +115,10 @@ def pack_kv_on_gpu(k: Tensor, v: Tensor, packed: Tensor, *, add: bool = False) -
 
 
 def repeated_pack(*, add: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return :func:`pack_kv_on_gpu` for tensors alike, with at least one number."""
+    """Return a launch of :func:`pack_kv_on_gpu` that is kept, so that a repeat costs little.
+
+    All tensors it is called with have to be like the first ones, and not empty.
+    """
     return RepeatedLaunch(_pack_token, partial(_pack_arguments, add=add))
 
 

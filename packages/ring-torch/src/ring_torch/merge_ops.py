@@ -235,7 +235,10 @@ def _sum_partials(
     x_batch, x_row, x_head, x1_batch, x1_row, x1_head, x2_batch, x2_row, x2_head,
     PARTIALS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Add up to two partial sums, and then ``x``, which has all rows, in a few rows of a head."""
+    """Replace ``x`` by ``x1 + x2 + x``, in a few rows of a head.
+
+    ``x1`` and ``x2``, which may be missing, have a span of rows each; ``x`` has all rows.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)

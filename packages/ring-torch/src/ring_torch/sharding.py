@@ -186,13 +186,11 @@ class Unsharding:
         agree_on_call(self.ranks, self.number, signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = self._layout_of_slices(x.shape[self.dim])
-        slices = [x.contiguous()]
+        local_slice = x.contiguous()
+        slices = [local_slice]
         if self.ranks.size > 1:
             # Every rank sends its slice to all others, and receives theirs in the order of ranks.
-            (local_slice,), slices = (
-                slices,
-                [torch.empty_like(slices[0]) for _ in range(self.ranks.size)],
-            )
+            slices = [torch.empty_like(local_slice) for _ in range(self.ranks.size)]
             with (
                 guarded(self.ranks, self.number, signature, x.device),
                 peer_errors(self.ranks.peers),
@@ -261,7 +259,7 @@ def agree_on_call(
     if ranks.size == 1:
         return
     check_device(ranks, device)
-    check_graph(ranks, signature, device)
+    check_graph(ranks, signature)
     with guarded(ranks, number, signature, device):
         agree(ranks, number, 0, signature, device)
 

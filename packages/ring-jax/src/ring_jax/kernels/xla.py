@@ -177,7 +177,7 @@ class ScoreBlocks:
     def _in_cells(
         self, first: Array, last: Array, start: Array, stop: Array
     ) -> tuple[Array, Array]:
-        """Narrow columns ``[start, stop)`` to the documents of rows ``first`` to ``last``."""
+        """Narrow columns ``[start, stop)`` to documents or chunks of rows ``first`` to ``last``."""
         rows, cells = self.rows.cells, self.columns.cells
         if rows is None or cells is None:
             return start, stop

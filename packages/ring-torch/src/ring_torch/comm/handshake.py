@@ -26,7 +26,6 @@ from ring_torch.comm.ranks import (
     PeerError,
     QueuedPass,
     Ranks,
-    header_device,
     peer_errors,
     watch,
 )
@@ -170,11 +169,8 @@ def agree(
     if received != sent:  # ranks that make the same call send the same bytes
         _compare(ranks, sent, received, signature, has_agreed=has_agreed)
     if not has_agreed:
-        group = ranks.group
-        assert group is not None and state.nonce is not None
-        agreement = StoreAgreement.of(group, state.nonce, number, signature.fields["pass"])
-        digest = signature.for_call(number, seed)
-        patience = timeout_of(group, device)
+        agreement, digest = _agreement(ranks, number, signature), signature.for_call(number, seed)
+        patience = timeout_of(not_none(ranks.group), device)
         # Equal to the previous rank's call is not yet equal to all: wait at the store until every
         # rank has counted itself, or one has reported a difference. Peers do the same meanwhile.
         with peer_errors(ranks.peers):
@@ -184,8 +180,7 @@ def agree(
         _note_agreed(ranks, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
-        assert ranks.group is not None
-        watch(ranks, timeout_of(ranks.group, device))
+        watch(ranks, timeout_of(not_none(ranks.group), device))
 
 
 def _compare(
@@ -198,8 +193,7 @@ def _compare(
     Raises:
         RankMismatchError: They are of different calls; it names the fields that differ.
     """
-    own_header, peer_header = Header.read(sent), Header.read(received)
-    assert own_header is not None
+    own_header, peer_header = not_none(Header.read(sent)), Header.read(received)
     if peer_header is not None and _are_same(own_header, peer_header, signature):
         return
     message = (
@@ -207,18 +201,20 @@ def _compare(
         f"{own_header.mismatch(peer_header)}. All ranks must make the same calls in the same order "
         f"with equal local shapes, dtypes and options"
     )
-    state = ranks.state
-    assert ranks.group is not None and state.nonce is not None
-    agreement = StoreAgreement.of(
-        ranks.group, state.nonce, own_header.number, signature.fields["pass"]
-    )
-    agreement.report_mismatch(message)
-    was_agreed = peer_header is not None and peer_header.digest in state.agreed
+    _agreement(ranks, own_header.number, signature).report_mismatch(message)
+    was_agreed = peer_header is not None and peer_header.digest in ranks.state.agreed
     # Ranks that find no difference wait for all in the first such call, and read the report there.
     # In a later one they go on without waiting: then the group is closed, so that they hear of it.
     if peer_header is None or (ranks.size > 2 and (was_agreed or has_agreed)):
         fail(ranks, message)
     raise RankMismatchError(message)
+
+
+def _agreement(ranks: Ranks, number: int, signature: CallSignature) -> StoreAgreement:
+    """Return the keys in the group's store by which ranks agree on a pass of a call."""
+    return StoreAgreement.of(
+        not_none(ranks.group), not_none(ranks.state.nonce), number, signature.fields["pass"]
+    )
 
 
 def _exchange_headers(ranks: Ranks, header: Header, device: torch.device) -> tuple[bytes, bytes]:
@@ -235,8 +231,7 @@ def _exchange_headers(ranks: Ranks, header: Header, device: torch.device) -> tup
     receives = [(arriving, ranks.previous)]
     is_first, is_origin = state.nonce is None, ranks.rank == 0
     if is_first and is_origin:
-        assert ranks.group is not None
-        clear_failure(ranks.group)
+        clear_failure(not_none(ranks.group))
         state.nonce = secrets.randbits(64)
     elif is_first:
         # The previous rank sends as soon as it has the nonce; until then this rank waits.
@@ -300,7 +295,7 @@ def has_agreed(ranks: Ranks, signature: CallSignature) -> bool:
     return signature.digest in ranks.state.agreed
 
 
-def check_graph(ranks: Ranks, signature: CallSignature, device: torch.device) -> None:
+def check_graph(ranks: Ranks, signature: CallSignature) -> None:
     """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
 
     The first comparison is made by the host, which a graph cannot hold.
@@ -310,7 +305,7 @@ def check_graph(ranks: Ranks, signature: CallSignature, device: torch.device) ->
     """
     if ranks.size == 1 or not is_capturing():
         return
-    if header_device(ranks, device).type == "cpu" or not has_agreed(ranks, signature):
+    if dist.get_backend(ranks.group) == "gloo" or not has_agreed(ranks, signature):
         raise ValueError(
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"
@@ -340,7 +335,10 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
     except RankMismatchError:
         raise
     except PeerError as error:
-        note, failure = _read_mismatch(ranks, number, name), read_failure(not_none(ranks.group))
+        # Without a nonce no header has arrived, so no rank before this one has come so far.
+        has_nonce = ranks.state.nonce is not None
+        note = _agreement(ranks, number, signature).read_report() if has_nonce else None
+        failure = read_failure(not_none(ranks.group))
         own_message = f"call {number} ({name}): rank {ranks.rank} {error}"
         fail(ranks, note or failure or own_message, report=False)
         if note is not None:
@@ -352,15 +350,6 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
         context = f"call {number} ({name}) failed on rank {ranks.rank} of the group"
         fail(ranks, f"{context}: {type(error).__name__}: {error}")
         raise
-
-
-def _read_mismatch(ranks: Ranks, number: int, name: str) -> str | None:
-    """Return the report of a rank that found a difference in a pass, if there is one."""
-    nonce = ranks.state.nonce
-    if nonce is None:  # no header has arrived yet, so no rank before this one has come so far
-        return None
-    assert ranks.group is not None
-    return StoreAgreement.of(ranks.group, nonce, number, name).read_report()
 
 
 def _note_queued(ranks: Ranks, name: str) -> None:
@@ -385,10 +374,9 @@ def _note_queued(ranks: Ranks, name: str) -> None:
 
 def fail(ranks: Ranks, text: str, *, report: bool = True) -> None:
     """Close a group for later calls and, with ``report``, leave the reason for the other ranks."""
-    assert ranks.group is not None
     ranks.state.failure = text
     if report:
-        report_failure(ranks.group, text)
+        report_failure(not_none(ranks.group), text)
 
 
 def _differ_in_length(own_fields: dict[str, Any], peer_fields: dict[str, Any]) -> bool:

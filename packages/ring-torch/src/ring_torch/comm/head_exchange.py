@@ -93,47 +93,47 @@ class HeadMessages(HeadCarrier):
     ) -> None:  # fmt: skip
         """Send the messages in one all-to-all."""
         device, size = sources[0].device, (layout.ranks, layout.message.size)
-        sent = torch.empty(size, dtype=torch.uint8, device=device)
-        pack, unpack = _pack, _unpack
+        copy = move
         if device.type == "cuda" and has_triton():
-            from ring_torch.comm import head_exchange_kernel
-
-            pack, unpack = head_exchange_kernel.pack_on_gpu, head_exchange_kernel.unpack_on_gpu
+            from ring_torch.comm.head_exchange_kernel import move_on_gpu as copy
         natural = [None] * len(orders)
-        # `sent` and `received` belong to this exchange alone: sources may change once packed.
-        pack(layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads)
+        sent = torch.empty(size, dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
+        # Both buffers belong to this exchange alone: sources may change once packed.
+        copy(
+            layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads,
+            packs=True,
+        )  # fmt: skip
         # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
         # the same time. The stream waits for that, so the buffers may be freed after it.
         self.ranks.trade(sent, received).wait()
-        unpack(
+        copy(
             layout, received, results, orders if splits_heads else natural,
-            by_heads=not splits_heads,
+            by_heads=not splits_heads, packs=False,
         )  # fmt: skip
 
 
-def _pack(
+def move(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
+    orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
-    """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
-    dim = 2 if by_heads else 1
-    # Nothing is in flight yet: the message to a rank holds a block of each tensor, one behind the
-    # other, and is sent when all are packed.
-    for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
-        ordered = x if order is None else x.index_select(1, order)
-        block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
+    """Copy between tensors and a buffer whose row n is the message to or from rank n.
 
-
-def _unpack(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
-) -> None:  # fmt: skip
-    """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
+    Args:
+        layout: How a message holds the tensors' parts for its rank.
+        buffer: Messages of all ranks, ``[P, bytes]``.
+        tensors: Tensors ``[B, T_local, H, D]`` with ``by_heads``, and else ``[B, T, H / P, D]``.
+        orders: Positions of the tokens of each tensor, in rank order; ``None`` for natural order.
+        by_heads: True if a rank's part is a range of heads, False if it is a range of tokens.
+        packs: True to copy tensors into the buffer, False for the other way.
+    """
     dim = 2 if by_heads else 1
-    # All messages have arrived. Every number of a result comes from exactly one of them.
+    # No message is in flight. Every number of a tensor has its place in exactly one of them.
     for block, x, order in zip(_blocks(layout, buffer), tensors, orders, strict=True):
-        if order is None:
+        if packs:
+            ordered = x if order is None else x.index_select(1, order)
+            block.copy_(ordered.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0))
+        elif order is None:
             x.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0).copy_(block)
         else:
             x.index_copy_(1, order, block.transpose(0, 1).flatten(1, 2))

@@ -21,27 +21,11 @@ _BUFFER, _TENSORS, _ORDERS = 0, 1, 4  # indices among the arguments of a launch
 _NUMBERS, _COLUMNS = 4096, 512  # numbers that a program copies at a time, and most of one token
 
 
-def pack_on_gpu(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
-) -> None:  # fmt: skip
-    """Copy the part for rank n of each tensor, a range of heads or of tokens, into row n."""
-    _move(layout, buffer, tensors, orders, by_heads=by_heads, packs=True)
-
-
-def unpack_on_gpu(
-    layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
-    orders: Sequence[Tensor | None], *, by_heads: bool,
-) -> None:  # fmt: skip
-    """Copy row n of a buffer, which came from rank n, to the heads or tokens that it holds."""
-    _move(layout, buffer, tensors, orders, by_heads=by_heads, packs=False)
-
-
-def _move(
+def move_on_gpu(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
-    """Launch the copy between up to three tensors and a buffer, into it if ``packs``."""
+    """Do what :func:`ring_torch.comm.head_exchange.move` does, for up to three tensors."""
     key = by_heads, packs, buffer.get_device(), tensors_key(*tensors, *orders)
     launch = layout.launches.get(key)
     # A launch that was kept for tensors alike runs again with their addresses.

@@ -184,9 +184,8 @@ class Ranks:
         peers = tuple(sorted({peer for _, peer in (*sends, *receives)}))
         if not peers:
             return DONE
-        group = None if self.group_ref is None else self.group_ref()
-        if group is None:  # it was destroyed
-            group = not_none(self.group)
+        # As `self.group`, which is a call more; it raises if the group was destroyed.
+        group = (self.group_ref and self.group_ref()) or not_none(self.group)
         device = (*sends, *receives)[0][0].device
         # These are the calls inside of `torch.distributed.batch_isend_irecv`, whose checks of each
         # message take the host as long as NCCL's own work does.
@@ -262,9 +261,7 @@ class Ranks:
                 self._sizes_in_group(sizes or [1] * self.size)
                 for sizes in (sent_sizes, received_sizes)
             )
-        group = None if self.group_ref is None else self.group_ref()
-        if group is None:  # it was destroyed
-            group = not_none(self.group)
+        group = (self.group_ref and self.group_ref()) or not_none(self.group)
         try:
             work = group.alltoall_base(received, sent, received_sizes, sent_sizes, options)
         except RuntimeError as error:
@@ -361,11 +358,6 @@ def exchange(
     received = {peer: spec.views(buffer) for buffer, peer in receives}
     received[ranks.rank] = [blocks[ranks.rank] for blocks in parts]
     return [[received[rank][n] for rank in range(ranks.size)] for n in range(len(parts))]
-
-
-def header_device(ranks: Ranks, device: torch.device) -> torch.device:
-    """Return the device of headers: the CPU with gloo, otherwise that of the call's tensors."""
-    return torch.device("cpu") if dist.get_backend(ranks.group) == "gloo" else device
 
 
 class Members(NamedTuple):
@@ -530,8 +522,7 @@ def _watch_group(ranks: Ranks, timeout: timedelta, stop: Event) -> None:
             ranks_of(ranks.group)
         except (RuntimeError, ValueError):  # it was destroyed
             return
-        assert ranks.group is not None
-        text, state = read_failure(ranks.group), ranks.state
+        text, state = read_failure(not_none(ranks.group)), ranks.state
         if state.failure is not None:
             return
         if text is not None:

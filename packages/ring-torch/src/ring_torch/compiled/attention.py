@@ -199,25 +199,6 @@ def _static_call(text: str) -> _StaticCall:
     )  # fmt: skip
 
 
-class _Identity(NamedTuple):
-    """Numbers that a forward leaves to its backward, to be the same call on all ranks.
-
-    Attributes:
-        number: Number of the call on its group.
-        every: Interval of checked calls when the forward ran, as in :func:`ring_torch.check`.
-        checked: Number by which its rows are sampled; 0 if it is not checked.
-    """
-
-    number: int
-    every: int
-    checked: int
-
-    @classmethod
-    def of(cls, call: Call) -> _Identity:
-        """Return the identity of a call."""
-        return cls(call.number, call.check_every, call.checked)
-
-
 def _call(
     text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None, number: int,
     check: tuple[int, int] | None = None,
@@ -236,7 +217,7 @@ def _call(
         tensors: Tensors of the operation.
         numbers: Numbers of the operation; ``None`` if they are not known.
         number: Number of the call on its group.
-        check: In a backward, ``every`` and ``checked`` of its forward.
+        check: In a backward, ``check_every`` and ``checked`` of its forward.
     """
     static, (q, k, v) = _static_call(text), tensors[:3]
     options = static.options(tensors, numbers)
@@ -297,8 +278,10 @@ def attention(
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
     # This call may save fewer tensors than the trace has promised: add empty ones.
     extra = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
+    # The backward has to be the same call on all ranks, and checked if the forward was.
     if call.needs_grad:
-        extra.append(torch.tensor(_Identity.of(call), dtype=torch.int64, device="cpu"))
+        identity = call.number, call.check_every, call.checked
+        extra.append(torch.tensor(identity, dtype=torch.int64, device="cpu"))
     # torch requires that results share no memory with each other or with inputs.
     return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *extra]
 
@@ -325,7 +308,7 @@ def _attention_like(
     shapes = saved_shapes(call, inputs, plan_known=_static_call(text).plan_known)
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
-        saved.append(torch.empty(len(_Identity._fields), dtype=torch.int64, device="cpu"))
+        saved.append(torch.empty(3, dtype=torch.int64, device="cpu"))  # as `identity` there
     return out, lse, saved
 
 
@@ -346,8 +329,8 @@ def attention_backward(
     # AOTAutograd itself refuses create_graph=True only if a saved tensor needs a gradient.
     check_backward()
     (dout, dlse), (out, lse, *saved, identity) = grads, results
-    forward = _Identity(*identity.tolist())
-    call, inputs = _call(text, tensors, numbers, forward.number, (forward.every, forward.checked))
+    number, every, checked = identity.tolist()
+    call, inputs = _call(text, tensors, numbers, number, (every, checked))
     input_grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
     return [as_own(grad) for grad in input_grads if grad is not None]
 

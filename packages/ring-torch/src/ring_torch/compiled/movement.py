@@ -16,21 +16,21 @@ from torch import Tensor
 
 from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
-from ring_core.row_checks import check_halo, offsets_of
+from ring_core.row_checks import check_halo, check_steps, offsets_of
 from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import Ranks, members_of, ranks_of
+from ring_torch.comm.ranks import Ranks, members_of
 from ring_torch.compiled.static import (
     as_documents,
     from_json,
     group_fields,
     ranks_named,
+    size_of,
     to_json,
 )
 from ring_torch.derivatives import refuse_batch
 from ring_torch.movement.methods import (
     Halo,
     check_of,
-    check_shift,
     halo_ids_of,
     ranks_of_relayout,
     rows_of_runs,
@@ -38,7 +38,7 @@ from ring_torch.movement.methods import (
     seq_len_of,
 )
 from ring_torch.movement.rows import HaloMove, MoveCall, MoveKind, RelayoutMove, ShiftMove
-from ring_torch.sharding import check_slice
+from ring_torch.sharding import check_fill, check_slice
 
 _KIND_OF: dict[str, type[MoveKind]] = {
     kind.name: kind for kind in (ShiftMove, HaloMove, RelayoutMove)
@@ -55,7 +55,8 @@ def shift_in_graph(
         ValueError: An argument is malformed, as far as the trace can see.
     """
     check_slice(x, dim)
-    fill = check_shift(x, n, fill)
+    check_steps(n)
+    fill = check_fill(x, fill)
     tensors: list[Tensor] = []
     numbers: list[int] = []
     documents = None if cu_seqlens is None else as_documents(cu_seqlens)
@@ -141,12 +142,6 @@ def _ranks_of_relayout(
     divisor_of(check_layout(from_json(to)), len(members.ranks))
     ranks, *numbers = ranks_of_relayout(members_of(source), members)
     return ranks.size, tuple(numbers)
-
-
-@constant_in_graphs
-def size_of(group: Any) -> int:
-    """Return the number of ranks of a group; the compiler takes it for a constant."""
-    return ranks_of(group).size
 
 
 @constant_in_graphs

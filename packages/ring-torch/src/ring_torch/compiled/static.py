@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ring_core import ChunkLayout, KernelConfig, StrategyConfig
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import Ranks, ranks_of
 
 _OTHER_GROUP = (
@@ -95,6 +96,12 @@ def from_json(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None
     if key == "number":
         return 0 if numbers is None else numbers[value]
     return float.fromhex(value) if key == "float" else _RECORDS[key](*from_json(value))
+
+
+@constant_in_graphs
+def size_of(group: Any) -> int:
+    """Return the number of ranks of a group; the compiler takes it for a constant."""
+    return ranks_of(group).size
 
 
 def group_fields(ranks: Ranks) -> dict[str, Any]:

@@ -127,6 +127,7 @@ def _named(config: KernelConfig, request: Request, program: RingProgram) -> Kern
 
 
 def _unavailable_reasons(kernel: Kernel, request: Request) -> tuple[str, ...]:
+    """Return why a kernel cannot run here at all: another device, or something is missing."""
     devices = kernel.capabilities.devices
     if devices and request.device not in devices:
         return (f"runs on {', '.join(devices)}",)

@@ -281,6 +281,14 @@ def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
         into.merge(out, lse)
 
 
+def mark_infinities(lse: Tensor) -> Tensor:
+    """Turn infinities in ``lse`` into NaN, in place, where every row sees something.
+
+    A score was not finite there.
+    """
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
+
+
 def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, AttentionState], None]:
     """Return a merge ``(into, results)`` for launches in which every row sees something.
 

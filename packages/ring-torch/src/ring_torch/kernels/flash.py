@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_core import Capabilities, KernelConfig, Request, RingProgram, WorkItem
 from ring_core.base.arguments import not_none
 from ring_torch.capture import capture_safe_cache
-from ring_torch.kernels.api import Kernel, SplitBackward
+from ring_torch.kernels.api import Kernel, SplitBackward, mark_infinities
 from ring_torch.kernels.library import (
     Direction,
     Documents,
@@ -121,7 +121,7 @@ class FlashKernel(Kernel):
             result, lse = self._forward(q, k, v, options, out)
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _mark_nonfinite_where_seen(result, lse))
-            return AttentionState(result, _mark_nonfinite(lse))
+            return AttentionState(result, mark_infinities(lse))
         # With documents libraries take packed rows: the batch's sequences one after the other.
         batch, device = q.shape[0], q.device
         options = _options(
@@ -132,7 +132,7 @@ class FlashKernel(Kernel):
             packed_dst = AttentionState(out.out[0], out.lse[0])
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         result, lse = self._forward(q, k, v, options, packed_dst)
-        lse = _mark_nonfinite(lse).unflatten(1, (batch, -1)).transpose(0, 1)
+        lse = mark_infinities(lse).unflatten(1, (batch, -1)).transpose(0, 1)
         result = result.unflatten(0, (batch, -1))
         if unseen is not None:
             # Libraries write inf or -inf into lse of such rows, and anything into out.
@@ -195,7 +195,7 @@ class FlashKernel(Kernel):
 
     def mark_nonfinite(self, lse: Tensor) -> None:
         """Write NaN into ``lse`` where it is infinite: a score was not finite there."""
-        _mark_nonfinite(lse)
+        mark_infinities(lse)
 
     def grads(
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
@@ -251,6 +251,7 @@ class FlashKernel(Kernel):
         return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
 
     def _dims(self, direction: Direction, q: Tensor, v: Tensor) -> HeadDims:
+        """Return the head dims at which a pass is computed; calls without any were refused."""
         dims = self.head_dims(direction, q.shape[-1], v.shape[-1])
         assert dims is not None, "the kernel was not chosen for these"
         return dims
@@ -345,14 +346,6 @@ def aligned(x: Tensor) -> Tensor:
 def _narrow(x: Tensor, dim: int) -> Tensor:
     """Return a tensor without the columns that were added as padding."""
     return x if x.shape[-1] == dim else x[..., :dim].contiguous()
-
-
-def _mark_nonfinite(lse: Tensor) -> Tensor:
-    """Turn infinities in ``lse`` into NaN, in place, where every row sees something.
-
-    A score was not finite there.
-    """
-    return lse.nan_to_num_(nan=torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 def _mark_nonfinite_where_seen(out: Tensor, lse: Tensor) -> Tensor:

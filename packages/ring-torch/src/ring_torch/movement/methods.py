@@ -7,7 +7,7 @@ the rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ def shift(
     ranks = sharding.ranks
     number = ranks.next_call()
     check_slice(x, dim)
-    fill = check_shift(x, n, fill)
+    check_steps(n)
+    fill = check_fill(x, fill)
     length = None if seq_len is None else check_size("seq_len", seq_len)
     kind = ShiftMove(sharding.layout, int(n), fill, length, offsets_of(cu_seqlens))
     return _moved(ranks, x, dim, kind, number, x.shape[dim] * ranks.size)
@@ -105,16 +106,6 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
         return y.flatten(0, 1)
     split: Tensor = y.unflatten(0, (y.shape[0] // runs, runs))
     return split.movedim(1, dim).flatten(dim, dim + 1)
-
-
-def check_shift(x: Tensor, n: object, fill: Any) -> float:
-    """Check how far a shift of ``x`` goes, and return what it fills with, in one form by dtype.
-
-    Raises:
-        ValueError: ``n`` is no integer, or ``fill`` no number of the dtype.
-    """
-    check_steps(n)
-    return check_fill(x, fill)
 
 
 def ranks_of_relayout(

@@ -204,18 +204,11 @@ class _Pass(NamedTuple):
         return out.to(x.dtype)
 
 
-class _Passes(NamedTuple):
-    """Both directions of a movement on this rank."""
-
-    forward: _Pass
-    backward: _Pass
-
-
 @capture_safe_cache(maxsize=64)
 def _passes(
     kind: MoveKind, tokens: int, rank_and_size: tuple[int, int], device: torch.device
-) -> _Passes:
-    """Return the passes of a movement of a sequence, for a rank and number of ranks.
+) -> tuple[_Pass, _Pass]:
+    """Return the forward and the backward of a movement, for a rank and number of ranks.
 
     Raises:
         ValueError: The layout cannot divide the length, or documents end elsewhere.
@@ -224,7 +217,7 @@ def _passes(
     movement = kind.movement(tokens, size)
     part, (held, wanted) = movement.exchange(rank), movement.rows_of(rank)
     local, pack, unpack = (_Copy.of(copies, device) for copies in part[:3])
-    return _Passes(
+    return (
         _Pass(local, pack, unpack, part.sent, part.received, wanted, add=False),
         _Pass(
             local.reversed(), unpack.reversed(), pack.reversed(), part.received, part.sent, held,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any, Literal, Never, Protocol
+from typing import Any, Literal, NamedTuple, Never, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 
 from ring_core import KernelConfig, StrategyConfig, UnsupportedError
+from ring_core.base.arguments import not_none
 from ring_torch.capture import constant_in_graphs, untraced
-from ring_torch.compiled.movement import size_of
+from ring_torch.compiled.static import size_of
 from ring_torch.options import AttentionOptions
 
 #: Holders of a module's keys: ranks hold parts of the queries' own sequence, or of another one;
@@ -108,17 +109,17 @@ class Scope:
     keys: Keys
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A checked call of attention; its tensors are ``[B, H, T_local, D]``."""
+class _Call(NamedTuple):
+    """Arguments of a call of torch's function, by its names, and the module that makes the call."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    attn_mask: Tensor | None
     dropout_p: float
     is_causal: bool
     scale: float | None
+    enable_gqa: bool
     module: str
 
 
@@ -134,61 +135,55 @@ def scaled_dot_product_attention(
         UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent.
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
+    call = _Call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
+    )  # fmt: skip
     if scope.state.computes == "shards":
         if scope.keys in ("own", "sharded"):
-            call = _checked(
-                scope, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, module
-            )
-            return _on_ring(scope, call).reshape(*query.shape[:-1], value.shape[-1])
+            out = _on_ring(scope.state, _checked(scope, call))
+            return out.reshape(*query.shape[:-1], value.shape[-1])
         if scope.keys == "whole":
             if is_causal:
                 _refuse(module, "is_causal=True with keys that every rank holds whole: which of them a "
                         "query may see depends on its place in the whole sequence. Give attn_mask with a "
                         "row for each of this rank's queries")  # fmt: skip
             if dropout_p:
-                return _with_dropout_of_rank(
-                    scope.state.cp.cp_rank, query, key, value, attn_mask, dropout_p, scale, enable_gqa
-                )  # fmt: skip
+                return _with_dropout_of_rank(scope.state.cp.cp_rank, call)
     elif scope.state.documents is not None and scope.keys == "own":
-        attn_mask, is_causal = _within_documents(scope, query, attn_mask, is_causal), False
-    return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        call = call._replace(attn_mask=_within_documents(scope.state, call), is_causal=False)
+    return _by_torch(call)
 
 
-def _by_torch(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, enable_gqa: bool,
-) -> Tensor:  # fmt: skip
+def _by_torch(call: _Call) -> Tensor:
     """Call torch's attention by the name of its operation, which no mode of ours answers."""
+    *arguments, scale, enable_gqa, _ = call
     attend = torch.ops.aten.scaled_dot_product_attention.default
-    out: Tensor = attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    out: Tensor = attend(*arguments, scale=scale, enable_gqa=enable_gqa)
     return out
 
 
-def _on_ring(scope: Scope, call: _Call) -> Tensor:
+def _on_ring(state: Replacement, call: _Call) -> Tensor:
     """Compute a checked call on the ring; returns ``[B, H, T_local, Dv]``."""
-    state, documents = scope.state, scope.state.documents
-    length, ranks = call.query.shape[2], state.ranks
+    documents, tokens = state.documents, call.query.shape[2] * state.ranks
     options: AttentionOptions = {
         "causal": call.is_causal, "softmax_scale": call.scale, "kernel": state.kernel,
         "strategy": state.strategy, "transport": state.transport,
         "deterministic": state.deterministic,
     }  # fmt: skip
     if documents is not None:
-        if documents[-1] > length * ranks:
+        if documents[-1] > tokens:
             raise ValueError(
-                f"replace_sdpa: {call.module}: documents end at {documents[-1]}, and the ranks hold {length * ranks} "
+                f"replace_sdpa: {call.module}: documents end at {documents[-1]}, and the ranks hold {tokens} "
                 f"tokens: set the handle's documents to those of this batch"
             )
-        if documents[-1] < length * ranks:  # padding is a document of its own
-            documents = (*documents, length * ranks)
+        if documents[-1] < tokens:  # padding is a document of its own
+            documents = (*documents, tokens)
         options["cu_seqlens"] = documents
     if call.dropout_p:
         options["dropout_p"], options["dropout_seed"] = call.dropout_p, _draw_seed()
     ordered = call.is_causal or documents is not None
-    if call.mask is not None:
-        ordered = _add_mask(state, options, call, call.mask, ordered=ordered)
+    if call.attn_mask is not None:
+        ordered = _add_mask(state, options, call, call.attn_mask, ordered=ordered)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     cp = state.cp if ordered else state.unordered
     out: Tensor = cp.attention(q, k, v, **options)
@@ -259,17 +254,16 @@ def _wrong_shape(call: _Call, mask: Tensor, keys: int) -> Never:
     )
 
 
-def _checked(
-    scope: Scope, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, enable_gqa: bool, module: str,
-) -> _Call:  # fmt: skip
-    """Check a call and return it with four dimensions.
+def _checked(scope: Scope, call: _Call) -> _Call:
+    """Check a call and return it with tensors of four dimensions, ``[B, H, T_local, D]``.
 
     Raises:
         ValueError: It is malformed.
         UnsupportedError: It cannot be exact on split sequences.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+    query, key, value, mask = call[:4]
+    module, is_sharded = call.module, scope.keys == "sharded"
+    for name, x in zip(_Call._fields, call[:4], strict=False):
         if isinstance(x, DTensor | CausalBias) or (isinstance(x, Tensor) and x.is_nested):
             _refuse(module, f"{name} is a {type(x).__name__ if not x.is_nested else 'nested tensor'}. Give plain "
                     f"tensors, of a DTensor its to_local(); for causal attention is_causal=True")  # fmt: skip
@@ -280,24 +274,23 @@ def _checked(
     if query.ndim == 3:  # heads are a part of the batch, or there is one
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
-    if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim < 4 else mask
-    if query.shape[1] != key.shape[1] and not enable_gqa:
+    if mask is not None and mask.ndim < 4:
+        mask = mask[(None,) * (4 - mask.ndim)]
+    if query.shape[1] != key.shape[1] and not call.enable_gqa:
         raise ValueError(
             f"replace_sdpa: {module}: {query.shape[1]} query heads and {key.shape[1]} key heads "
             f"need enable_gqa=True"
         )
-    lengths = query.shape[2], key.shape[2]
-    if scope.keys == "own" and lengths[0] != lengths[1]:
-        _refuse(module, f"{lengths[0]} queries and {lengths[1]} keys of this rank. Name the module in whole_keys= "
+    if scope.keys == "own" and query.shape[2] != key.shape[2]:
+        _refuse(module, f"{query.shape[2]} queries and {key.shape[2]} keys of this rank. Name the module in whole_keys= "
                 f"if every rank holds all these keys (text), in sharded_keys= if they are a rank's part of "
                 f"another sequence, or in local= if a rank's tokens attend to these alone. A KV cache is not "
                 f"supported: generate on one device")  # fmt: skip
-    if scope.keys == "sharded" and is_causal:
+    if is_sharded and call.is_causal:
         _refuse(module, "is_causal=True over keys of another sequence")
-    if scope.keys == "sharded" and scope.state.documents is not None:
+    if is_sharded and scope.state.documents is not None:
         _refuse(module, "documents= with keys of another sequence, whose documents are not known")
-    return _Call(query, key, value, mask, dropout_p, is_causal, scale, module)
+    return call._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
 def _refuse(module: str, reason: str) -> Never:
@@ -305,16 +298,14 @@ def _refuse(module: str, reason: str) -> Never:
     raise UnsupportedError(f"replace_sdpa: {module}: {reason}")
 
 
-def _within_documents(scope: Scope, query: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def _within_documents(state: Replacement, call: _Call) -> Tensor:
     """Return a mask of a whole sequence in which documents see themselves alone."""
-    documents, length = scope.state.documents, query.shape[-2]
-    assert documents is not None
-    index = torch.arange(length, device=query.device)
-    document = torch.searchsorted(
-        torch.tensor(documents[1:], device=query.device), index, right=True
-    )
+    device, mask = call.query.device, call.attn_mask
+    ends = torch.tensor(not_none(state.documents)[1:], device=device)
+    index = torch.arange(call.query.shape[-2], device=device)
+    document = torch.searchsorted(ends, index, right=True)
     visible = document[:, None] == document
-    if is_causal:
+    if call.is_causal:
         visible &= index[:, None] >= index
     if mask is None or mask.dtype == torch.bool:
         return visible if mask is None else visible & mask
@@ -331,22 +322,19 @@ def _draw_seed() -> int:
 
 
 @untraced
-def _with_dropout_of_rank(
-    rank: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-    scale: float | None, enable_gqa: bool,
-) -> Tensor:  # fmt: skip
+def _with_dropout_of_rank(rank: int, call: _Call) -> Tensor:
     """Attend to keys that every rank holds, dropping other weights than the other ranks.
 
     Generators of ranks are alike, and their queries are not: the same draws would repeat.
     """
-    seed, device = (_draw_seed() + rank) % (1 << 62), query.device
+    seed, device = (_draw_seed() + rank) % (1 << 62), call.query.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if device.type == "cuda":
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
-        return _by_torch(query, key, value, mask, dropout_p, False, scale, enable_gqa)
+        return _by_torch(call)
 
 
 def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has_mask: bool) -> str:

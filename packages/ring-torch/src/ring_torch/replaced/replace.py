@@ -9,6 +9,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ring_core import KernelConfig, Mask, StrategyConfig, checks
+from ring_core.base.arguments import not_none
 from ring_core.base.config import kernel_config, strategy_config
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.kernels import kernel_names
@@ -187,7 +188,7 @@ def replace_sdpa(
         "local": _checked_names("local", local, [*names]),
     }
     scopes = {keys: Scope(state, keys) for keys in get_args(Keys)}
-    keys_of = {id(x): _keys_of(name, patterns) for name, x in names.items()}
+    keys_of = {id(x): _key_holder_of(name, patterns) for name, x in names.items()}
     undo: list[Callable[[], None]] = []
     try:
         undo.extend(replace_forwards(module, lambda x: scopes[keys_of[id(x)]]))
@@ -209,8 +210,7 @@ def _checked_documents(offsets: Sequence[int] | None) -> tuple[int, ...] | None:
         mask = Mask(cu_seqlens=offsets)  # type: ignore[arg-type]  # which it makes a tuple
     except ValueError as error:
         raise ValueError(str(error).replace("cu_seqlens", "documents")) from None
-    assert mask.cu_seqlens is not None
-    return tuple(int(x) for x in mask.cu_seqlens)
+    return tuple(int(x) for x in not_none(mask.cu_seqlens))
 
 
 def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) -> Sequence[str]:
@@ -230,7 +230,7 @@ def _checked_names(option: str, names: Sequence[str], modules: Sequence[str]) ->
     return names
 
 
-def _keys_of(name: str, patterns: Mapping[Keys, Sequence[str]]) -> Keys:
+def _key_holder_of(name: str, patterns: Mapping[Keys, Sequence[str]]) -> Keys:
     """Return the holder of a module's keys, by its name and those of the modules around it.
 
     Raises:

@@ -42,14 +42,10 @@ def resolve(spec: StrategySpec, resolution: Resolution, *, sinks: bool) -> Strat
 
     A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy.
     """
-    item = only_item(
-        resolution.program.plan, resolution.kernel, batch=resolution.sizes.batch, sinks=sinks,
-        segment_ids=resolution.segment_ids,
-    )  # fmt: skip
+    item = only_item(resolution, sinks=sinks)
     if item is None:
         return spec.resolve(resolution)
-    needs_more = resolution.needs_index or resolution.segment_ids
-    is_plain = not needs_more and item.cu_q is None and item.tiles is None
+    is_plain = resolution.is_plain and item.cu_q is None and item.tiles is None
     return Single(item, spec.name, resolution.kernel.prepares and is_plain)
 
 

@@ -9,64 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 from torch import Tensor
 
 from ring_core import RingProgram, WorkItem
 from ring_core.programs.ring import Stage, offload_pieces
-from ring_torch.buffers import Shapes, packing_of
-from ring_torch.call import Call, Saved, Strategy, StrategySpec, zero_row_grads
-from ring_torch.comm.handshake import agree
+from ring_torch.call import Call, StrategySpec, zero_row_grads
 from ring_torch.comm.ranks import DONE, Ranks, Transfer
 from ring_torch.kernels.api import merge_into
 from ring_torch.records import (
     AttentionState,
     BackwardInputs,
-    Grads,
     Inputs,
+    KeyBlock,
+    KeyGrads,
     QueryBlock,
+    QueryGrads,
     empty_state,
 )
-from ring_torch.strategies.ring import (
-    Launch,
-    RingStep,
-    RotatingKeyGrads,
-    attend_step,
-    differentiate_step,
-    ring_steps,
-    ring_traffic,
-)
+from ring_torch.strategies.ring import OffloadPiece, Ring, RingStep, ring_steps
 from ring_torch.transports.api import Traffic
-
-
-class OffloadPiece(NamedTuple):
-    """A piece of the work that ranks do for each other in a step, as one rank sees it.
-
-    Attributes:
-        helper: The rank that computes for this rank, if any rows are sent there.
-        sent_rows: Slices of this rank's query rows that are sent there.
-        launches: Launches of this rank for other ranks' query rows, over its own K/V.
-    """
-
-    helper: int
-    sent_rows: tuple[slice, ...]
-    launches: tuple[Launch, ...]
-
-
-class BalancedStep(NamedTuple):
-    """A step of a ring, and the pieces that ranks compute for each other after their own launches.
-
-    All ranks have the same number of pieces in a step; those of some are empty.
-    """
-
-    own: RingStep
-    pieces: tuple[OffloadPiece, ...]
 
 
 def balanced_steps(
     program: RingProgram, rank: int, stages: tuple[Stage, ...]
-) -> tuple[BalancedStep, ...]:
+) -> tuple[RingStep, ...]:
     """Return the steps of a pass for a rank, each with its pieces of offloaded work."""
     count = offload_pieces(program.plan.q_layout.local_len)
 
@@ -87,113 +55,76 @@ def balanced_steps(
             OffloadPiece(
                 helper,
                 tuple(cut[n].q_slice for cut in offloaded if n < len(cut)),
-                tuple(Launch.of(cut[n]) for cut in for_others if n < len(cut)),
+                tuple(cut[n] for cut in for_others if n < len(cut)),
             )
             for n in range(count)
         )
 
     steps = ring_steps(program, rank, stages)
-    return tuple(BalancedStep(*x) for x in zip(steps, map(pieces, stages), strict=True))
+    return tuple(
+        step._replace(pieces=pieces(stage)) for step, stage in zip(steps, stages, strict=True)
+    )
 
 
 @dataclass(frozen=True)
-class Balanced(Strategy):
+class Balanced(Ring):
     """Strategy ``balanced``: a ring in which idle ranks compute for the queries of busy ones.
 
-    The forward saves the packed K/V that arrived last, if any travelled.
+    In the backward helpers also get dout, out, lse and delta of the rows they compute for, and send
+    dQ back. Their part of dK/dV is of their own K/V and stays.
     """
 
-    forward_steps: tuple[BalancedStep, ...]
-    backward_steps: tuple[BalancedStep, ...]
     name: str = "balanced"
+    offloads = True
 
     @classmethod
-    def of(cls, program: RingProgram, rank: int) -> Self:
-        """Make the steps of both passes for a rank."""
-        return cls(
-            balanced_steps(program, rank, program.forward),
-            balanced_steps(program, rank, program.backward),
-        )
+    def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
+        """Make the steps of both passes for a rank; launches are not prepared."""
+        del prepares
+        forward = balanced_steps(program, rank, program.forward)
+        return cls(forward, balanced_steps(program, rank, program.backward))
 
-    def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Return ``(out, lse)`` in the accumulators' dtype and the packed K/V that arrived last."""
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device
-        )
-        rows, keys = call.rows(inputs), inputs.key_tensors()
+    def remote_forward(
+        self, call: Call, inputs: Inputs, keys: Sequence[Tensor], rows: QueryBlock,
+        into: AttentionState,
+    ) -> RemoteQueries:  # fmt: skip
+        """Begin the exchange of queries and results; results for ``rows`` merge into ``into``."""
         own = call.columns(call.ranks.rank, keys)
-        into = empty_state(rows.q, inputs.v.shape[3])
-        saved: Saved = ()
-        if len(self.forward_steps) > 1:
-            packing = packing_of(keys)
-            held, spare = packing.pack(keys, call.device), packing.buffer(call.device)
-        remote = RemoteQueries(
+
+        def attend(item: WorkItem, tensors: list[Tensor]) -> AttentionState:
+            """Attend to own K/V with another rank's rows; the result is merged there, not here."""
+            peer_rows = remote_rows(call, item, rows, tensors)
+            result = empty_state(peer_rows.q, inputs.v.shape[3])
+            if peer_rows.q.shape[0] > 0:
+                columns = own.take(item.k_slice)
+                call.kernel.attend_into(peer_rows, columns, item, call.params, result)
+            return result
+
+        return RemoteQueries(
             call.ranks, self.forward_steps,
             take=lambda tokens: rows_tensors(rows.take(tokens)),
+            compute=attend,
             like=into.take,
             add=lambda tokens, tensors: merge_into(into.take(tokens), *tensors),
         )  # fmt: skip
 
-        def attend(launch: Launch, tensors: list[Tensor]) -> AttentionState:
-            """Attend to own K/V with another rank's rows; the result is merged there, not here."""
-            peer_rows = remote_rows(call, launch.item, rows, tensors)
-            result = empty_state(peer_rows.q, inputs.v.shape[3])
-            if peer_rows.q.shape[0] > 0:
-                keys = own.take(launch.columns)
-                call.kernel.attend_into(peer_rows, keys, launch.item, call.params, result)
-            return result
+    def remote_backward(
+        self, call: Call, own: KeyBlock, upstream: BackwardInputs, rows: QueryBlock,
+        row_grads: QueryGrads, own_grads: KeyGrads,
+    ) -> RemoteQueries:  # fmt: skip
+        """Begin the exchange of queries and dQ; gradients of own K/V are added to ``own_grads``."""
 
-        for step, pieces in self.forward_steps:
-            # Send the held K/V on, and receive the next into the spare buffer, whose K/V were sent
-            # in the step before. In flight beside it: the first piece of remote queries, and
-            # results of the step before on their way home.
-            transfer = DONE
-            if step.keys_hop is not None:
-                transfer = call.ranks.rotate(held, spare, step.keys_hop, beside=True)
-            columns = own
-            if not step.is_own:
-                columns = call.columns(step.keys_of, packing.views(held))
-            # Kernels read `held` while it is being sent: both only read.
-            attend_step(call, step.launches, rows, columns, into)
-            # Merge what helpers computed for this rank before, then compute for others.
-            remote.compute_pieces(pieces, attend)
-            # The next step reads the K/V that arrived; `held` has been sent and may be overwritten.
-            transfer.wait()
-            if step.keys_hop is not None:
-                held, spare = spare, held
-                saved = (held,)
-        # Results of the last step's helpers may still be on their way.
-        remote.finish()
-        return into, saved
-
-    def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
-        """Return the gradients in the accumulators' dtype.
-
-        It is the backward of :class:`ring_torch.strategies.ring.Ring`, in which helpers also get
-        dout, out, lse and delta of the rows they compute for, and send dQ back. Their part of dK/dV
-        is of their own K/V and stays.
-        """
-        agree(
-            call.ranks, call.number, call.params.dropout_seed, call.backward_signature, call.device
-        )
-        rows, keys = call.rows(inputs), inputs.key_tensors()
-        own = call.columns(call.ranks.rank, keys)
-        packing = packing_of(keys)
-        row_grads = zero_row_grads(call, rows)
-        key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
-        own_grads = key_grads.grads(own=True)
-
-        def differentiate(launch: Launch, tensors: list[Tensor]) -> list[Tensor]:
+        def differentiate(item: WorkItem, tensors: list[Tensor]) -> list[Tensor]:
             """Compute dQ and, if any, dbias for another rank's rows; dK/dV go to own sums."""
-            peer_rows = remote_rows(call, launch.item, rows, tensors)
+            peer_rows = remote_rows(call, item, rows, tensors)
             grads = zero_row_grads(call, peer_rows)
             if peer_rows.q.shape[0] > 0:
                 dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
                 peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
-                into = own_grads.take(launch.columns)
+                into = own_grads.take(item.k_slice)
                 call.kernel.grads_into(
-                    peer_rows, own.take(launch.columns), peer_upstream, launch.item, call.params, grads, into,
-                )  # fmt: skip
+                    peer_rows, own.take(item.k_slice), peer_upstream, item, call.params, grads, into
+                )
             return [x for x in grads if x is not None]
 
         def add(tokens: slice, tensors: list[Tensor]) -> None:
@@ -202,51 +133,24 @@ class Balanced(Strategy):
             for total, x in zip(totals, tensors, strict=True):
                 total.add_(x)
 
-        remote = RemoteQueries(
+        return RemoteQueries(
             call.ranks, self.backward_steps,
             take=lambda tokens: [
                 *rows_tensors(rows.take(tokens)),
                 *[x for x in upstream.take(tokens) if x is not None],
             ],
+            compute=differentiate,
             like=lambda tokens: [x for x in row_grads.take(tokens) if x is not None],
             add=add,
         )  # fmt: skip
-        held = next(iter(saved), None)
-        for step, pieces in self.backward_steps:
-            transfer, arriving = DONE, held
-            if held is not None and step.keys_hop is not None:
-                # Send the held K/V on and receive the next into a new buffer: `held` may be the
-                # tensor that autograd saved, which must not be overwritten.
-                arriving = packing.buffer(call.device)
-                transfer = call.ranks.rotate(held, arriving, step.keys_hop, beside=True)
-            columns = own
-            if not step.is_own:
-                assert held is not None
-                columns = call.columns(step.keys_of, packing.views(held))
-            # Kernels read `held` while it is being sent; the ranks before still add to its dK/dV.
-            if step.launches:
-                into = own_grads if step.is_own else key_grads.grads(own=False)
-                differentiate_step(call, step.launches, rows, columns, upstream, row_grads, into)
-            # Add the dQ that helpers computed for this rank before, then compute for others.
-            remote.compute_pieces(pieces, differentiate)
-            # The sum of the ranks before is needed now: this rank's part is added, and it goes on.
-            key_grads.hop(step)
-            # The next step reads the K/V that arrived, or `held` again if none were to come.
-            if transfer is not DONE:
-                transfer.wait()
-            held = arriving
-        # dQ of the last step's helpers may still be on its way.
-        remote.finish()
-        return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of the ring's K/V, of query rows for helpers, and of their results."""
-        del saved  # the backward sends the keys round again
+        ring = super().traffic(call, inputs, forward=forward, saved=saved)
         steps = self.forward_steps if forward else self.backward_steps
-        ring = ring_traffic(call, inputs, [step.own for step in steps], forward=forward)
         pieces = [piece for step in steps for piece in step.pieces]
         rows_sent = sum(rows.stop - rows.start for piece in pieces for rows in piece.sent_rows)
-        rows_received = sum(x.rows.stop - x.rows.start for piece in pieces for x in piece.launches)
+        rows_received = sum(x.q_stop - x.q_start for piece in pieces for x in piece.items)
         query = _query_bytes(call, inputs, forward=forward)
         result = _result_bytes(call, inputs, forward=forward)
         return Traffic(
@@ -254,17 +158,9 @@ class Balanced(Strategy):
             ring.received + query * rows_received + result * rows_sent,
         )
 
-    def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shape of one packed K/V message, also if this plan moves none.
 
-        A compiled forward always saves one, as another plan of the same graph may.
-        """
-        del plan_known
-        return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
-
-
-#: A piece that arrives at a helper: the transfer, and the tensors that it fills for each launch.
-_Arriving = tuple[Transfer, list[tuple[Launch, list[Tensor]]]]
+#: A piece that arrives at a helper: the transfer, and the tensors that it fills for each item.
+_Arriving = tuple[Transfer, list[tuple[WorkItem, list[Tensor]]]]
 
 
 class RemoteQueries:
@@ -277,6 +173,7 @@ class RemoteQueries:
         steps: The steps of the pass.
         take: Returns the tensors that a helper needs for a slice of this rank's rows. Shards have
             equal shapes on all ranks, so it also gives the shapes of what other ranks send.
+        compute: Returns the results of a work item, from the tensors that arrived for it.
         like: Returns tensors with the shapes and dtypes of the results for a slice of rows.
         add: Merges or adds results that came home for a slice of rows.
     """
@@ -284,27 +181,22 @@ class RemoteQueries:
     def __init__(
         self,
         ranks: Ranks,
-        steps: Sequence[BalancedStep],
+        steps: Sequence[RingStep],
         *,
         take: Callable[[slice], list[Tensor]],
+        compute: Callable[[WorkItem, list[Tensor]], Sequence[Tensor]],
         like: Callable[[slice], Sequence[Tensor]],
         add: Callable[[slice, list[Tensor]], None],
     ) -> None:
-        self._ranks, self._take, self._like, self._add = ranks, take, like, add
+        self._ranks, self._take, self._compute = ranks, take, compute
+        self._like, self._add = like, add
         self._to_send = iter([piece for step in steps for piece in step.pieces])
-        self._returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
+        self.returning: list[tuple[Transfer, list[tuple[slice, list[Tensor]]]]] = []
         self._arriving = self._send_next()
 
-    def compute_pieces(
-        self,
-        pieces: Sequence[OffloadPiece],
-        compute: Callable[[Launch, list[Tensor]], Sequence[Tensor]],
-    ) -> None:
-        """Take in earlier results; compute for other ranks, and start sending the results home.
-
-        ``compute`` gets a launch and the tensors that arrived for it, and returns its results.
-        """
-        if self._returning:
+    def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
+        """Take in earlier results; compute for other ranks, and start sending the results home."""
+        if self.returning:
             self.finish()
         for piece in pieces:
             transfer, arriving = self._arriving
@@ -313,20 +205,20 @@ class RemoteQueries:
             # The next piece travels, into tensors of its own, while this one is computed; the
             # peers start the same exchange when they come to this point.
             self._arriving = self._send_next()
-            results = [(launch.item.out_rank, compute(launch, x)) for launch, x in arriving]
+            results = [(item.out_rank, self._compute(item, x)) for item, x in arriving]
             # Before more results are sent home take in those of the piece before: at most one
             # piece of results is in flight, and what was sent of it may be freed.
-            if self._returning:
+            if self.returning:
                 self.finish()
             self._return_results(piece, results)
 
     def finish(self) -> None:
         """Wait for the results that helpers sent home, and add them to this rank's."""
-        for transfer, expected in self._returning:
+        for transfer, expected in self.returning:
             transfer.wait()
             for rows, tensors in expected:
                 self._add(rows, tensors)
-        self._returning.clear()
+        self.returning.clear()
 
     def _send_next(self) -> _Arriving:
         """Start sending this rank's next piece to its helper, and receiving the next to compute.
@@ -340,10 +232,9 @@ class RemoteQueries:
             (x.contiguous(), piece.helper) for rows in piece.sent_rows for x in self._take(rows)
         ]
         arriving = [
-            (launch, [x.new_empty(x.shape) for x in self._take(launch.rows)])
-            for launch in piece.launches
+            (item, [x.new_empty(x.shape) for x in self._take(item.q_slice)]) for item in piece.items
         ]
-        receives = [(x, launch.item.q_rank) for launch, tensors in arriving for x in tensors]
+        receives = [(x, item.q_rank) for item, tensors in arriving for x in tensors]
         return self._ranks.start(sends, receives), arriving
 
     def _return_results(
@@ -360,7 +251,7 @@ class RemoteQueries:
             [(x, owner) for owner, tensors in results for x in tensors],
             [(x, piece.helper) for _, tensors in expected for x in tensors],
         )
-        self._returning.append((transfer, expected))
+        self.returning.append((transfer, expected))
 
 
 def rows_tensors(rows: QueryBlock) -> list[Tensor]:

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from ring_core import (
     GatherProgram,
-    Plan,
-    Request,
     RingProgram,
     WorkItem,
     gather_program,
@@ -32,7 +30,7 @@ from ring_core import (
 from ring_core.checks import Sizes
 from ring_core.choose.gathering import MAX_SAVED_BYTES, memory_refusals
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -56,15 +54,12 @@ from ring_torch.strategies.prepared import (
     prepare_forward,
     put_columns,
 )
-from ring_torch.strategies.two_stage import TwoStageGather
+from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
     PendingGrads,
     PendingKV,
-    Refusals,
-    Traffic,
     add_staged,
-    gathered_traffic,
 )
 
 #: Least FLOPs of a forward for each group of heads: about 1.5 ms on an H200. With shorter groups
@@ -101,22 +96,12 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
 
 
 @dataclass(frozen=True)
-class Gather(Strategy):
-    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys.
+class Gather(GatheringStrategy):
+    """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys."""
 
-    The forward saves the gathered K/V if they take at most ``MAX_SAVED_BYTES`` on every rank;
-    otherwise the backward fetches them again.
-    """
-
-    groups: HeadGroups
-    gather: GatherProgram
-    name: str = "gather"
-    saves: bool = False  # True if the forward saves the gathered K/V
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
     adds_sinks: bool = False
-    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
-    depends_on_kernel = True
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
@@ -200,6 +185,7 @@ class Gather(Strategy):
         own_sums: list[Tensor | None] = []
 
         def finish(n: int) -> None:
+            """Wait for what peers send of group ``n``, add it, and round dK/dV."""
             group_grads = head_group(KeyGrads(dk, dv), n, groups)
             _finish_own_grads(
                 call, gather, sums, (grad_sums[n], own_sums[n]), in_flight[n], group_grads
@@ -256,43 +242,21 @@ class Gather(Strategy):
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches: one group of heads, all work over the buffer."""
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
+        own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
         dq = _dq(call, gather, q)
         # Contiguous, whatever the strides of k and v: launches that round go by tokens.
         new = Tensor.new_zeros if prepared.has_padding else Tensor.new_empty
         dk, dv = new(k, k.shape), new(v, v.shape)
-        if saved:
-            kv = saved[0]
-        else:
-            (arriving,) = session.fetch(gather, inputs)
-            arriving.wait(None)
-            kv = arriving.tensors[0]
+        kv = keys.split(self.gathered(session, inputs, saved)[0])
         dout, out, lse, _ = upstream
-        delta = prepared.launch(q, *keys.split(kv), dout, out, lse, dq, grad_sums)
+        delta = prepared.launch(q, *kv, dout, out, lse, dq, grad_sums)
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
-        pending(grad_sums, gather.length, partial(_in_buffer, gather, call.ranks.rank))
+        pending(grad_sums, gather.length, partial(_shifted, own_fetches))
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, delta)
-
-    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
-
-        Another plan may gather more keys, and then a compiled backward fetches them again.
-        """
-        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
-        if not plan_known or not self.saves:
-            return []
-        return keys.gathered_shapes(self.gather.length, self.groups.forward)
-
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        fetches = forward or not saved
-        return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
-            forward=forward, fetches=fetches,
-        )  # fmt: skip
 
 
 def _attend_group(
@@ -434,14 +398,10 @@ def _finish_own_grads(
             add_staged(destinations, [sums.strided_views(grads, length, fetch.target)])
         all_keys = slice(0, keys.length)
         grads, own_fetches, length = own_sums, [Fetch(-1, all_keys, all_keys)], keys.length
-
-    def index_map(source: slice) -> slice:
-        return _shifted(source, own_fetches)
-
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
-        pending(grads, length, index_map)
+        pending(grads, length, partial(_shifted, own_fetches))
     # The sums are complete: round each once.
     for fetch in own_fetches:
         fetched_sums = sums.of(grads, length, fetch.target)
@@ -453,16 +413,11 @@ def _finish_own_grads(
                 grad.copy_(x)
 
 
-def _shifted(source: slice, fetches: Sequence[Fetch]) -> slice:
+def _shifted(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
     fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
     shift = fetch.target.start - fetch.source.start
     return slice(source.start + shift, source.stop + shift)
-
-
-def _in_buffer(gather: GatherProgram, rank: int, source: slice) -> slice:
-    """Return the columns of a span of a rank's own keys in its buffer."""
-    return _shifted(source, [fetch for fetch in gather.fetches if fetch.rank == rank])
 
 
 def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
@@ -494,18 +449,17 @@ def _resolve(resolution: Resolution) -> Strategy:
     program = resolution.program
     if resolution.kernel.capabilities.bands != "any":
         return TwoStageGather.of(resolution)
-    needs_more = resolution.needs_index or resolution.segment_ids
-    groups = (
-        ONE_GROUP if needs_more else head_groups_of(program, resolution.sizes, resolution.itemsize)
-    )
+    groups = ONE_GROUP
+    if resolution.is_plain:
+        groups = head_groups_of(program, resolution.sizes, resolution.itemsize)
     splits = not resolution.is_short
-    tile = None if needs_more else _split_backward_tile(resolution, splits)
+    tile = None if not resolution.is_plain else _split_backward_tile(resolution, splits)
     gather = gather_program(program.plan, resolution.rank, splits=splits, tile=tile or 1)
     items = (*gather.items, *gather.in_place)
-    banded = not needs_more and all(item.cu_q is None and item.tiles is None for item in items)
+    banded = resolution.is_plain and all(item.cu_q is None and item.tiles is None for item in items)
     fully_written = gather.num_rows == resolution.sizes.q_len and resolution.sizes.batch > 0
     return Gather(
-        groups, gather, saves=resolution.saves_keys(gather), head_major=tile is not None,
+        gather, groups, saves=resolution.saves_keys(gather), head_major=tile is not None,
         # Each row is in one launch, so a kernel that can add the sinks to it does.
         adds_sinks=resolution.kernel.adds_sinks and banded and fully_written and groups.forward == 1,
         prepares=resolution.kernel.prepares and banded and groups.backward == 1 and not gather.in_place,
@@ -527,13 +481,10 @@ def _split_backward_tile(resolution: Resolution, splits: bool) -> int | None:
     return tile if applies else None
 
 
-def _automatic_refusals(plan: Plan, request: Request) -> Refusals:
-    """Return why ``auto`` does not gather, though it could."""
-    return memory_refusals(plan, request, itemsize=getattr(torch, request.dtype).itemsize)
-
-
 GATHER = StrategySpec(
     "gather", _resolve, lambda plan, _: gather_refusals(plan), opens_sessions=True,
     is_automatic=lambda transport: not transport.sends_messages,  # messages hide better in a ring
-    automatic_refusals=_automatic_refusals,
+    automatic_refusals=lambda plan, request: memory_refusals(
+        plan, request, itemsize=getattr(torch, request.dtype).itemsize
+    ),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
 from ring_torch.buffers import KVPayload
-from ring_torch.kernels.api import Kernel, merge_into
+from ring_torch.kernels.api import Kernel, mark_infinities, merge_into
 from ring_torch.kernels.library import PartialBackward, PartialForward
 from ring_torch.optional import has_triton
 from ring_torch.records import AttentionState, KernelParams, KeyBlock, QueryBlock, Span, span_of
@@ -203,12 +203,12 @@ def _joins(
     def merge(partials: Sequence[tuple[Tensor, Tensor]]) -> None:
         (out, lse), *others = partials
         into = AttentionState(out.to(torch.promote_types(out.dtype, lse.dtype)), lse)
-        _mark_nonfinite(lse)
+        mark_infinities(lse)
         # All launches have returned: their results are memory of their own, and those over own keys
         # are overwritten by the merged ones.
         for (start, n), (part_out, part_lse) in zip(spans[1:], others, strict=True):
             rows = slice(start, start + n)
-            merge_into(into.take(rows), part_out, _mark_nonfinite(part_lse))
+            merge_into(into.take(rows), part_out, mark_infinities(part_lse))
         into.out.masked_fill_(lse.isnan().transpose(1, 2).unsqueeze(-1), torch.nan)
         out.copy_(into.out)
 
@@ -221,8 +221,3 @@ def _joins(
         dq.copy_(total.add_(dq))
 
     return merge, add
-
-
-def _mark_nonfinite(lse: Tensor) -> Tensor:
-    """Write NaN where ``lse`` is infinite: a score was not finite there. Return ``lse``."""
-    return lse.masked_fill_(lse.isinf(), torch.nan)

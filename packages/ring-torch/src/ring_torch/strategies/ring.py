@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -34,24 +34,25 @@ from ring_torch.strategies.prepared_ring import PreparedRing, prepare_ring
 from ring_torch.transports.api import Traffic
 
 
-class Launch(NamedTuple):
-    """A kernel launch: a work item, and its slices of this rank's queries and of the held keys."""
+class OffloadPiece(NamedTuple):
+    """A piece of the work that ranks do for each other in a step, as one rank sees it.
 
-    item: WorkItem
-    rows: slice
-    columns: slice
+    Attributes:
+        helper: The rank that computes for this rank, if any rows are sent there.
+        sent_rows: Slices of this rank's query rows that are sent there.
+        items: Work items of this rank for other ranks' query rows, over its own K/V.
+    """
 
-    @classmethod
-    def of(cls, item: WorkItem) -> Self:
-        """Return the launch of an item, whose slices are made once and not in every call."""
-        return cls(item, item.q_slice, item.k_slice)
+    helper: int
+    sent_rows: tuple[slice, ...]
+    items: tuple[WorkItem, ...]
 
 
 class RingStep(NamedTuple):
-    """A step of one pass for one rank: kernel launches over the held K/V, and its messages.
+    """A step of one pass for one rank: work over the held K/V, and its messages.
 
     Attributes:
-        launches: Launches of this rank's queries over the K/V that it holds in this step.
+        items: Work items of this rank's queries over the K/V that it holds in this step.
         keys_of: The rank to which these K/V belong.
         is_own: True if they are this rank's own, which are read from the call's inputs.
         keys_hop: How many ranks ahead the held K/V are sent while the launches run; the next step's
@@ -59,29 +60,41 @@ class RingStep(NamedTuple):
         grads_hop: In the backward, how many ranks ahead the summed dK/dV of the held K/V are sent
             after the launches, while those of the next step's K/V arrive from as many behind.
             ``None`` if they are home.
+        pieces: Work that ranks do for each other after their own; as many pieces on all ranks.
     """
 
-    launches: tuple[Launch, ...]
+    items: tuple[WorkItem, ...]
     keys_of: int
     is_own: bool
     keys_hop: int | None
     grads_hop: int | None
+    pieces: tuple[OffloadPiece, ...] = ()
 
 
 def ring_steps(program: RingProgram, rank: int, stages: tuple[Stage, ...]) -> tuple[RingStep, ...]:
-    """Return the steps of a pass for a rank: its launches, and how far what it holds travels."""
-    size = program.plan.cp_size
+    """Return the steps of a pass for a rank: its own work, and how far what it holds travels."""
+    shifts = [program.steps[stage.step].shift for stage in stages]
     return tuple(
         RingStep(
-            tuple(
-                Launch.of(item) for item in program.items(rank, stage.step) if item.q_rank == rank
-            ),
-            (rank - program.steps[stage.step].shift) % size,
-            program.steps[stage.step].shift == 0,
-            stage.kv_hop, stage.grad_hop,
+            tuple(item for item in program.items(rank, stage.step) if item.q_rank == rank),
+            (rank - shift) % program.plan.cp_size, shift == 0, stage.kv_hop, stage.grad_hop,
         )
-        for stage in stages
+        for stage, shift in zip(stages, shifts, strict=True)
     )  # fmt: skip
+
+
+class RemoteWork(Protocol):
+    """Work that ranks do for each other in a pass, beside that for their own queries."""
+
+    @property
+    def returning(self) -> Sequence[object]:
+        """Results that are on their way home."""
+
+    def compute_pieces(self, pieces: Sequence[OffloadPiece]) -> None:
+        """Take in results that helpers have sent home, and compute a step's pieces for others."""
+
+    def finish(self) -> None:
+        """Wait for the results that are on their way home, and take them in."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +110,14 @@ class Ring(Strategy):
     name: str = "ring"
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
+    offloads = False  # True if ranks also compute for each other
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
         """Make the steps of both passes for a rank."""
         forward = ring_steps(program, rank, program.forward)
         backward = ring_steps(program, rank, program.backward)
-        items = [launch.item for step in forward for launch in step.launches]
+        items = [item for step in forward for item in step.items]
         banded = all(item.cu_q is None and item.tiles is None for item in items)
         return cls(forward, backward, prepares=prepares and banded)
 
@@ -129,8 +143,8 @@ class Ring(Strategy):
             held_keys, spare_keys = packing.views(held), packing.views(spare)
             for view, x in zip(held_keys, keys, strict=True):
                 view.copy_(x)
+        remote = self.remote_forward(call, inputs, keys, rows, into) if self.offloads else None
         for n, step in enumerate(self.forward_steps):
-            transfer = DONE
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
             # sent in the step before, and their kernels are queued ahead of this transfer, so it
             # may be overwritten. The peers do the same with their buffers.
@@ -142,18 +156,21 @@ class Ring(Strategy):
                 work.run(n, step_keys[0], step_keys[1])
             else:
                 columns = call.columns(step.keys_of, step_keys)
-                attend_step(call, step.launches, rows, columns, into)
+                attend_step(call, step.items, rows, columns, into)
+            # Merge what helpers computed for this rank before, then compute for others.
+            if remote is not None:
+                remote.compute_pieces(step.pieces)
             # The next step reads what arrived. That the send has completed frees `held`, too.
-            transfer.wait()
             if step.keys_hop is not None:
+                transfer.wait()
                 held, spare, held_keys, spare_keys = spare, held, spare_keys, held_keys
                 saved = (held,)
+        # Results of the last step's helpers may still be on their way.
+        if remote is not None and remote.returning:
+            remote.finish()
         if self.prepares and work is None:
             steps = [
-                (
-                    call.columns(step.keys_of, keys if step.is_own else held_keys),
-                    [launch.item for launch in step.launches],
-                )
+                (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
                 for step in self.forward_steps
             ]
             keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params))
@@ -175,6 +192,10 @@ class Ring(Strategy):
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
+        remote = own_grads = None
+        if self.offloads:
+            own_grads = key_grads.grads(own=True)
+            remote = self.remote_backward(call, own, upstream, rows, row_grads, own_grads)
         held = next(iter(saved), None)
         for step in self.backward_steps:
             transfer, arriving = DONE, held
@@ -190,25 +211,37 @@ class Ring(Strategy):
                 columns = call.columns(step.keys_of, packing.views(held))
             # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
-            if step.launches:
-                column_grads = key_grads.grads(own=step.is_own)
+            if step.items:
+                column_grads = own_grads if step.is_own else None
                 differentiate_step(
-                    call, step.launches, rows, columns, upstream, row_grads, column_grads
-                )
+                    call, step.items, rows, columns, upstream, row_grads,
+                    column_grads or key_grads.grads(own=step.is_own),
+                )  # fmt: skip
+            # Add the dQ that helpers computed for this rank before, then compute for others.
+            if remote is not None:
+                remote.compute_pieces(step.pieces)
             # That sum is needed now: this rank's part is added, and it follows the K/V.
             key_grads.hop(step)
-            # The next step reads the K/V that arrived.
-            transfer.wait()
+            # The next step reads the K/V that arrived, or `held` again if none were to come.
+            if transfer is not DONE:
+                transfer.wait()
             held = arriving
+        # dQ of the last step's helpers may still be on its way.
+        if remote is not None and remote.returning:
+            remote.finish()
         # The last hop brought the other ranks' sum home, and added it to the own part.
-        own_grads = key_grads.grads(own=True)
+        own_grads = own_grads or key_grads.grads(own=True)
         return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of K/V that are passed on and, in the backward, of dK/dV."""
         del saved  # the backward sends the keys round again
+        keys = inputs.key_tensors()
+        kv = packing_of(keys).size
+        grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
         steps = self.forward_steps if forward else self.backward_steps
-        return ring_traffic(call, inputs, steps, forward=forward)
+        size = sum(kv * (x.keys_hop is not None) + grads * (x.grads_hop is not None) for x in steps)
+        return Traffic(size, size)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shape of one packed K/V message, also if this plan moves none.
@@ -218,21 +251,24 @@ class Ring(Strategy):
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []
 
+    def remote_forward(
+        self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
+        _into: AttentionState, /,
+    ) -> RemoteWork | None:  # fmt: skip
+        """Begin the work of a forward for other ranks; results for ``rows`` go into ``into``."""
+        return None
 
-def ring_traffic(
-    call: Call, inputs: Inputs, steps: Sequence[RingStep], *, forward: bool
-) -> Traffic:
-    """Count the bytes of K/V and dK/dV that a rank sends and receives in the steps of a pass."""
-    keys = inputs.key_tensors()
-    kv = packing_of(keys).size
-    grads = 0 if forward else packing_of(keys[:2], call.acc_dtype).size
-    size = sum(kv * (x.keys_hop is not None) + grads * (x.grads_hop is not None) for x in steps)
-    return Traffic(size, size)
+    def remote_backward(
+        self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
+        _row_grads: QueryGrads, _own_grads: KeyGrads, /,
+    ) -> RemoteWork | None:  # fmt: skip
+        """Begin the work of a backward for other ranks; dQ comes home, dK/dV stay."""
+        return None
 
 
 def attend_step(
     call: Call,
-    launches: tuple[Launch, ...],
+    items: Sequence[WorkItem],
     rows: QueryBlock,
     columns: KeyBlock,
     into: AttentionState,
@@ -240,23 +276,25 @@ def attend_step(
     """Run a step's forward launches, and merge each partial result into ``into`` in place."""
     if rows.q.shape[0] == 0:
         return
-    for item, row_slice, key_slice in launches:
+    for item in items:
         call.kernel.attend_into(
-            rows.take(row_slice), columns.take(key_slice), item, call.params, into.take(row_slice)
-        )
+            rows.take(item.q_slice), columns.take(item.k_slice), item, call.params,
+            into.take(item.q_slice),
+        )  # fmt: skip
 
 
 def differentiate_step(
-    call: Call, launches: tuple[Launch, ...], rows: QueryBlock, columns: KeyBlock,
+    call: Call, items: Sequence[WorkItem], rows: QueryBlock, columns: KeyBlock,
     upstream: BackwardInputs, row_grads: QueryGrads, column_grads: KeyGrads,
 ) -> None:  # fmt: skip
     """Run a step's backward launches, and add their gradients to the accumulators."""
     if rows.q.shape[0] == 0:
         return
-    for item, row_slice, key_slice in launches:
+    for item in items:
+        q_slice, k_slice = item.q_slice, item.k_slice
         call.kernel.grads_into(
-            rows.take(row_slice), columns.take(key_slice), upstream.take(row_slice), item, call.params,
-            row_grads.take(row_slice), column_grads.take(key_slice),
+            rows.take(q_slice), columns.take(k_slice), upstream.take(q_slice), item, call.params,
+            row_grads.take(q_slice), column_grads.take(k_slice),
         )  # fmt: skip
 
 
@@ -309,8 +347,7 @@ class RotatingKeyGrads:
 
 def _resolve(resolution: Resolution) -> Ring:
     """Return the ring of a rank."""
-    needs_more = resolution.needs_index or resolution.segment_ids or resolution.sizes.batch == 0
-    prepares = resolution.kernel.prepares and not needs_more
+    prepares = resolution.kernel.prepares and resolution.is_plain and resolution.sizes.batch > 0
     return Ring.of(resolution.program, resolution.rank, prepares=prepares)
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ring_core import Plan, WorkItem
-from ring_torch.call import Call, Saved, Strategy
-from ring_torch.kernels.api import Kernel
+from ring_core import WorkItem
+from ring_torch.call import Call, Resolution, Saved, Strategy
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import AttentionState, BackwardInputs, Grads, Inputs, folded, unseen_state
 from ring_torch.strategies.prepared import PreparedLaunches, prepare_forward
@@ -85,20 +84,19 @@ class Single(Strategy):
         return Traffic(0, 0)
 
 
-def only_item(
-    plan: Plan, kernel: Kernel, *, batch: int, sinks: bool, segment_ids: bool
-) -> WorkItem | None:
+def only_item(resolution: Resolution, *, sinks: bool) -> WorkItem | None:
     """Return the single launch of a one-rank plan; ``None`` if a call needs more than that.
 
     A call needs more with several ranks or items, an empty batch, a kernel that can mask only some
     bands, or sinks that the launch cannot add.
     """
-    has_bands = kernel.capabilities.bands == "any"
-    if plan.cp_size > 1 or not has_bands or batch == 0 or len(plan.items(0, 0)) != 1:
+    plan, kernel = resolution.program.plan, resolution.kernel
+    has_bands, is_empty = kernel.capabilities.bands == "any", resolution.sizes.batch == 0
+    if plan.cp_size > 1 or not has_bands or is_empty or len(plan.items(0, 0)) != 1:
         return None
     # Kernels add sinks only where every row is in the launch, and the mask is a band alone.
     (item,) = plan.items(0, 0)
-    banded = not segment_ids and item.cu_q is None and item.tiles is None
+    banded = not resolution.request.segment_ids and item.cu_q is None and item.tiles is None
     covers_all = item.q_stop - item.q_start == plan.q_layout.local_len
     return None if sinks and not (kernel.adds_sinks and banded and covers_all) else item
 

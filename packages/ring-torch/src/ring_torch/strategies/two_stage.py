@@ -7,14 +7,13 @@ over its own while their dK/dV travel home.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
-from ring_torch.buffers import KeyGradBuffer, KVPayload, Shapes
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -24,7 +23,6 @@ from ring_torch.records import (
     Inputs,
     KeyBlock,
     KeyGrads,
-    QueryBlock,
     empty_state,
     is_aligned,
 )
@@ -33,19 +31,56 @@ from ring_torch.transports.api import GatherSession, Traffic, gathered_traffic
 
 
 @dataclass(frozen=True)
-class TwoStageGather(Strategy):
-    """Strategy ``gather`` in two stages.
+class GatheringStrategy(Strategy):
+    """A strategy that fetches K/V of other ranks into one buffer, by a program.
 
-    The forward saves the other ranks' K/V as :class:`ring_torch.strategies.gather.Gather` does.
+    The forward saves the gathered K/V if they are few on every rank; otherwise the backward fetches
+    them again.
     """
 
     gather: GatherProgram
-    own_items: tuple[WorkItem, ...]
+    groups: HeadGroups = ONE_GROUP
     name: str = "gather"
-    prepares: bool = False  # True if the kernel may prepare launches
     saves: bool = False  # True if the forward saves the gathered K/V
-    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
+    prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     depends_on_kernel = True
+
+    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+        """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
+
+        Another plan may gather more keys, and then a compiled backward fetches them again.
+        """
+        if not plan_known or not self.saves:
+            return []
+        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
+        return keys.gathered_shapes(self.gather.length, self.groups.forward)
+
+    def gathered(self, session: GatherSession, inputs: Inputs, saved: Saved) -> Saved:
+        """Return the gathered tensors of a backward over one group, saved or fetched again."""
+        if not saved:
+            # Nothing to compute meanwhile: launches over own keys are kept to hide the way home.
+            for arriving in session.fetch(self.gather, inputs):
+                arriving.wait(None)
+                saved = tuple(arriving.tensors)
+        return saved
+
+    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
+        return gathered_traffic(
+            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
+            forward=forward, fetches=forward or not saved,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TwoStageGather(GatheringStrategy):
+    """Strategy ``gather`` in two stages: over own K/V, and over those of other ranks.
+
+    The program fetches only other ranks' K/V.
+    """
+
+    own_items: tuple[WorkItem, ...] = ()
+    launches: dict[object, PreparedPartials] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, resolution: Resolution) -> Self:
@@ -57,7 +92,7 @@ class TwoStageGather(Strategy):
         plan, rank = resolution.program.plan, resolution.rank
         gather = gather_program(plan, rank, own=False)
         return cls(
-            gather, plan.items(rank, rank), prepares=resolution.kernel.prepares,
+            gather, own_items=plan.items(rank, rank), prepares=resolution.kernel.prepares,
             saves=resolution.saves_keys(gather) and not resolution.returns_lse,
         )  # fmt: skip
 
@@ -70,12 +105,18 @@ class TwoStageGather(Strategy):
             return self._repeat_forward(inputs, session, prepared)
         gather, keys = self.gather, session.spec.keys
         rows, own = call.rows(inputs), call.columns(call.ranks.rank, inputs.key_tensors())
-        work = _Work(call, rows, empty_state(rows.q, inputs.v.shape[3]))
+        into = empty_state(rows.q, inputs.v.shape[3])
+
+        def attend(key_block: KeyBlock, item: WorkItem) -> None:
+            """Run the launch of an item, and merge its results."""
+            if rows.q.shape[0] > 0:
+                operands = rows.take(item.q_slice), key_block.take(item.k_slice)
+                call.kernel.attend_into(*operands, item, call.params, into.take(item.q_slice))
 
         def attend_to_own_keys() -> None:
             """Queue the launches over own K/V, which run while the fetches are in flight."""
             for item in self.own_items:
-                work.attend(own, item)
+                attend(own, item)
 
         saved: Saved = ()
         # Fetches from all peers are in flight from here on, into one buffer. There is one group of
@@ -86,7 +127,7 @@ class TwoStageGather(Strategy):
             # columns.
             for item, waits_for in zip(gather.items, gather.waits_for, strict=True):
                 arriving.wait(waits_for)
-                work.attend(columns, item)
+                attend(columns, item)
             # All has arrived, and the rank's own K/V have been read: the caller may change them.
             arriving.wait(None)
             saved = tuple(arriving.tensors)
@@ -94,7 +135,7 @@ class TwoStageGather(Strategy):
             own_work, others = (own, self.own_items), (columns, gather)
             prepared = prepare_partials(call.kernel, rows, own_work, others, keys, call.params)
             keep(self.launches, key, prepared)
-        return work.into, saved if self.saves else ()
+        return into, saved if self.saves else ()
 
     def _repeat_forward(
         self, inputs: Inputs, session: GatherSession, prepared: PreparedPartials
@@ -132,7 +173,7 @@ class TwoStageGather(Strategy):
         row_grads = zero_row_grads(call, rows)
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
         (peer_sums,) = session.accumulators(gather, sums, zero=True)
-        columns = call.gathered_columns(gather, keys, _gathered(session, gather, inputs, saved))
+        columns = call.gathered_columns(gather, keys, self.gathered(session, inputs, saved))
         own_sums = torch.zeros(sums.numel(keys.length), dtype=call.acc_dtype, device=call.device)
 
         def differentiate(
@@ -171,7 +212,7 @@ class TwoStageGather(Strategy):
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
         sums, tensors = KeyGradBuffer(keys, head_major=False), (q, upstream.dout, upstream.out)
         (peer_sums,) = session.accumulators(gather, sums, zero=False)
-        kv = keys.split(_gathered(session, gather, inputs, saved)[0])
+        kv = keys.split(self.gathered(session, inputs, saved)[0])
         packed = peer_sums.view(keys.batch, gather.length, keys.width)
         dqs = prepared.differentiate_others(tensors, upstream.lse, kv, packed)
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
@@ -185,46 +226,3 @@ class TwoStageGather(Strategy):
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
         add_to(own_sums.view(-1), keys.length, lambda source: source)
         return Grads(dq, *keys.split(own_sums), None)
-
-    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
-        """Return the shapes of the gathered K/V; none if the plan is not known."""
-        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids)
-        if not plan_known or not self.saves:
-            return []
-        return keys.gathered_shapes(self.gather.length, 1)
-
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
-        """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
-        return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
-            forward=forward, fetches=forward or not saved,
-        )  # fmt: skip
-
-
-class _Work(NamedTuple):
-    """A rank's queries, and the state of the accumulators' dtype into which results are merged."""
-
-    call: Call
-    rows: QueryBlock
-    into: AttentionState
-
-    def attend(self, keys: KeyBlock, item: WorkItem) -> None:
-        """Run the launch of an item, and merge its results."""
-        if self.rows.q.shape[0] > 0:
-            self.call.kernel.attend_into(
-                self.rows.take(item.q_slice), keys.take(item.k_slice), item, self.call.params,
-                self.into.take(item.q_slice),
-            )  # fmt: skip
-
-
-def _gathered(
-    session: GatherSession, gather: GatherProgram, inputs: Inputs, saved: Saved
-) -> Sequence[torch.Tensor]:
-    """Return the gathered tensors of a backward, saved or fetched again."""
-    tensors: Sequence[torch.Tensor] = saved
-    if not saved:
-        # Nothing to compute meanwhile: own launches are kept to hide the way home.
-        for arriving in session.fetch(gather, inputs):
-            arriving.wait(None)
-            tensors = arriving.tensors
-    return tensors

@@ -10,7 +10,7 @@ fewer than ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -61,12 +61,11 @@ class Ulysses(Strategy):
             carry, layouts.qkv, tables.placed(*inputs[:3]),
             (tables.rows, tables.columns, tables.columns),
         )  # fmt: skip
-        traded = Traded(q, k, v)
+        inner_inputs = tables.of_heads(inputs)._replace(q=q, k=k, v=v)
         if inputs.q_ids is not None or inputs.bias is not None:
-            traded = _with_options(carry, layouts, tables, inputs, traded)
+            inner_inputs = _with_options(carry, layouts, tables, inputs, inner_inputs)
         # ... each attends to the whole sequence with its own heads, waiting for nobody ...
-        inner = self._inner(call, tables)
-        (out, lse), inner_saved = attend(inner, self._inner_inputs(tables, inputs, traded))
+        (out, lse), inner_saved = attend(self._inner(call, tables), inner_inputs)
         out = out.to(call.dtype)
         # ... and results go back to the ranks that hold their tokens.
         own_out, own_lse = to_tokens(
@@ -75,6 +74,7 @@ class Ulysses(Strategy):
         )  # fmt: skip
         saved: Saved = ()
         if call.needs_grad:
+            traded = inner_inputs._replace(sinks=None, slopes=None)
             saved = (*[x for x in traded if x is not None], out, lse, *inner_saved)
         if tables.q_slots is not None:
             own_out, own_lse = (x.index_select(2, tables.q_slots) for x in (own_out, own_lse))
@@ -88,9 +88,16 @@ class Ulysses(Strategy):
         layouts = exchanges_of(call, inputs, self.heads)
         carry = call.open_heads(call.backward_signature, layouts.most_bytes, self.members)
         tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
-        remaining = iter(saved)
-        traded = Traded.of(remaining, inputs, shifts_bias=call.params.shifts_bias)
-        out, lse, *inner_saved = remaining
+        # What the forward has exchanged and saved comes in the order of the inputs' fields.
+        has_ids, has_bias = inputs.q_ids is not None, inputs.bias is not None
+        is_there = {
+            "q": True, "k": True, "v": True, "q_ids": has_ids, "k_ids": has_ids, "bias": has_bias,
+            "bias_shift": call.params.shifts_bias,
+        }  # fmt: skip
+        names = [name for name, is_saved in is_there.items() if is_saved]
+        out, lse, *inner_saved = saved[len(names) :]
+        traded: Any = dict(zip(names, saved, strict=False))
+        inner_inputs = tables.of_heads(inputs)._replace(**traded)
         sent = [upstream.dout]
         if upstream.delta is not None:
             sent.append(upstream.delta.transpose(1, 2).unsqueeze(-1))
@@ -105,8 +112,7 @@ class Ulysses(Strategy):
         # ... the backward of all tokens runs for this rank's heads ...
         inner = self._inner(call, tables)
         grads = inner.strategy.backward(
-            inner, self._inner_inputs(tables, inputs, traded),
-            BackwardInputs(dout, out, lse, delta), tuple(inner_saved),
+            inner, inner_inputs, BackwardInputs(dout, out, lse, delta), tuple(inner_saved),
         )  # fmt: skip
         del dout, deltas, delta  # their memory is free while gradients travel
         # ... and gradients go back to the ranks that hold their tokens.
@@ -127,16 +133,6 @@ class Ulysses(Strategy):
             self.inner.params, dropout_seed=call.params.dropout_seed, heads=tables.heads
         )
         return self.inner._replace(params=params)
-
-    def _inner_inputs(self, tables: Tables, inputs: Inputs, traded: Traded) -> Inputs:
-        """Return the inputs of the inner call, with this rank's part of sinks and slopes."""
-        q, k, v, q_ids, k_ids, bias, bias_shift = traded
-        sinks, slopes = inputs.sinks, inputs.slopes
-        if sinks is not None:
-            sinks = sinks[tables.own]
-        if slopes is not None:
-            slopes = slopes[..., tables.own]
-        return Inputs(q, k, v, q_ids, k_ids, sinks, bias, slopes, bias_shift)
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the inner call's inputs and results, whatever the plan."""
@@ -188,25 +184,6 @@ class Ulysses(Strategy):
         return (text,) if text else ()
 
 
-class Traded(NamedTuple):
-    """Inputs of the inner call that came from all ranks, over all tokens in natural order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_ids: Tensor | None = None
-    k_ids: Tensor | None = None
-    bias: Tensor | None = None
-    bias_shift: Tensor | None = None
-
-    @classmethod
-    def of(cls, remaining: Iterator[Tensor], inputs: Inputs, *, shifts_bias: bool) -> Traded:
-        """Take the tensors that are there, in the order of fields, and return them as a record."""
-        has_ids, has_bias = inputs.q_ids is not None, inputs.bias is not None
-        is_there = (True, True, True, has_ids, has_ids, has_bias, has_bias and shifts_bias)
-        return cls._make([next(remaining) if x else None for x in is_there])
-
-
 class Tables(NamedTuple):
     """Index tables of a call's exchanges, int64; ``None`` where tensors are in order already.
 
@@ -231,6 +208,14 @@ class Tables(NamedTuple):
     kv_slots: Tensor | None
     heads: Tensor
     own: Tensor | slice
+
+    def of_heads(self, inputs: Inputs) -> Inputs:
+        """Return inputs of the inner call: this rank's sinks and slopes, and nothing exchanged."""
+        sinks, slopes = inputs.sinks, inputs.slopes
+        return Inputs(
+            inputs.q, inputs.k, inputs.v, None, None, None if sinks is None else sinks[self.own], None,
+            None if slopes is None else slopes[..., self.own],
+        )  # fmt: skip
 
     def placed(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Return Q, K and V ``[B, T_local, heads, D]`` with a head in each place."""
@@ -362,9 +347,13 @@ def _exchanges(
 
 
 def _with_options(
-    carry: HeadCarrier, layouts: ExchangeLayouts, tables: Tables, inputs: Inputs, traded: Traded
-) -> Traded:
-    """Exchange segment ids, a bias and its shift, and return them beside Q, K and V."""
+    carry: HeadCarrier,
+    layouts: ExchangeLayouts,
+    tables: Tables,
+    inputs: Inputs,
+    inner_inputs: Inputs,
+) -> Inputs:
+    """Exchange segment ids, a bias and its shift, and return the inner call's inputs with them."""
     ranks = layouts.qkv.ranks
     if layouts.ids is not None:
         # Each rank gets a copy of the ids, as if that were a head of its own.
@@ -374,15 +363,15 @@ def _with_options(
         )
         orders = tables.rows, tables.columns
         q_ids, k_ids = to_heads(carry, layouts.ids, (q_ids, k_ids), orders)
-        traded = traded._replace(q_ids=q_ids[..., 0, 0], k_ids=k_ids[..., 0, 0])
+        inner_inputs = inner_inputs._replace(q_ids=q_ids[..., 0, 0], k_ids=k_ids[..., 0, 0])
     if layouts.bias is not None:
         bias = _bias_to_heads(carry, layouts.bias, tables, not_none(inputs.bias))
-        traded = traded._replace(bias=bias)
+        inner_inputs = inner_inputs._replace(bias=bias)
     if layouts.bias_shift is not None:
         shift = not_none(inputs.bias_shift).unsqueeze(-1)
         shift = _bias_to_heads(carry, layouts.bias_shift, tables, shift)
-        traded = traded._replace(bias_shift=shift.squeeze(-1))
-    return traded
+        inner_inputs = inner_inputs._replace(bias_shift=shift.squeeze(-1))
+    return inner_inputs
 
 
 def _bias_to_heads(carry: HeadCarrier, layout: HeadBuffer, tables: Tables, bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Command line tools: ``doctor``, ``matrix`` and ``bench``.
+"""Command line tools: ``doctor``, ``matrix``, ``explain`` and ``bench``.
 
 They may import everything in this package.
 """

@@ -193,7 +193,7 @@ class ShardedLoader:
         device = default_device(self._cp._sharding.ranks)  # noqa: SLF001 - of this package
         own = [int.from_bytes(self._digest[:8], "little", signed=True), self._batches, 1]
         # First the ranks of a ring exchange digests; then each with its like of other rings, which
-        # so hear whether they differed.
+        # hear from the third number whether they differed.
         for group in groups:
             row = torch.tensor([own], device=device)
             rows = Sharding(group, "contiguous").unshard(row, dim=0).tolist()

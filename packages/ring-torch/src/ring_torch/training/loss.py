@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ring_core import UnsupportedError, checks
 from ring_core.base.arguments import check_rate, check_size, is_integer
+from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, to_json
 from ring_torch.compiled.unshard import unshard_in_graph
@@ -191,7 +192,7 @@ def _without_padding(
     return labels.masked_fill(is_padding, ignore_index)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # noqa: SLF001
+@constant_in_graphs
 def _own_tokens(group: Any, layout: Any, seq_len: Any, local_len: int) -> int:
     """Return how many of this rank's rows are tokens, not padding; a constant to the compiler."""
     ranks = ranks_of(group)
@@ -206,8 +207,8 @@ def _as_in_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_tensor(name: str, x: object) -> None:
-    """Refuse what is no dense tensor of this rank's own."""
+def _checked_tensor(name: str, x: object) -> Tensor:
+    """Return an argument that is a dense tensor of this rank's own, and refuse any other."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
@@ -218,13 +219,12 @@ def _check_tensor(name: str, x: object) -> None:
         )
     if x.layout is not torch.strided or x.is_nested or x.is_meta:
         raise ValueError(f"{name} must be a dense tensor with numbers in it")
+    return x
 
 
-def _check_rows(name: str, x: object, labels: object) -> int:
+def _check_rows(name: str, rows: object, row_labels: object) -> int:
     """Check rows and their labels; return the size of a row."""
-    _check_tensor(name, x)
-    _check_tensor("labels", labels)
-    assert isinstance(x, Tensor) and isinstance(labels, Tensor)
+    x, labels = _checked_tensor(name, rows), _checked_tensor("labels", row_labels)
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise ValueError(f"{name} must be real, of 16 bits or more, got {x.dtype}")
     if labels.dtype.is_floating_point:
@@ -245,10 +245,9 @@ def _check_rows(name: str, x: object, labels: object) -> int:
     return x.shape[-1]
 
 
-def _check_head(hidden: Tensor, head_weight: object, bias: object) -> int:
+def _check_head(hidden: Tensor, weight: object, bias: object) -> int:
     """Check the weights of a head; return its number of classes."""
-    _check_tensor("head_weight", head_weight)
-    assert isinstance(head_weight, Tensor)
+    head_weight = _checked_tensor("head_weight", weight)
     if head_weight.ndim != 2 or head_weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"head_weight must be [V, dim], as of torch.nn.Linear, with dim={hidden.shape[-1]} of "
@@ -269,10 +268,9 @@ def _check_head(hidden: Tensor, head_weight: object, bias: object) -> int:
     return classes
 
 
-def _check_classes(name: str, x: object, classes: int) -> None:
+def _check_classes(name: str, numbers: object, classes: int) -> None:
     """Check a tensor with a real number for each class."""
-    _check_tensor(name, x)
-    assert isinstance(x, Tensor)
+    x = _checked_tensor(name, numbers)
     if not x.dtype.is_floating_point or x.shape != (classes,):
         raise ValueError(
             f"{name} must be real, [{classes}]: a number for each class, got {x.dtype} "

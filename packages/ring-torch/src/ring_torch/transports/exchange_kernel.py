@@ -59,6 +59,7 @@ class KeyExchange(NamedTuple):
 
     def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
         """Run it as :func:`exchange_keys` does."""
+        # Arguments of the kernel that change, by their places; all others stay.
         self.launch({2: digest, 6: k.data_ptr(), 7: v.data_ptr(), 17: target.data_ptr()})
 
 
@@ -69,6 +70,7 @@ class SumExchange(NamedTuple):
 
     def __call__(self, digest: int, total: Tensor) -> None:
         """Run it as :func:`reduce_from_peers` does."""
+        # Likewise.
         self.launch({2: digest, 8: total.data_ptr()})
 
 

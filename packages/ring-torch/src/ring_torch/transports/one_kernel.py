@@ -205,10 +205,10 @@ class OneKernel:
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
         aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-        kept = (gather, keys, k.stride(), v.stride()) if aligned else None
+        key = (gather, keys, k.stride(), v.stride()) if aligned else None
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
-        if kept is not None and (exchange := self.state.prepared(kept)) is not None:
+        if key is not None and (exchange := self.state.prepared(key)) is not None:
             exchange(self.digest, k, v, target)
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
@@ -217,8 +217,8 @@ class OneKernel:
             exchange = exchange_kernel.exchange_keys(
                 self.setup, self.digest, own_k, own_v, own, table, target
             )
-            if kept is not None and own_k is k and own_v is v:
-                self.state.keep(kept, exchange)
+            if key is not None and own_k is k and own_v is v:
+                self.state.keep(key, exchange)
         if is_counted():
             from_peers = (fetch for fetch in gather.fetches if fetch.rank != self.setup.rank)
             note_reads(target[:, fetch.target] for fetch in from_peers)
@@ -228,19 +228,22 @@ class OneKernel:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Return the place of dK/dV, where the owners of the keys will read them."""
+        """Return the place of dK/dV, where the owners of the keys will read them.
+
+        It is filled with zeros if ``zero``, and uninitialised otherwise.
+        """
         if gather.length == 0:  # nobody reads any
             grad_sums = torch.empty(0, dtype=self.spec.acc_dtype, device=self.spec.device)
         else:
             grad_sums = self._grads_of(self.spec.ranks.rank, sums, gather.length)
         # The kernel waits until peers have read what the exchange before left for them.
-        kept = gather, sums, zero
-        if gather.length > 0 and (launch := self.state.prepared(kept)) is not None:
+        key = gather, sums, zero
+        if gather.length > 0 and (launch := self.state.prepared(key)) is not None:
             launch({})
         else:
             launch = exchange_kernel.clear(self.setup, grad_sums, zero=zero)
             if gather.length > 0:
-                self.state.keep(kept, launch)
+                self.state.keep(key, launch)
         return [grad_sums]
 
     def return_grads(
@@ -267,18 +270,18 @@ class OneKernel:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
         spans = _sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         starts = tuple([index_map(span).start for span in spans])
-        kept = gather, sums, length, starts
-        if (exchange := self.state.prepared(kept)) is not None and total.data_ptr() % 16 == 0:
+        key = gather, sums, length, starts
+        if (exchange := self.state.prepared(key)) is not None and total.data_ptr() % 16 == 0:
             exchange(self.digest, total)
             return
         num_peers = max(self.spec.ranks.size - 1, 1)
         table = self.state.table(
-            kept, 2 + num_peers,
+            key, 2 + num_peers,
             lambda: self._sums_of_peers(gather, sums, length, zip(spans, starts, strict=True), num_peers),
         )  # fmt: skip
         exchange = exchange_kernel.reduce_from_peers(self.setup, self.digest, table, total)
         if total.data_ptr() % 16 == 0:
-            self.state.keep(kept, exchange)
+            self.state.keep(key, exchange)
         if is_counted():
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
                 note_reads(sums.strided_views(total, length, index_map(fetch.source)))
@@ -345,9 +348,11 @@ class OneKernel:
         return _mixed(rows)
 
     def _keys_of(self, rank: int) -> torch.Tensor:
+        """Return where a rank's own K/V lie for its peers."""
         return self.state.memory.views(rank, 0, self.spec.keys.message)[0]
 
     def _grads_of(self, rank: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
+        """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
 

@@ -147,7 +147,10 @@ class PeerCopies:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Return the places of dK/dV in the buffer, where the owners of the keys will read them."""
+        """Return the places of dK/dV in the buffer, where the owners of the keys will read them.
+
+        They are filled with zeros if ``zero``, and uninitialised otherwise.
+        """
         # Peers may still be reading what the pass before put there.
         self.buffer.wait_reusable()
         spec, groups = self.spec, range(self.spec.groups)
@@ -228,6 +231,7 @@ class PeerCopies:
         return add_to
 
     def _grads_of(self, rank: int, group: int, sums: KeyGradBuffer, length: int) -> torch.Tensor:
+        """Return where a rank's dK/dV of a group's ``length`` fetched keys lie for their owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         start = self.spec.groups * self.spec.keys.message.size + group * self.grad_bytes
         return self.buffer.memory.views(rank, start, packing)[0]

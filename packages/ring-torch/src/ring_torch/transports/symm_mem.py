@@ -89,7 +89,7 @@ def _peer_memory_refusals(ranks: Ranks, device: torch.device, probe: bool) -> Re
 
     To find out, all ranks of the group exchange messages, once and only if ``probe`` is True.
     """
-    if device.type == "cuda" and ranks.group is None and not probe:  # of `explain`: not there
+    if device.type == "cuda" and ranks.group is None and not probe:  # `explain` runs alone
         return None
     if device.type != "cuda" or dist.get_backend(ranks.group) != "nccl":
         return ("copies out of the peers' memory need CUDA tensors and a nccl group",)

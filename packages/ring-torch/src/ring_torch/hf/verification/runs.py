@@ -88,7 +88,7 @@ class HFRunner(Runner):
             fields.restore()
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward; return the model's own loss, and that or another to differentiate."""
+        """Run a forward; return the model's own loss, if any, and a loss to differentiate."""
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
         output = self.model(**self.batch)

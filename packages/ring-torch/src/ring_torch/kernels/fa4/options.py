@@ -88,13 +88,11 @@ class Rule(NamedTuple):
     k_first: int
 
 
-def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
-    return None if item is None or geometry is None else _known_rule(item, geometry)
-
-
 @lru_cache(maxsize=256)
-def _known_rule(item: WorkItem, geometry: BlockGeometry) -> Rule | None:
-    """Return the rule, or ``None`` without an expression or without consecutive positions."""
+def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
+    """Return the rule of an item, if it has an expression and its positions are consecutive."""
+    if item is None or geometry is None:
+        return None
     offset, k_layout = geometry.q_offset, geometry.k_layout
     q_span = offset, geometry.q_layout.seq_len + offset
     expression = expression_of(geometry.mask, q_span, (0, k_layout.seq_len))

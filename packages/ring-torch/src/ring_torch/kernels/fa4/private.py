@@ -230,14 +230,13 @@ class CompiledFlash4:
         modded: Modded,
     ) -> None:  # fmt: skip
         """Write ``out``, and ``lse`` if it is given."""
-        if not _can_record(q, k, v, out, modded.sinks):
-            _library_forward(q, k, v, out, lse, options, modded)
-            return
-        key = _forward_key(q, k, v, out, lse, options, modded)
+        key = None
+        if _can_record(q, k, v, out, modded.sinks):
+            key = _forward_key(q, k, v, out, lse, options, modded)
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
-        elif key in self._forwards:
+        elif key is None or key in self._forwards:
             _library_forward(q, k, v, out, lse, options, modded)
         else:
             with calls_of(interface()._flash_attn_fwd) as (calls,):
@@ -253,9 +252,8 @@ class CompiledFlash4:
 
         It is ``None`` if there was none, and for calls with documents, lists or functions.
         """
-        if options.documents is not None or modded._replace(sinks=None) != PLAIN:
-            return None
-        if not _can_record(q, k, v, out, modded.sinks):
+        is_plain = options.documents is None and modded._replace(sinks=None) == PLAIN
+        if not is_plain or not _can_record(q, k, v, out, modded.sinks):
             return None
         compiled = self._forwards.get(_forward_key(q, k, v, out, lse, options, modded))
         if compiled is None:
@@ -303,13 +301,12 @@ class CompiledFlash4:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``; ``dq`` is ``dst`` if it is given."""
         arguments = dout, q, k, v, out, lse, options, modded, dst
-        if not _can_record(dout, q, k, v, out, lse, dst):
-            return _library_backward(*arguments)
-        key = _backward_key(*arguments)
+        is_recorded = _can_record(dout, q, k, v, out, lse, dst)
+        key = _backward_key(*arguments) if is_recorded else None
         launch = self._backwards.get(key)
         if launch is not None:
             return launch(*arguments)
-        if key in self._backwards:
+        if key is None or key in self._backwards:
             return _library_backward(*arguments)
         module = interface()
         with calls_of(
