@@ -182,7 +182,7 @@ def swizzled_block_and_head(blocks, heads_per_swizzle):
 
 @triton.jit
 def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
-    """Return the pointer to one head of a tensor; a descriptor (``TMA``) stays, it is of all heads."""
+    """Return the pointer to one head of a tensor; a descriptor (``TMA``) is of all heads."""
     if not TMA:
         x += batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     return x
