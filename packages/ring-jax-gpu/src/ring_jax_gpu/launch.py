@@ -34,9 +34,8 @@ class Launch:
     warps: int
     stages: int
     hopper: bool = False  # a kernel for Hopper can do it
-    rectangles: tuple[
-        Item, ...
-    ] = ()  # distinct items if fully visible: kernels for Hopper split them
+    # Distinct items if all are fully visible: kernels for Hopper split them.
+    rectangles: tuple[Item[int], ...] = ()
     fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 

@@ -156,7 +156,7 @@ class Launches:
     gathered: bool
     for_peer: bool
     has_documents: bool
-    items: tuple[Item, ...] | None
+    items: tuple[Item[int], ...] | None
     table: RankTable | None
 
     @classmethod
