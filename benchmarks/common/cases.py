@@ -73,6 +73,13 @@ SETTINGS = (
     Setting(512 * K, mask="window"),
     Setting(128 * K, mask="documents"),
 )
+#: What JAX runs over several GPUs.
+JAX_SETTINGS = (
+    *(Setting(n * K) for n in (8, 32, 128, 512)),
+    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
+    Setting(128 * K, mask="window"),
+    Setting(128 * K, mask="documents"),
+)
 #: Short passes, in which the host's time shows. The second is a layer of gpt-oss with a window.
 SHORT_SETTINGS = (
     Setting(8 * K),

@@ -41,7 +41,8 @@ def scaling(rows: Sequence[Row]) -> str:
 
 
 def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
-    cells = [row["setting"], f"`{row['method']}`"]
+    auto = row["method"].removesuffix(", chunks") == row.get("auto")
+    cells = [row["setting"], f"`{row['method']}`{' (`auto`)' * auto}"]
     if "forward" not in row:
         return [*cells, "refused or wrong", "", "", *[""] * bool(exposed)]
     shorter = re.sub(r"\b\d+k\b", "128k", row["setting"])
@@ -64,6 +65,11 @@ def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
     shares = {}
     for (gpus, setting, name), without in timed.items():
         key = (gpus, setting, name.replace(ALONE, ""))
+        if "profile" in without and all("no trace" not in x for x in without["profile"].values()):
+            of_gpus = (without["profile"][way].values() for way in PASSES)
+            shares[gpus, setting, name] = " / ".join(
+                f"{max(x['exposed'] for x in gpu):.2f}" for gpu in of_gpus
+            )
         if ALONE in name and key in timed:
             of_passes = (1 - without[way]["ms"] / timed[key][way]["ms"] for way in PASSES)
             shares[key] = " / ".join(f"{share:.2f}" for share in of_passes)
@@ -250,6 +256,24 @@ def _jax_ranks(rows: Sequence[Row]) -> str:
     return markdown(["ranks", "tokens", "strategy", *_twice("ms", "scaling efficiency")], lines)
 
 
+def _programs(rows: Sequence[Row]) -> str:
+    """Return seconds to trace, lower and compile programs of so many layers, and their sizes."""
+    head = [
+        "mask, length, heads",
+        "method",
+        "layers",
+        "trace / lower / compile, s",
+        "StableHLO / HLO, MB",
+    ]
+    lines = (
+        [row["setting"], f"`{row['method']}`", f"{row['layers']}",
+         " / ".join(f"{x:.1f}" for x in row["seconds"].values()),
+         " / ".join(f"{x:.2f}" for x in row["megabytes"].values())]
+        for row in rows
+    )  # fmt: skip
+    return markdown(head, lines)
+
+
 def _host_time(rows: Sequence[Row]) -> str:
     """Return host microseconds of a queued call, and the ratio to flash-attention's function."""
     head = ["way", "pass", "least, us", "median", "most", "ratio", "Python calls"]
@@ -270,6 +294,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "ranks": _jax_ranks,
     "way": _host_time,
     "every_strategy": _strategies,
+    "megabytes": _programs,
     "efficiency forward": _jax_ring,
     "causal": _jax_one_gpu,
 }

@@ -130,16 +130,14 @@ def layered(attend: Attend, layers: int) -> Attend:
     return run
 
 
-def passes(column: Column, mask: Mask, layers: int = 1) -> dict[str, Attend]:
+def passes(column: Column, mask: Mask) -> dict[str, Attend]:
     """What a column can compute, by name, as functions that are compiled when called.
 
     ``forward`` takes what ``prepare`` returns, ``both`` takes ``dout`` behind it.
     """
-    layers_of_attention = layered(partial(column.attend, mask=mask), layers)
-    functions: dict[str, Attend] = {"forward": jax.jit(layers_of_attention)}
-    return functions | (
-        {"both": jax.jit(partial(both, layers_of_attention))} if column.backward else {}
-    )
+    attend = partial(column.attend, mask=mask)
+    functions: dict[str, Attend] = {"forward": jax.jit(attend)}
+    return functions | ({"both": jax.jit(partial(both, attend))} if column.backward else {})
 
 
 def random_arrays(shapes: Sequence[Sequence[int]], seed: int) -> list[Any]:

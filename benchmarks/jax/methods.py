@@ -1,31 +1,41 @@
 """Ways to attend over a sequence split over GPUs in JAX: ours, and three written in plain JAX.
 
-The plain ones are causal and forward only, with cuDNN's kernels or with ours (``triton``), over
-the zigzag layout. ``all-gather`` fetches all keys to every GPU, then attends; ``two-stage`` fetches
-them while a GPU attends to its own, then attends to the others'; ``zigzag`` is a ring of
-``lax.scan`` and ``lax.ppermute`` that merges parts.
+The plain ones run cuDNN's kernels or ours (``triton``), and have gradients. ``all-gather`` fetches
+all keys to every GPU, then attends; ``two-stage`` fetches them while a GPU attends to its own, then
+attends to the others'; ``zigzag`` is a ring of ``lax.scan`` and ``lax.ppermute`` that merges parts.
+All three are written for causal masks over the zigzag layout; with windows and packed documents
+``all-gather`` takes contiguous shards.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, Literal
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ring_jax_gpu
+from benchmarks.common.cases import CAUSAL
 from benchmarks.jax.columns import Attend
+from ring_core import Layout, LayoutSpec, Mask, balanced_layout
+from ring_jax import autodiff, global_arrays
+from ring_jax.strategies import gather as gather_strategy
+from ring_jax_gpu import fmha
 
 AXIS = "cp"
 Implementation = Literal["xla", "cudnn", "triton", "auto"]  # the last two are ours
 StepTable = tuple[Any, Any]  # out [B, T, H, D] and lse [B, T, H], float32
 
 KERNELS: tuple[Implementation, ...] = ("cudnn", "triton")
+_BLOCK = 128  # tokens; lengths that kernels get are multiples of it
 
 
 def mesh_of(gpus: int) -> Mesh:
@@ -34,26 +44,93 @@ def mesh_of(gpus: int) -> Mesh:
     return jax.make_mesh((gpus,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def ours(mesh: Mesh, kernel: str, strategy: str = "ring") -> Attend:
-    """``ring_jax`` over the zigzag layout with the kernel of a name."""
-    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout="zigzag")
-    return partial(cp.attention, causal=True, kernel=kernel, strategy=strategy)
+@dataclass(frozen=True)
+class Method:
+    """A way to attend over a mesh with a mask.
+
+    Attributes:
+        attend: A function of ``q``, ``k`` and ``v`` over all devices, in the order of the layout.
+        layout: The order of tokens over devices.
+        chosen: Return the strategy that ``auto`` takes for arrays, and the kernel, of ours.
+    """
+
+    attend: Attend
+    layout: LayoutSpec = "zigzag"
+    chosen: Callable[..., dict[str, str]] = lambda *_: {}
 
 
-def all_gather(mesh: Mesh, implementation: Implementation) -> Attend:
-    """All keys on all GPUs; queries in zigzag order."""
+Maker = Callable[[Mesh, Mask, int], Method]  # of the number of tokens
+
+
+def ours(
+    mesh: Mesh, mask: Mask, seq_len: int, *, strategy: Any = "ring", chunks: bool = False,
+    saved_bytes: int | None = None, kernel: str = "auto",
+) -> Method:  # fmt: skip
+    """``ring_jax`` over the zigzag layout, or over ``chunks`` balanced for the mask.
+
+    With ``saved_bytes`` gathered K/V of up to so many bytes are kept for the backward.
+    """
+    layout: LayoutSpec = "zigzag"
+    if chunks:
+        layout = balanced_layout(mask, seq_len=seq_len, cp_size=mesh.size)
+    cp = ring_jax_gpu.ContextParallel(mesh, axis_name=AXIS, layout=layout)
+    attend = partial(cp.attention, mask=mask, kernel=kernel, strategy=strategy)
+
+    def chosen(*qkv: Any) -> dict[str, str]:
+        text = cp.explain(*qkv, mask=mask, kernel=kernel)
+        names = {
+            key: re.search(rf"^{line} (\w+)", text, re.MULTILINE)
+            for key, line in (("auto", "strategy"), ("kernel", "kernel"))
+        }
+        return {key: name[1] for key, name in names.items() if name}
+
+    def kept(*qkv: Any) -> Any:
+        with patch.object(gather_strategy, "MAX_SAVED_BYTES", saved_bytes):
+            _forget_calls()
+            try:
+                return attend(*qkv)
+            finally:
+                _forget_calls()
+
+    return Method(attend if saved_bytes is None else kept, layout, chosen)
+
+
+def _forget_calls() -> None:
+    """Let calls be traced anew: what was patched is no part of their keys."""
+    autodiff._compiled.cache_clear()  # noqa: SLF001 - times first calls
+    global_arrays.global_attention.cache_clear()
+
+
+def one(mesh: Mesh, mask: Mask, seq_len: int, *, kernel: str = "auto") -> Method:
+    """The whole sequence on one GPU."""
+    del mesh, seq_len
+    run = partial(ring_jax_gpu.ring_attention, axis_name=None, mask=mask, kernel=kernel)
+    return Method(run, "contiguous")
+
+
+def all_gather(mesh: Mesh, mask: Mask, seq_len: int, *, implementation: Implementation) -> Method:
+    """All keys on all GPUs; causal with queries in zigzag order, else in contiguous shards."""
     size = mesh.shape[AXIS]
 
-    def local(q: Any, k: Any, v: Any) -> Any:
+    def causal(q: Any, k: Any, v: Any) -> Any:
         k, v = (_in_order(lax.all_gather(x, AXIS), size) for x in (k, v))
         branches = [partial(_two_chunks, rank, size, implementation) for rank in range(size)]
         return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
 
-    return _over(mesh, local)
+    def contiguous(q: Any, k: Any, v: Any) -> Any:
+        k, v = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (k, v))
+        starts = range(0, seq_len, seq_len // size)
+        branches = [partial(_behind_earlier_rows, x, mask, implementation) for x in starts]
+        return lax.switch(lax.axis_index(AXIS), branches, q, k, v)
+
+    if mask == CAUSAL:
+        return Method(_over(mesh, causal))
+    return Method(_over(mesh, contiguous), "contiguous")
 
 
-def two_stage(mesh: Mesh, implementation: Implementation) -> Attend:
+def two_stage(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
     """Its own keys while all travel, then all the others' at once."""
+    _check_causal("two-stage", mask)
     size = mesh.shape[AXIS]
 
     def local(q: Any, k: Any, v: Any) -> Any:
@@ -66,11 +143,12 @@ def two_stage(mesh: Mesh, implementation: Implementation) -> Attend:
         other = lax.switch(lax.axis_index(AXIS), branches, q, *peer_kv)
         return _merged(own, other)[0].astype(q.dtype)
 
-    return _over(mesh, local)
+    return Method(_over(mesh, local))
 
 
-def zigzag(mesh: Mesh, implementation: Implementation) -> Attend:
+def zigzag(mesh: Mesh, mask: Mask, _: int, *, implementation: Implementation) -> Method:
     """A ring: what arrives is seen whole by half of the queries, or half of it by all."""
+    _check_causal("zigzag", mask)
     size = mesh.shape[AXIS]
     turn = [(n, (n + 1) % size) for n in range(size)]
 
@@ -99,21 +177,43 @@ def zigzag(mesh: Mesh, implementation: Implementation) -> Attend:
         (_, _, (out, _)), _ = lax.scan(step, (*first, whole), jnp.arange(1, size))
         return out.astype(q.dtype)
 
-    return _over(mesh, local)
+    return Method(_over(mesh, local))
 
 
-RIVALS: dict[str, Callable[[Mesh, Implementation], Attend]] = {
+RIVALS: dict[str, Callable[..., Method]] = {
     "all-gather": all_gather,
     "two-stage": two_stage,
     "zigzag": zigzag,
 }
-OURS: dict[str, tuple[Callable[..., Attend], str]] = {
-    "triton": (ours, "triton"),
-    "triton gather": (partial(ours, strategy="gather"), "triton"),
-}
-METHODS = OURS | {
-    f"{name} {kernel}": (make, kernel) for (name, make), kernel in product(RIVALS.items(), KERNELS)
-}
+METHODS: dict[str, Maker] = {
+    "one": one,
+    "ring": ours,
+    "gather": partial(ours, strategy="gather"),
+    "gather, kept": partial(ours, strategy="gather", saved_bytes=1 << 62),
+    "gather, again": partial(ours, strategy="gather", saved_bytes=0),
+    "ring, chunks": partial(ours, chunks=True),
+    "gather, chunks": partial(ours, strategy="gather", chunks=True),
+    **{
+        f"{name} {kernel}": partial(make, implementation=kernel)
+        for name, make in RIVALS.items() for kernel in KERNELS
+    },
+}  # fmt: skip
+
+
+def _check_causal(name: str, mask: Mask) -> None:
+    if mask != CAUSAL:
+        raise ValueError(f"{name} is written for causal masks")
+
+
+def sharding_of(mesh: Mesh) -> NamedSharding:
+    """Tokens over the GPUs of a mesh."""
+    return NamedSharding(mesh, PartitionSpec(None, AXIS))
+
+
+def in_order(layout: LayoutSpec, seq_len: int, size: int) -> Any:
+    """Positions of tokens in the order of a layout."""
+    placed = Layout(layout, seq_len, size)
+    return np.concatenate([placed.positions(rank) for rank in range(size)])
 
 
 def _over(mesh: Mesh, local: Attend) -> Attend:
@@ -145,6 +245,34 @@ def _two_chunks(
     return jnp.concatenate(outs, axis=1)
 
 
+def _behind_earlier_rows(
+    start: int, mask: Mask, implementation: Implementation, q: Any, k: Any, v: Any
+) -> Any:
+    """A shard's queries with all keys that they see; its first query is at ``start``.
+
+    Rows of zeros before the queries make a square of it, so that ``is_causal`` and
+    ``local_window_size`` mean what they should.
+    """
+    stop, first, visible = start + q.shape[1], 0, None
+    if mask.window is not None and mask.window[0] is not None:
+        first = max(0, start - mask.window[0])
+    if mask.cu_seqlens is not None:
+        ends = np.asarray(mask.cu_seqlens)
+        first = max(first, int(ends[ends <= start].max()))
+    first -= first % _BLOCK
+    if mask.cu_seqlens is not None:
+        ids = jnp.asarray(np.searchsorted(ends, np.arange(first, stop), side="right"))
+        visible = (ids[:, None] == ids)[None, None]
+    rows = jnp.pad(q, ((0, 0), (start - first, 0), (0, 0), (0, 0)))
+    window: Any = mask.window
+    its: Literal["xla", "cudnn"] = "xla" if implementation == "xla" else "cudnn"
+    out = jax.nn.dot_product_attention(
+        rows, k[:, first:stop], v[:, first:stop], mask=visible, is_causal=True,
+        local_window_size=window, implementation=its,
+    )  # fmt: skip
+    return out[:, start - first :]
+
+
 def _elsewhere(
     rank: int, size: int, implementation: Implementation, q: Any, k: Any, v: Any
 ) -> StepTable:
@@ -173,11 +301,46 @@ def _part(
             q, k, v, axis_name=None, causal=is_causal, kernel=implementation, return_lse=True
         )
         return out.astype("float32"), lse.swapaxes(1, 2)
-    its: Literal["xla", "cudnn"] = "xla" if implementation == "xla" else "cudnn"
+    if implementation == "cudnn":
+        return _of_cudnn(fmha.Pattern(q.shape[3] ** -0.5, is_causal, None), q, k, v)
     out, lse = jax.nn.dot_product_attention(
-        q, k, v, is_causal=is_causal, implementation=its, return_residual=True
+        q, k, v, is_causal=is_causal, implementation="xla", return_residual=True
     )
     return out.astype("float32"), lse.astype("float32")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_cudnn(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> StepTable:
+    """CuDNN's attention through JAX's primitives.
+
+    ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient.
+    """
+    return _of_cudnn_forward(pattern, q, k, v)[0]
+
+
+def _of_cudnn_forward(pattern: fmha.Pattern, q: Any, k: Any, v: Any) -> tuple[StepTable, Any]:
+    out, lse = fmha.call_forward(pattern, q, k, v)
+    return (out.astype("float32"), lse.swapaxes(1, 2)), (q, k, v, lse, out)
+
+
+def _of_cudnn_backward(pattern: fmha.Pattern, saved: Any, upstream: StepTable) -> Any:
+    """Of both results: cuDNN reads ``out`` for ``sum(dout * out)`` alone.
+
+    The gradient of a score is ``p * (dp - sum(dout * out) + dlse)``. So it gets an ``out`` whose
+    sum is less by ``dlse``.
+    """
+    q, k, v, lse, out = saved
+    dout, dlse = upstream
+    largest = jnp.abs(dout).max(axis=-1, keepdims=True)
+    largest = jnp.where(largest == 0, 1, largest)  # such a row has no gradient
+    unit = dout / largest
+    squares = jnp.square(unit).sum(axis=-1, keepdims=True)
+    shift = dlse[..., None] / largest * unit / jnp.where(squares == 0, 1, squares)
+    shifted = (out.astype("float32") - shift).astype(out.dtype)
+    return fmha.call_backward(pattern, q, k, v, lse, shifted, dout.astype(q.dtype))
+
+
+_of_cudnn.defvjp(_of_cudnn_forward, _of_cudnn_backward)
 
 
 def _merged(a: StepTable, b: StepTable) -> StepTable:

@@ -7,12 +7,6 @@ of whole calls, in which all take turns. Besides cuDNN there are Mosaic GPU's at
 forward, float16: it multiplies nothing else) and ejkernel's Triton kernels; what one of them cannot
 do, or failed in, is among the refused, with the reason.
 
-``--gpus 2`` splits sequences over GPUs, causal: the ring and ``strategy="gather"``, beside ways
-written in plain JAX with cuDNN's kernels and with ours. Scaling efficiency is the rate per GPU over
-that of one GPU with the whole sequence. With ``--layers`` a call, of one GPU too, is a program of
-so many layers, which pays once for its start; rates are those of its layers. ``--profile`` traces a
-few calls of each: exposed communication, and which operations take longest.
-
 ``--ranks 4 8`` lets one GPU emulate ranks of such rings without communication: the first, the
 middle one and the last: what so many GPUs would reach if nothing had to travel. The slowest counts.
 """
@@ -32,8 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ring_jax_gpu
 from benchmarks.common import report as _report
@@ -53,17 +45,13 @@ from benchmarks.common.turns import Run, take_turns
 from benchmarks.jax.alone import as_rank, share
 from benchmarks.jax.columns import (
     COLUMNS,
-    Attend,
     both,
     exact,
-    layered,
     passes,
     random_arrays,
     seconds,
 )
-from benchmarks.jax.methods import AXIS, METHODS, OURS, mesh_of
-from benchmarks.jax.profile import profiled
-from ring_core import Layout, Mask
+from ring_core import Mask
 from ring_core.tools.bench import watched
 
 GATE = 1.1  # times cuDNN's error
@@ -106,10 +94,10 @@ def name_of(mask: Mask) -> str:
     return "causal" if mask.causal else "full"
 
 
-def teraflops(mask: Mask, length: int, layers: int = 1) -> float:
+def teraflops(mask: Mask, length: int) -> float:
     """Of a forward; the pairs of a causal one are half of all, as is usual."""
     pairs = length**2 // 2 if mask == CAUSAL else pairs_of(mask, length)
-    return 4 * pairs * HEADS * DIM * layers / 1e12
+    return 4 * pairs * HEADS * DIM / 1e12
 
 
 def inputs(length: int, seed: int) -> list[Any]:
@@ -168,8 +156,7 @@ def seconds_each[Key](runs: dict[Key, Run], rounds: int = 5) -> dict[Key, float]
 
 
 def _calls(run: Run) -> int:
-    """How many calls fill a turn."""
-    jax.block_until_ready(run())
+    """How many calls fill a turn, of a run that has run before."""
     once = seconds(run)
     return 1 if once > SLOW else max(2, min(60, int(TURN / max(once, 1e-5))))
 
@@ -194,15 +181,15 @@ def that_run[Key](runs: dict[Key, Run], refuse: Callable[[Key, str], None]) -> d
 
 
 def measure(
-    allowed: dict[str, set[str]], length: int, mask: Mask, report: Report, layers: int = 1
+    allowed: dict[str, set[str]], length: int, mask: Mask, report: Report
 ) -> dict[str, dict[str, float]]:
     """TFLOP/s forward and forward + backward."""
     *qkv, dout = inputs(length, seed=1)
-    flops = teraflops(mask, length, layers)
+    flops = teraflops(mask, length)
     runs: dict[tuple[str, str], Run] = {}
     for name, kinds in allowed.items():
         arguments = COLUMNS[name].prepare(*qkv) if kinds else ()
-        for kind, run in passes(COLUMNS[name], mask, layers).items():
+        for kind, run in passes(COLUMNS[name], mask).items():
             if kind in kinds:
                 runs[name, kind] = partial(run, *arguments, *([dout] if kind == "both" else []))
 
@@ -237,96 +224,6 @@ def one_gpu(names: list[str], mask: Mask, lengths: list[int], report: Report) ->
         print(f"{length:6} {name_of(mask):12} {'   '.join(cells)}", flush=True)
 
 
-def largest_error(mesh: Mesh, attend: Attend) -> float:
-    """Of the output over several GPUs at 2,048 tokens."""
-    *qkv, _ = inputs(GATE_LENGTH, seed=2)
-    layout = Layout("zigzag", GATE_LENGTH, mesh.shape[AXIS])
-    order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
-    wide = [x.astype("float32") for x in qkv]
-    expected = jax.jit(partial(exact, mask=CAUSAL))(*wide)[:, order]
-    out = jax.jit(attend)(*(_split(mesh, x[:, order]) for x in qkv))
-    return float(jnp.abs(jax.device_get(out).astype("float32") - expected).max())
-
-
-def split_methods(mesh: Mesh, names: list[str], report: Report) -> dict[str, tuple[Attend, float]]:
-    """Ways over several GPUs that are right, each with its largest error."""
-    times = {}
-    for name in names:
-        make, kernel = METHODS[name]
-        try:
-            attend = make(mesh, kernel)
-            error = largest_error(mesh, attend)
-        except Exception as problem:  # noqa: BLE001  # whatever it is, others go on
-            report.refuse(reason_of(problem), gpus=mesh.size, method=name)
-            continue
-        if error < 0.1:
-            times[name] = attend, error
-        else:
-            report.refuse(f"wrong: off by {error}", gpus=mesh.size, method=name)
-    return times
-
-
-def over(
-    mesh: Mesh, methods: dict[str, tuple[Attend, float]], length: int, alone: dict[str, float],
-    report: Report, *, layers: int, profile: bool,
-) -> None:  # fmt: skip
-    """TFLOP/s per GPU of ours and others over several GPUs, causal; of others the forward."""
-    *qkv, dout = (_split(mesh, x) for x in inputs(length, seed=1))
-    flops = teraflops(CAUSAL, length, layers) / mesh.size
-    fields = {"gpus": mesh.size, "length": length, "layers": layers}
-    runs: dict[tuple[str, str], Run] = {
-        (name, "forward"): partial(jax.jit(layered(attend, layers)), *qkv)
-        for name, (attend, _) in methods.items()
-    }
-    for name in (name for name in OURS if name in methods):
-        passes_of = partial(both, layered(methods[name][0], layers))
-        runs[name, "both"] = partial(jax.jit(passes_of), *qkv, dout)
-
-    def refuse(key: tuple[str, str], reason: str) -> None:
-        report.refuse(reason, **fields, method=key[0], what=key[1])
-
-    runs = that_run(runs, refuse)
-    rows: dict[str, dict[str, Any]] = {}
-    for (name, kind), took in seconds_each(runs).items():
-        row = rows.setdefault(name, {**fields, "method": name, "error": methods[name][1]})
-        row[kind] = flops * PASSES[kind] / took
-        if name in OURS and kind in alone:
-            row[f"efficiency {kind}"] = row[kind] / alone[kind]
-    for row in rows.values():
-        report.add(row)
-        print(
-            {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True
-        )
-    for key, run in runs.items() if profile else ():
-        try:
-            operations = profiled(run)
-        except Exception as problem:  # noqa: BLE001  # whatever it is, others go on
-            refuse(key, f"no trace: {reason_of(problem)}")
-            continue
-        rows[key[0]].setdefault("profile", {})[key[1]] = operations
-        report.save()
-        shares = ("us", "attention", "transfer", "exposed", "idle")
-        print(
-            *key,
-            {gpu: [round(x[s], 3) for s in shares] for gpu, x in operations.items()},
-            flush=True,
-        )
-
-
-def several(
-    gpus: int, lengths: list[int], names: list[str], report: Report, *, layers: int, profile: bool
-) -> None:
-    """Rows of several GPUs, and those of one to compare with."""
-    allowed = check(["triton"], CAUSAL, report)["triton"]
-    mesh = mesh_of(gpus)
-    methods = split_methods(mesh, names, report)
-    for length in lengths:
-        rates = measure({"triton": allowed}, length, CAUSAL, report, layers)
-        report.add({"length": length, "causal": True, "alone": True, "layers": layers, **rates})
-        alone = rates.get("triton", {})
-        over(mesh, methods, length, alone, report, layers=layers, profile=profile)
-
-
 def emulated(size: int, lengths: list[int], report: Report) -> None:
     """Rows of rings whose ranks one GPU emulates, and of one GPU that has all to itself."""
     allowed = check(["triton"], CAUSAL, report)["triton"]
@@ -345,6 +242,8 @@ def emulated(size: int, lengths: list[int], report: Report) -> None:
             runs[strategy, rank, "both"] = partial(
                 jax.jit(as_rank(rank, size, backward)), *qkv, dout
             )
+        for run in runs.values():
+            jax.block_until_ready(run())
         took = seconds_each(runs, rounds=3)
         for strategy in ("ring", "gather"):
             row: dict[str, Any] = {"ranks": size, "length": length, "strategy": strategy}
@@ -356,10 +255,6 @@ def emulated(size: int, lengths: list[int], report: Report) -> None:
             print(row, flush=True)
 
 
-def _split(mesh: Mesh, x: Any) -> Any:
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, AXIS)))
-
-
 def parser() -> argparse.ArgumentParser:
     """The options."""
     arguments = parser_of(__doc__)
@@ -367,12 +262,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--window-lengths", type=int, nargs="*", default=[32768])
     arguments.add_argument("--masks", nargs="*", choices=MASKS, default=list(MASKS))
     arguments.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
-    arguments.add_argument("--gpus", type=int, nargs="*", default=[], help="beside one")
     arguments.add_argument("--ranks", type=int, nargs="*", default=[], help="emulated by one GPU")
     arguments.add_argument("--split-lengths", type=int, nargs="+", default=[32768, 131072])
-    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    arguments.add_argument("--layers", type=int, default=1, help="a program has, over several GPUs")
-    arguments.add_argument("--profile", action="store_true", help="trace calls over several GPUs")
     arguments.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
     return arguments
 
@@ -391,9 +282,6 @@ def main(argv: list[str] | None = None) -> int:
         one_gpu(options.columns, MASKS[name], lengths, report)
     for size in options.ranks:
         emulated(size, options.split_lengths, report)
-    for gpus in options.gpus:
-        lengths, methods = options.split_lengths, options.methods
-        several(gpus, lengths, methods, report, layers=options.layers, profile=options.profile)
     report.save()
     return 0
 

@@ -1,0 +1,282 @@
+"""How fast attention over GPUs is in JAX, beside ways in plain JAX: ``nox -s bench_jax_gpus``.
+
+Every method first has to agree with float32 attention at 2,048 tokens, output and gradients; one
+that does not prints no speed. Batch 1, bfloat16. Times are medians of rounds of whole calls, in
+which all methods of a setting take turns. Scaling efficiency is the rate per GPU over that of
+``one`` GPU with the whole sequence, at 128k tokens where it did not run this one. ``GiB`` is what
+XLA sets aside on a GPU for results and temporaries. ``gather, kept`` keeps gathered K/V for the
+backward, ``gather, again`` gathers them anew, whatever their size.
+
+``--program 1 32`` times nothing on GPUs but a call: seconds to trace, lower and compile programs of
+so many layers, forward and backward, and their sizes. ``--profile`` traces a few calls of each
+method: exposed communication, and which operations take longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import ring_jax_gpu
+from benchmarks.common.cases import (
+    JAX_SETTINGS,
+    PASSES,
+    SCALING_GATE as GATE_LENGTH,
+    K,
+    Setting,
+    mask_of,
+    pairs_of,
+)
+from benchmarks.common.report import Report, parser_of, reason_of, rows_of, show
+from benchmarks.common.turns import Run
+from benchmarks.jax.columns import both, exact, layered, random_arrays
+from benchmarks.jax.methods import METHODS, Method, in_order, mesh_of, sharding_of
+from benchmarks.jax.profile import profiled
+from benchmarks.jax.scaling import environment, seconds_each
+from ring_core.tools.bench import watched
+
+DEFAULT = ("one", "ring", "gather", "all-gather cudnn", "zigzag cudnn")
+WRONG = 0.1  # largest error from which on a method is wrong
+LONG = 256 * K  # tokens from which on there are fewer rounds
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+class Entrant(NamedTuple):
+    """A method in a setting: its programs, as they are compiled.
+
+    Attributes:
+        passes: Programs by what they compute, each compiled by another thread.
+        gate: That of forward + backward at 2,048 tokens, and its method.
+    """
+
+    method: Method
+    mesh: Mesh
+    passes: dict[str, Future[Any]]
+    gate: Future[Any]
+    gate_method: Method
+
+
+def shapes_of(setting: Setting, length: int) -> list[tuple[int, ...]]:
+    """Of q, k, v and dout."""
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    return [(1, length, h, setting.dim) for h in heads]
+
+
+def arrays_of(setting: Setting, length: int, mesh: Mesh) -> list[Any]:
+    """Random q, k, v and dout, over the GPUs of a mesh."""
+    make = partial(random_arrays, shapes_of(setting, length), 1)
+    return list(jax.jit(make, out_shardings=sharding_of(mesh))())
+
+
+def abstract_arrays(setting: Setting, length: int, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    """What programs are made for: q, k, v and dout."""
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding_of(mesh))
+        for shape in shapes_of(setting, length)
+    ]
+
+
+def enter(name: str, setting: Setting, mesh: Mesh, pool: ThreadPoolExecutor) -> Entrant:
+    """Begin to compile what a setting needs of a method."""
+    short, long = GATE_LENGTH, setting.seq_len
+    mesh = mesh_of(1) if name == "one" else mesh
+    gate_method, method = (
+        METHODS[name](mesh, mask_of(setting.mask, length), length) for length in (short, long)
+    )
+
+    def compiled(run: Any, arrays: list[jax.ShapeDtypeStruct]) -> Future[Any]:
+        return pool.submit(jax.jit(run).lower(*arrays).compile)
+
+    arrays = abstract_arrays(setting, long, mesh)
+    passes = {
+        "forward": compiled(method.attend, arrays[:3]),
+        "both": compiled(partial(both, method.attend), arrays),
+    }
+    gate = compiled(partial(both, gate_method.attend), abstract_arrays(setting, short, mesh))
+    return Entrant(method, mesh, passes, gate, gate_method)
+
+
+def errors_of(entrant: Entrant, arrays: list[Any], expected: Iterable[Any]) -> dict[str, float]:
+    """Largest errors of the output and the gradients at 2,048 tokens."""
+    order = in_order(entrant.gate_method.layout, GATE_LENGTH, entrant.mesh.size)
+    place = sharding_of(entrant.mesh)
+    results = entrant.gate.result()(*(jax.device_put(x[:, order], place) for x in arrays))
+    return {
+        name: float(
+            jnp.abs(jax.device_get(x).astype("float32") - jax.device_get(y)[:, order]).max()
+        )
+        for name, x, y in zip(RESULTS, results, expected, strict=True)
+    }
+
+
+def rows_of_setting(
+    setting: Setting, names: list[str], mesh: Mesh, pool: ThreadPoolExecutor, *, profile: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of each method: gate first, then times, in which all take turns."""
+    began = perf_counter()
+    key = {"gpus": mesh.size, "setting": setting.name}
+    entrants: dict[str, Entrant] = {}
+    for name in names:
+        try:
+            entrants[name] = enter(name, setting, mesh, pool)
+        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+            yield {**key, "method": name, "refused": reason_of(error)}
+    lowered = perf_counter() - began
+
+    *short, dout = arrays_of(setting, GATE_LENGTH, mesh_of(1))
+    defined = partial(exact, mask=mask_of(setting.mask, GATE_LENGTH))
+    wide = [x.astype("float32") for x in short]
+    expected = jax.device_get(jax.jit(partial(both, defined))(*wide, dout))
+    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[tuple[str, str], Run] = {}
+    on_mesh: dict[int, list[Any]] = {}
+    for name, entrant in entrants.items():
+        try:
+            errors = errors_of(entrant, [*short, dout], expected)
+            if not max(errors.values()) < WRONG:
+                yield {**key, "method": name, "wrong": errors}
+                continue
+            if entrant.mesh.size not in on_mesh:
+                on_mesh[entrant.mesh.size] = arrays_of(setting, setting.seq_len, entrant.mesh)
+            arrays = on_mesh[entrant.mesh.size]
+            passes = {
+                way: partial(program.result(), *(arrays if way == "both" else arrays[:3]))
+                for way, program in entrant.passes.items()
+            }
+            for run in passes.values():
+                jax.block_until_ready(run())
+        except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+            yield {**key, "method": name, "refused": reason_of(error)}
+            continue
+        runs |= {(name, way): run for way, run in passes.items()}
+        rows[name] = {**key, "method": name, "errors": errors} | entrant.method.chosen(*arrays[:3])
+    ready = perf_counter() - began
+
+    took = seconds_each(runs, rounds=3 if setting.seq_len > LONG else 5)
+    pairs = pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
+    flops = 4 * pairs * setting.heads * setting.dim
+    for name, row in rows.items():
+        shares = entrants[name].mesh.size
+        for way, factor in PASSES.items():
+            seconds = took[name, way]
+            row[way] = {
+                "ms": 1e3 * seconds, "tflops": factor * flops / shares / seconds / 1e12,
+                "peak_gib": _set_aside(entrants[name].passes[way].result()),
+            }  # fmt: skip
+        if profile:
+            row["profile"] = {way: _traced(runs[name, way]) for way in PASSES}
+        yield row
+    print(f"lowered in {lowered:.0f} s, ready after {ready:.0f} s, all {perf_counter() - began:.0f} s",
+          flush=True)  # fmt: skip
+
+
+def _set_aside(program: Any) -> float:
+    """GiB of a GPU for results and temporaries."""
+    memory = program.memory_analysis()
+    size: float = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return size / 2**30
+
+
+def _traced(run: Run) -> dict[str, Any]:
+    try:
+        return profiled(run)
+    except Exception as error:  # noqa: BLE001  # whatever it is, others go on
+        return {"no trace": reason_of(error)}
+
+
+def program_row(name: str, setting: Setting, layers: int, mesh: Mesh) -> dict[str, Any]:
+    """Seconds and sizes of a program of so many layers, forward and backward."""
+    method = METHODS[name](mesh, mask_of(setting.mask, setting.seq_len), setting.seq_len)
+    shapes = abstract_arrays(setting, setting.seq_len, mesh)
+    jax.clear_caches()
+    marks = [perf_counter()]
+    traced = jax.jit(partial(both, layered(method.attend, layers))).trace(*shapes)
+    marks.append(perf_counter())
+    lowered = traced.lower()
+    marks.append(perf_counter())
+    program = lowered.compile()
+    marks.append(perf_counter())
+    seconds = (after - before for before, after in pairwise(marks))
+    return {
+        "gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers,
+        "seconds": dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
+        "megabytes": {
+            what: len(str(x.as_text())) / 1e6
+            for what, x in (("StableHLO", lowered), ("HLO", program))
+        },
+    }  # fmt: skip
+
+
+def _line(row: dict[str, Any]) -> str:
+    keys = ("gpus", "setting", "method")
+    head = " ".join(str(row[key]) for key in keys)
+    if "forward" not in row:
+        return f"{head} { {key: x for key, x in row.items() if key not in keys} }"
+    rates = [f"{row[way]['tflops']:6.0f} TFLOP/s {row[way]['ms']:9.3f} ms" for way in PASSES]
+    memory, error = row["both"]["peak_gib"], max(row["errors"].values())
+    return (
+        f"{head} {' | '.join(rates)} | {memory:.2f} GiB | error {error:.4f} {row.get('auto', '')}"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    names = [setting.name for setting in JAX_SETTINGS]
+    arguments = parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
+    arguments.add_argument("--gpus", type=int, default=len(jax.devices()))
+    arguments.add_argument("--settings", nargs="+", choices=names, default=names)
+    arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
+    arguments.add_argument("--program", type=int, nargs="+", metavar="LAYERS", default=[])
+    arguments.add_argument("--profile", action="store_true", help="trace calls")
+    arguments.add_argument("--threads", type=int, default=os.cpu_count(), help="that compile")
+    arguments.add_argument("--xla-flags", action="store_true", help="ring_jax_gpu.set_xla_flags()")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the settings asked for, one after the other; rows already in the JSON are kept."""
+    options = parser().parse_args(argv)
+    if options.table:
+        return show(options.table)
+    if options.xla_flags:
+        ring_jax_gpu.set_xla_flags()
+    report, mesh = Report(options.json, environment), mesh_of(options.gpus)
+    if options.json.exists():
+        report.rows = rows_of(options.json)
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    chosen = [setting for setting in JAX_SETTINGS if setting.name in options.settings]
+
+    def missing(key: dict[str, Any]) -> bool:
+        return not any(key.items() <= row.items() for row in report.rows)
+
+    def add(row: dict[str, Any]) -> None:
+        report.add(row)
+        print(_line(row), flush=True)
+
+    for setting, name, layers in product(chosen, options.methods, options.program):
+        key = {"gpus": mesh.size, "setting": setting.name, "method": name, "layers": layers}
+        if missing(key):
+            add(program_row(name, setting, layers, mesh))
+    with ThreadPoolExecutor(options.threads) as pool:
+        for setting in watched([] if options.program else chosen, len(chosen), "setting"):
+            key = {"gpus": mesh.size, "setting": setting.name}
+            names = [name for name in options.methods if missing(key | {"method": name})]
+            for row in rows_of_setting(setting, names, mesh, pool, profile=options.profile):
+                add(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
