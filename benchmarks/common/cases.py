@@ -21,7 +21,10 @@ PADDED = {40: 64, 72: 96, 100: 128, 136: 160, 176: 192, 200: 256, 250: 256}  # h
 
 @dataclass(frozen=True)
 class Setting:
-    """A sequence to attend over, over several GPUs."""
+    """A sequence to attend over, over several GPUs.
+
+    ``dim`` is the head dim of q and k; that of v is ``v_dim``, or the same if ``None``.
+    """
 
     seq_len: int
     heads: int = HEADS
@@ -30,15 +33,37 @@ class Setting:
     dim: int = DIM
     batch: int = 1
     sinks: bool = False
+    v_dim: int | None = None
 
     @property
     def name(self) -> str:
         """Name of its rows, as ``causal 16k 24/24 of 64 x2``: two sequences, 24 heads of 64."""
+        dims = f"{self.dim}/{self.v_dim}" if self.v_dim else f"{self.dim}"
         return (
             f"{self.mask} {self.seq_len // K}k {self.heads}/{self.kv_heads}"
-            f"{f' of {self.dim}' if self.dim != DIM else ''}"
+            f"{f' of {dims}' if dims != f'{DIM}' else ''}"
             f"{f' x{self.batch}' if self.batch > 1 else ''}{' sinks' if self.sinks else ''}"
         )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Heads and head dim of q, k, v and the gradient of the output."""
+        v_dim = self.v_dim or self.dim
+        return (
+            (self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, v_dim),
+            (self.heads, v_dim),
+        )  # fmt: skip
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of the forward, and of forward + backward: two products of blocks, and five more.
+
+        Scores, their gradients and dQ, dK sum over the head dim of q; the rest over that of v.
+        """
+        pairs = pairs_of(mask_of(self.mask, self.seq_len), self.seq_len)
+        dim, v_dim = self.dim, self.v_dim or self.dim
+        multiplied = {"forward": dim + v_dim, "both": 4 * dim + 3 * v_dim}
+        return {key: 2 * pairs * self.batch * self.heads * n for key, n in multiplied.items()}
 
 
 SETTINGS = (
@@ -57,6 +82,18 @@ SHORT_SETTINGS = (
     Setting(16 * K, dim=64),
     Setting(16 * K, dim=256, heads=16, kv_heads=4),
     Setting(32 * K, mask="documents"),
+)
+#: Every strategy beside others. Settings whose kernels are the same are neighbours, as a process
+#: compiles a kernel once; what a run may miss stands last.
+STRATEGY_SETTINGS = (
+    *(Setting(n * K) for n in (32, 8, 128)),
+    *(Setting(n * K, kv_heads=32) for n in (32, 128)),
+    Setting(16 * K, 24, 24, dim=64, batch=2),
+    Setting(128 * K, mask="documents"),
+    Setting(128 * K, mask="window"),
+    Setting(32 * K, 40, 8),
+    Setting(32 * K, 16, 1),
+    Setting(32 * K, 16, 16, dim=192, v_dim=128),
 )
 
 

@@ -70,6 +70,66 @@ def _exposed(rows: Sequence[Row]) -> dict[tuple[int, str, str], str]:
     return shares
 
 
+def _strategies(rows: Sequence[Row]) -> str:
+    """Return each strategy's scaling efficiency, and Ring's best one beside the best other method.
+
+    Lines of the best ones are of the forward, and of forward + backward, in TFLOP/s per GPU. Beside
+    the other's stands Ring's rate over it, in bold below 1.
+    """
+    by_setting: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        methods = by_setting.setdefault(row["setting"], {})
+        if "forward" in row:
+            methods[row["method"]] = row
+    lines = []
+    for setting, methods in by_setting.items():
+        one, auto = methods.pop("one", None), methods.pop(_AUTO, {})
+        ours = {_strategy(name): row for name, row in methods.items() if "/" in name}
+        others = {name: row for name, row in methods.items() if "/" not in name}
+        cells = _strategy_cells(ours, one, auto.get("chosen", "").partition("/")[0])
+        lines.append([setting, *_best_cells(ours, others), *cells])
+    head = ["mask, length, heads", "Ring's best", "best other (Ring's over it)"]
+    return markdown([*head, *(f"`{name}`" for name in _STRATEGIES)], lines)
+
+
+_AUTO = "zigzag/auto/auto/auto"
+_STRATEGIES = ("gather", "ring", "ulysses", "hybrid")
+
+
+def _strategy(method: str) -> str:
+    """Return the strategy in a method's name, and its layout unless that is zigzag."""
+    layout, _, strategy, *_ = method.split("/")
+    return strategy if layout == "zigzag" else f"{strategy} {layout}"
+
+
+def _best_cells(ours: dict[str, Row], others: dict[str, Row]) -> tuple[str, str]:
+    """Return the cells of the fastest of ours and of the others, a line for each pass."""
+    best, best_other = [], []
+    for way in PASSES:
+        (rate, name), (rate_of_other, other) = (
+            max(((row[way]["tflops"], name) for name, row in rows.items()), default=(0.0, "none"))
+            for rows in (ours, others)
+        )
+        best.append(f"{name} {rate:.0f}")
+        ratio = f"{rate / rate_of_other:.2f}" if rate_of_other else ""
+        ratio = f"**{ratio}**" if ratio.startswith("0") else ratio
+        best_other.append(f"{other} {rate_of_other:.0f} ({ratio})" if rate_of_other else "none")
+    return "<br>".join(best), "<br>".join(best_other)
+
+
+def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Iterator[str]:
+    """Yield scaling efficiencies by strategy, forward / forward + backward; ``auto`` is marked."""
+    for column in _STRATEGIES:
+        lines = []
+        for name, row in ours.items():
+            strategy, _, variant = name.replace(" ", "-").partition("-")
+            if strategy == column and one is not None:
+                efficiency = (f"{row[way]['tflops'] / one[way]['tflops']:.2f}" for way in PASSES)
+                taken = " (`auto`)" if name == chosen else ""
+                lines.append(f"{variant} {' / '.join(efficiency)}{taken}".lstrip())
+        yield "<br>".join(lines) or "none"
+
+
 def _options(rows: Sequence[Row]) -> str:
     """Return milliseconds of ours and the others, the ratio to the best of these, and the goal."""
     head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
@@ -209,6 +269,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "milliseconds": _jax_options,
     "ranks": _jax_ranks,
     "way": _host_time,
+    "every_strategy": _strategies,
     "efficiency forward": _jax_ring,
     "causal": _jax_one_gpu,
 }

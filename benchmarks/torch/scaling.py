@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -32,34 +32,35 @@ from benchmarks.common.cases import (
     SCALING_GATE as GATE_LENGTH,
     SETTINGS,
     SHORT_SETTINGS,
+    STRATEGY_SETTINGS,
     K,
     Setting,
     mask_of,
-    pairs_of,
 )
 from benchmarks.common.report import Report, environment, parser_of, rows_of, show
 from benchmarks.common.tables import ALONE
 from benchmarks.torch.alone import as_rank
-from benchmarks.torch.methods import OVER_GPUS, Method, dense, method
-from ring_core import Mask, make_plan, ring_program
+from benchmarks.torch.methods import Method, dense
+from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
+from ring_core import Mask, RingProgram, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
 from ring_torch import prepare
+from ring_torch.buffers import HeadGroups
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.strategies import gather as gather_strategy
-from ring_torch.strategies.gather import head_groups_of
 from ring_torch.transports import peer_copies
 
+Pair = tuple[Setting, str]  # what to time, and by which method
 GRAPH = "/graph"  # at the end of a method's name: as a CUDA graph, replayed
 
 
 def inputs(setting: Setting, length: int, seed: int) -> list[torch.Tensor]:
     """Fresh random q, k, v and dout ``[batch, length, heads, dim]``, and sinks ``[H]`` if any."""
     torch.manual_seed(seed)
-    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
     made = [
-        torch.randn(setting.batch, length, h, setting.dim, device="cuda", dtype=torch.bfloat16)
-        for h in heads
+        torch.randn(setting.batch, length, *shape, device="cuda", dtype=torch.bfloat16)
+        for shape in setting.shapes
     ]
     if setting.sinks:
         torch.manual_seed(0)  # equal on all ranks
@@ -83,16 +84,20 @@ def gate(_: int, setting: Setting, name: str) -> dict[str, float]:
 def _as_long(setting: Setting) -> Iterator[None]:
     """Let short calls go the way of the setting's: in as many groups of heads, large copies."""
     rule = mask_of(setting.mask, setting.seq_len)
-    world = dist.get_world_size()
-    program = ring_program(make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag"))
-    length = setting.seq_len // world
-    dim = setting.dim
-    sizes = Sizes(setting.batch, length, length, setting.heads, setting.kv_heads, dim, dim)
-    groups = head_groups_of(program, sizes, 2)
+    head_groups_of = gather_strategy.head_groups_of
+
+    def groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
+        world = program.plan.cp_size
+        plan = make_plan(rule, seq_len=setting.seq_len, cp_size=world, layout="zigzag")
+        length = setting.seq_len // world
+        return head_groups_of(
+            ring_program(plan), replace(sizes, q_len=length, k_len=length), itemsize
+        )
+
     fits_one_kernel = peer_copies.fits_one_kernel
     prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
     with (
-        patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
+        patch.object(gather_strategy, "head_groups_of", groups_of),
         patch.object(
             peer_copies,
             "fits_one_kernel",
@@ -168,6 +173,7 @@ def measure(rank: int, setting: Setting, name: str, seconds: float) -> dict[str,
             results[key] = _timed(run, seconds)
         peak = torch.cuda.max_memory_allocated() - before
         results[key]["peak_gib"] = peak / 2**30
+    results["chosen"] = way.chosen(*leaves, *sinks)
     return results
 
 
@@ -219,32 +225,59 @@ def _timed(run: Any, seconds: float) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run the settings asked for, row by row; rows already in the JSON are kept."""
     parser = parser_of(__doc__, json_path=Path("out/bench_gpu.json"))
+    settings = {s.name: s for s in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)}
     parser.add_argument("--gpus", type=int, nargs="+", default=[torch.cuda.device_count()])
     parser.add_argument("--ranks", type=int, nargs="+", default=[], help="emulated by one GPU")
-    parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
-    parser.add_argument("--methods", nargs="+", default=list(OVER_GPUS))
+    parser.add_argument(
+        "--strategies", action="store_true",
+        help="every strategy beside others, instead of the first table's settings and methods",
+    )  # fmt: skip
+    parser.add_argument("--settings", nargs="+", choices=settings, metavar="NAME")
+    parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds a row may take")
     options = parser.parse_args(argv)
     if options.table:
         return show(options.table)
     report = Report(options.json, _environment)
     if options.json.exists():
         report.rows = rows_of(options.json)
-    chosen = [s for s in (*SETTINGS, *SHORT_SETTINGS) if s.name in options.settings]
+    default_settings = STRATEGY_SETTINGS if options.strategies else SETTINGS
+    methods = options.methods or (EVERY_STRATEGY if options.strategies else OVER_GPUS)
+    names = options.settings or [setting.name for setting in default_settings]
+    pairs = [
+        (setting, name) for setting, name in product(map(settings.__getitem__, names), methods)
+        # Chunks balanced for a mask are worth a row where shares of documents are uneven.
+        if not (options.strategies and name.startswith("chunks/") and setting.mask != "documents")
+    ]  # fmt: skip
 
-    def add(world: int, make: Callable[[Setting, str, float], dict[str, Any]]) -> None:
-        rows = list(product(chosen, options.methods))
-        for setting, name in watched(rows, len(rows), "row"):
-            key = {"gpus": world, "setting": setting.name, "method": name}
-            if not any(key.items() <= row.items() for row in report.rows):
-                report.add(key | make(setting, name, options.seconds))
-                print(_line(report.rows[-1]), flush=True)
+    def rows(world: int) -> Iterator[Pair]:
+        """Yield settings and methods that have no row yet."""
+        timed = {(row["gpus"], row["setting"], row["method"]) for row in report.rows}
+        left = [pair for pair in pairs if (world, pair[0].name, pair[1]) not in timed]
+        return watched(left, len(left), "row")
+
+    def add(world: int, pair: Pair, result: dict[str, Any]) -> None:
+        row: dict[str, Any] = {"gpus": world, "setting": pair[0].name, "method": pair[1]}
+        if options.strategies:
+            row["every_strategy"] = True
+        report.add(row | result)
+        print(_line(report.rows[-1]), flush=True)
 
     for world in options.ranks:
-        add(world, partial(_emulated, world))
+        for pair in rows(world):
+            add(world, pair, _emulated(world, *pair, options.seconds))
     for world in options.gpus if not options.ranks else ():
-        with LocalRanks(world, cuda=True, patience=300) as ranks:
-            add(world, partial(_row, ranks))
+        waiting, started = rows(world), True
+        while started:  # once, and again after a failure that ranks do not share
+            started = False
+            with LocalRanks(world, cuda=True, patience=options.patience) as ranks:
+                for pair in waiting:
+                    result = _row(ranks, *pair, options.seconds)
+                    add(world, pair, result)
+                    started = "failed" in result and not result["by_all"]
+                    if started:
+                        break
     return 0
 
 
@@ -270,18 +303,11 @@ def _wrong(errors: dict[str, float]) -> dict[str, float]:
 
 def _with_rates(times: dict[str, Any], setting: Setting, shares: int) -> dict[str, Any]:
     """With TFLOP/s of each of so many GPUs."""
-    flops = (
-        4
-        * pairs_of(mask_of(setting.mask, setting.seq_len), setting.seq_len)
-        * setting.batch
-        * setting.heads
-        * setting.dim
-        / shares
-    )
-    return {
-        key: times[key] | {"tflops": factor * flops / times[key]["ms"] / 1e9}
-        for key, factor in PASSES.items()
+    rates = {
+        key: times[key] | {"tflops": flops / shares / times[key]["ms"] / 1e9}
+        for key, flops in setting.flops.items()
     }
+    return times | rates
 
 
 def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict[str, Any]:
@@ -292,7 +318,11 @@ def _row(ranks: LocalRanks, setting: Setting, name: str, seconds: float) -> dict
             return {"wrong": wrong}
         times = ranks.run(measure, setting, name, seconds)[0]
     except LocalRankError as error:
-        return {"failed": str(error).strip().splitlines()[-1]}
+        reason = str(error).strip().splitlines()[-1]
+        # A refusal, or too little memory: every rank says so, and can go on.
+        shared = str(error).count(f"\n{reason}") == len(ranks)
+        broken = any(word in str(error) for word in ("CUDA error", "NCCL", "DistBackendError"))
+        return {"failed": reason, "by_all": shared and not broken}
     return {"errors": errors, **_with_rates(times, setting, 1 if name == "one" else len(ranks))}
 
 
@@ -310,7 +340,7 @@ def _line(row: dict[str, Any]) -> str:
 def _environment() -> dict[str, Any]:
     return environment(
         torch.cuda.get_device_name(), torch=torch.__version__, cuda=torch.version.cuda,
-        settings=[asdict(setting) for setting in (*SETTINGS, *SHORT_SETTINGS)],
+        settings=[asdict(setting) for setting in (*SETTINGS, *SHORT_SETTINGS, *STRATEGY_SETTINGS)],
     )  # fmt: skip
 
 

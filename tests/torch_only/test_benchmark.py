@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
 from benchmarks.torch.alone import as_rank
-from benchmarks.torch.methods import method
+from benchmarks.torch.over_gpus import method
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.local import LocalRanks
 

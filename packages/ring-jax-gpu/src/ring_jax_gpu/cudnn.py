@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     window: int | None  # number of keys that a query sees, its own included
 
     @classmethod
-    def of(cls, item: Item) -> Tile | None:
+    def of(cls, item: Item[int]) -> Tile | None:
         """Return the tile of a work item; ``None`` if it has another shape."""
         q_start, q_stop, k_start, k_stop, lo, hi = item
         queries, keys = q_stop - q_start, k_stop - k_start

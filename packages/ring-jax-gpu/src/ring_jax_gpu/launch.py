@@ -36,7 +36,7 @@ class Launch:
     hopper: bool = False  # a kernel for Hopper can do it
     # The plan's distinct work items if all are fully visible or empty; else none. The kernels for
     # Hopper then share out an item's blocks evenly; ITEM_NUMBER says which item is the rank's.
-    rectangles: tuple[Item, ...] = ()
+    rectangles: tuple[Item[int], ...] = ()
     fallback: tuple[Launch, ...] = ()  # launches in plain Triton to replace it on other GPUs
 
 

@@ -17,5 +17,5 @@ from ring_jax_tpu.kernel import PallasKernel as PallasKernel
 
 __version__ = "0.1.0"
 
-#: The entry point of the group ``ring_jax.kernels``.
+#: Kernels that ``ring_jax`` finds by this package's entry point in the group ``ring_jax.kernels``.
 KERNELS: tuple[Kernel, ...] = (PallasKernel(),)

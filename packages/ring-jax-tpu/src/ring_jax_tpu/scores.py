@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import Bounds
-from ring_jax.records import CallSpec
+from ring_jax.records import CallSpec, Item
 from ring_jax_tpu.block_index import Visit
 
 Ref = Any  # a reference to memory inside a kernel
@@ -204,7 +203,7 @@ class Tile:
         wrap to large ones.
         """
         q_start, q_stop, k_start, k_stop, lo, hi = (
-            self.scalars.bounds[item * len(Bounds._fields) + n] for n in range(len(Bounds._fields))
+            self.scalars.bounds[item * len(Item._fields) + n] for n in range(len(Item._fields))
         )
         diagonal = row - q_start + k_start
         first, stop = jnp.maximum(diagonal - hi, k_start), jnp.minimum(diagonal - lo + 1, k_stop)

@@ -156,7 +156,7 @@ class Launches:
     gathered: bool
     for_peer: bool
     has_documents: bool
-    items: tuple[Item, ...] | None
+    items: tuple[Item[int], ...] | None
     table: RankTable | None
 
     @classmethod
@@ -286,7 +286,10 @@ class RankView:
     rank: Array
 
     def work_of(self, launches: Launches) -> ItemTable:
-        """Return this rank's items in each launch of some that have any."""
+        """Return this rank's items of each launch, with the ranks whose queries and keys they are.
+
+        On some rank some launch has an item: others have no table.
+        """
         assert launches.table is not None
         items, numbers = launches.table.rows_of(self.rank)  # [launches, R, C], [launches, R]
         size, shifts = self.call.plan.cp_size, np.array(launches.shifts, np.int32)

@@ -205,28 +205,29 @@ class Devices(NamedTuple):
     in_one_process: bool
 
 
-class Item(NamedTuple):
+class Item[N: (int, Array)](NamedTuple):
     """A work item: a rectangle of local queries and keys, and the band of it that is visible.
 
     Local query ``q_start + i`` sees key ``k_start + j`` where ``lo <= i - j <= hi``; an unbounded
     side is ``TABLE_UNBOUNDED``, as in the program's table. An item of no queries is no work.
+    Numbers are Python's where they are known, else traced int32 scalars.
     """
 
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    lo: int
-    hi: int
+    q_start: N
+    q_stop: N
+    k_start: N
+    k_stop: N
+    lo: N
+    hi: N
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no queries."""
-        return self.q_stop <= self.q_start
+        """True if it has no queries; its numbers are known."""
+        return bool(self.q_stop <= self.q_start)
 
     @property
     def is_full(self) -> bool:
-        """True if all of its queries see all of its keys."""
+        """True if all of its queries see all of its keys; its numbers are known."""
         return (self.lo, self.hi) == (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
 
 
@@ -305,10 +306,10 @@ class LaunchSpec:
     call: CallSpec
     overwrite: bool = False
     is_final: bool = False
-    items: tuple[Item, ...] | None = None
+    items: tuple[Item[int], ...] | None = None
 
     @property
-    def rectangles(self) -> tuple[Item, ...]:
+    def rectangles(self) -> tuple[Item[int], ...]:
         """The distinct work items if all are fully visible, else an empty tuple."""
         items = self.items or ()
         return items if all(item.is_full or item.is_empty for item in items) else ()

@@ -1,4 +1,7 @@
-"""Runs of all ranks as arrays, and the positions that two tables of runs share."""
+"""Runs of evenly spaced positions as arrays, and the intersection of two tables of runs.
+
+Plans of movement ask with it which rows of which rank hold the positions that another rank wants.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def runs_of(layout: Layout) -> RunTable:
 
 
 def ranges_of(start: Ints, stop: Ints) -> RunTable:
-    """Return ascending ranges of positions as runs of no rank, without the empty ones."""
+    """Return ranges ``[start, stop)`` as runs of rank 0 and row 0, without the empty ones."""
     start, length = start[stop > start], (stop - start)[stop > start]
     return RunTable(np.zeros_like(start), np.zeros_like(start), length, start, 1)
 

@@ -1,4 +1,4 @@
-"""Arguments of the oracle and of the simulators: their checks, as float64 without padding."""
+"""Check the arrays of a call of the oracle or a simulator, widen them, and cut padding off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     sinks: Floats | None  # [H] or [H, n]
     bias: Floats | None  # [B or 1, H or 1, T_q, T_kv]
     slopes: Floats | None  # [1 or B, H]
-    padding: tuple[int, int] = (0, 0)  # how much of it there was behind queries and behind keys
+    padding: tuple[int, int] = (0, 0)  # tokens cut off behind queries, and behind keys
 
     def upstream(self, dout: Any, dlse: Any) -> tuple[Floats, Floats | None]:
         """Check the gradients that reach ``out`` and ``lse``, and return them as float64.
@@ -61,10 +61,10 @@ def check_inputs(
         None if x is None else as_floats(name, x)
         for name, x in (("sinks", sinks), ("bias", bias), ("alibi_slopes", alibi_slopes))
     )
-    checks.check_sinks(_optional(sinks), sizes, _DEVICE)
+    checks.check_sinks(_record(sinks), sizes, _DEVICE)
     q_len, k_len = _lengths(seq_len, sizes)
-    checks.check_bias(_optional(bias), sizes, k_len, _DEVICE)
-    checks.check_alibi_slopes(_optional(slopes), sizes, _DEVICE)
+    checks.check_bias(_record(bias), sizes, k_len, _DEVICE)
+    checks.check_alibi_slopes(_record(slopes), sizes, _DEVICE)
     q_ids = k_ids = None
     if segment_ids is not None:
         q_ids, k_ids = (
@@ -100,7 +100,8 @@ def _lengths(seq_len: Any, sizes: checks.Sizes) -> tuple[int, int]:
     return q_len, k_len
 
 
-def _optional(x: Floats | None) -> checks.Tensor | None:
+def _record(x: Floats | None) -> checks.Tensor | None:
+    """Describe an optional array to the checks that all frameworks share."""
     return None if x is None else checks.Tensor(x.shape, "float64", _DEVICE)
 
 

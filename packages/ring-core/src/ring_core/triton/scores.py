@@ -46,9 +46,9 @@ class Constexprs(NamedTuple):
         OVERWRITE: Results are overwritten, not read and added to; but for dQ where ``FUSED`` adds.
         KV_PACKED: Values lie behind their keys, in the same rows, and so do their gradients.
         BIAS_BY_POSITION: A bias has a column for each position, not for each key at hand.
-        ALIGNED8: Of positions of keys ``k_at[8 n]`` is a multiple of 8, and seven follow it.
-        Q_STEP, K_STEP, V_STEP, OUT_STEP, DQ_STEP, DK_STEP, DV_STEP: From a token of a head to the
-            next, in numbers; ``OUT_STEP`` is of the output or of its gradient.
+        ALIGNED8: Keys come in groups of 8 with consecutive positions, the first a multiple of 8.
+        Q_STEP, K_STEP, V_STEP, OUT_STEP, DQ_STEP, DK_STEP, DV_STEP: Elements from a token of a head
+            to the next token; ``OUT_STEP`` is of the output or of its gradient.
     """
 
     D: tl.constexpr
@@ -81,7 +81,7 @@ class Constexprs(NamedTuple):
 
 
 def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
-    """Return the constants for blocks that are computed again because results are not finite."""
+    """Return the constants of a slower pass that recomputes blocks whose results are not finite."""
     return consts._replace(
         BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q),
         BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
@@ -95,7 +95,7 @@ def as_constants(consts: Constexprs) -> Constexprs:
 
 
 class Strides(NamedTuple):
-    """Strides of batch rows and of heads, in numbers.
+    """Strides of batch rows and of heads, in elements.
 
     ``out`` is the output or its gradient, ``lse`` is ``lse`` and delta. Strides of tensors that a
     kernel does not touch are ``None``.
@@ -182,7 +182,7 @@ def swizzled_block_and_head(blocks, heads_per_swizzle):
 
 @triton.jit
 def of_head(x, batch, head, batch_stride, head_stride, TMA: tl.constexpr):
-    """Return the pointer to a head of a batch row; a descriptor (``TMA``) is for all, and stays."""
+    """Return the pointer to one head of a tensor; a descriptor (``TMA``) is of all heads."""
     if not TMA:
         x += batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
     return x
@@ -259,8 +259,7 @@ def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
     item = x.items + n * BOUNDS
     lo, hi = tl.load(item + 4), tl.load(item + 5)
     # The outer side of the rectangle is [begin, end), its inner side [start, stop). The band is
-    # lo <= i - j <= hi: query i sees keys i - hi to i - lo, key j is seen by queries j + lo to j +
-    # hi.
+    # lo <= i - j <= hi: query i sees keys i - hi to i - lo, and queries j + lo to j + hi see key j.
     if ROWS:
         begin, end = tl.load(item), tl.load(item + 1)
         start, stop = tl.load(item + 2), tl.load(item + 3)
@@ -380,8 +379,8 @@ def load_bias(x, consts, batch, head, rows, cols, SKIPS: tl.constexpr):
     """Load the bias of a block of scores as float32, less the shift of each row.
 
     Where no row of the block has a shift, as is usual, nothing is subtracted with ``SKIPS``: the
-    forward is 16 % faster by it, and backward kernels slower. The bias is ``-inf`` beyond the
-    lengths.
+    forward is 16 % faster by it, and backward kernels slower, which are launched twice instead
+    (:func:`ring_core.triton.backward.is_of_other_launch`). The bias is ``-inf`` beyond the lengths.
     """
     start = x.bias + batch.to(tl.int64) * x.bias_batch + head.to(tl.int64) * x.bias_head
     inside = (rows < x.q_len) & (cols < x.k_len)

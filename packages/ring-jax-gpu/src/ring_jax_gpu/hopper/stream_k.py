@@ -60,7 +60,7 @@ class StreamKBackward(NamedTuple):
     q_many: int
 
 
-def forward_schedule(seen: Item, heads: int, programs: int) -> StreamK:
+def forward_schedule(seen: Item[int], heads: int, programs: int) -> StreamK:
     """Make the forward's schedule for a rectangle of queries that see all its keys.
 
     ``heads`` is the number of query heads times the batch, ``programs`` that of thread blocks.
@@ -70,7 +70,7 @@ def forward_schedule(seen: Item, heads: int, programs: int) -> StreamK:
     return StreamK(first, busy, *split_tiles(busy * heads, length, programs))
 
 
-def backward_schedule(seen: Item, heads: int, group: int, programs: int) -> StreamKBackward:
+def backward_schedule(seen: Item[int], heads: int, group: int, programs: int) -> StreamKBackward:
     """Make the backward's schedule for a rectangle of queries that see all its keys.
 
     ``heads`` is the number of K/V heads times the batch, ``group`` that of query heads per K/V

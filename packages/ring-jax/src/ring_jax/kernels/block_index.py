@@ -6,8 +6,6 @@ blocks that they visit, each in its own format.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL
@@ -18,19 +16,8 @@ _FAR = 1 << 29  # beyond any local index; sums of a few do not overflow int32
 Flags = tuple[Array, Array]  # bool for each block: some of it is visible, all of it is
 
 
-class Bounds(NamedTuple):
-    """The rectangle and the band of one work item, an :class:`Item` of traced int32 scalars."""
-
-    q_start: Array
-    q_stop: Array
-    k_start: Array
-    k_stop: Array
-    lo: Array
-    hi: Array
-
-
 def item_bounds(work: ItemTable) -> Array:
-    """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Bounds`."""
+    """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Item`."""
     return jnp.clip(work.items, -_FAR, _FAR)
 
 

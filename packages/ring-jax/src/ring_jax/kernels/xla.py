@@ -20,13 +20,14 @@ from jax import lax
 from ring_core.base.arguments import TILE
 from ring_core.base.config import EVERYTHING
 from ring_jax.dropout import dropout_keep
-from ring_jax.kernels.block_index import Bounds, item_bounds, shown_in_blocks
+from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
 from ring_jax.records import (
     Array,
     AttentionState,
     BackwardInputs,
     CallSpec,
     Grads,
+    Item,
     ItemTable,
     Kernel,
     KeyBlock,
@@ -34,6 +35,8 @@ from ring_jax.records import (
     QueryBlock,
 )
 from ring_jax.search import searchsorted
+
+Bounds = Item[Array]  # of traced int32 scalars
 
 BLOCK = 512
 _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide

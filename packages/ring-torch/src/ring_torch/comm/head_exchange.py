@@ -98,12 +98,12 @@ class HeadMessages(HeadCarrier):
             from ring_torch.comm.head_exchange_kernel import move_on_gpu as copy
         natural = [None] * len(orders)
         sent = torch.empty(size, dtype=torch.uint8, device=device)
-        received = torch.empty_like(sent)
-        # Both buffers belong to this exchange alone: sources may change once packed.
         copy(
             layout, sent, sources, natural if splits_heads else orders, by_heads=splits_heads,
             packs=True,
         )  # fmt: skip
+        # Both buffers belong to this exchange alone: sources may change now that they are packed.
+        received = torch.empty_like(sent)  # not before, as packing needs memory for a while
         # Row n of `sent` goes to rank n, row n of `received` comes from it; all ranks exchange at
         # the same time. The stream waits for that, so the buffers may be freed after it.
         self.ranks.trade(sent, received).wait()

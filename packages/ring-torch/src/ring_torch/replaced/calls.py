@@ -155,7 +155,7 @@ def scaled_dot_product_attention(
 
 
 def _by_torch(call: _Call) -> Tensor:
-    """Call torch's attention by the name of its operation, which no mode of ours answers."""
+    """Call torch's own attention, below the functions and modes by which Ring replaces it."""
     *arguments, scale, enable_gqa, _ = call
     attend = torch.ops.aten.scaled_dot_product_attention.default
     out: Tensor = attend(*arguments, scale=scale, enable_gqa=enable_gqa)
@@ -225,6 +225,7 @@ def _add_mask(
             ids = torch.where(mask[:, 0, 0], 0, -1).int().expand(call.key.shape[0], -1)
             options["segment_ids"] = (ids.new_zeros(ids.shape[0], queries), ids)
             return ordered
+        # Every rank's part of the mask is gathered, in the order that the call's tokens have.
         cp = state.cp if ordered else state.unordered
         grad: Any = "sum" if mask.requires_grad and torch.is_grad_enabled() else None
         mask = cp.unshard(mask, dim=3, grad=grad).expand(-1, -1, queries, -1)
@@ -338,7 +339,7 @@ def _with_dropout_of_rank(rank: int, call: _Call) -> Tensor:
 
 
 def _module_of(scope: Scope, query: Tensor, key: Tensor, *, is_causal: bool, has_mask: bool) -> str:
-    """Return the name of the module that makes the call, and list it.
+    """Return the name of the module that makes the call, and note it in ``state.modules``.
 
     Raises:
         UnsupportedError: A checkpoint lies between the call and the module: it would compute the

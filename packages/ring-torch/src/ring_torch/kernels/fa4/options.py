@@ -1,4 +1,8 @@
-"""Options of a launch in the form that FlashAttention-4 takes: functions, numbers, block lists."""
+"""Translate a launch's masks and options into what FlashAttention-4 takes.
+
+That is functions on single scores (soft cap, ALiBi, masks), the numbers and tensors that these
+read, and lists of the blocks of scores to visit.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,10 @@ from ring_torch.kernels.fa4.private import BLOCK_Q, PLAIN, Modded, tile
 from ring_torch.kernels.library import Direction, LaunchOptions, Mods
 
 _LARGEST_TILE = 256  # tokens; no tile of the library's is larger
-_FEW_KEYS = 64
-# Relative times of a score, measured with predicates in blocks of 128 and of 64 keys
-# (docs/tried.md).
-_FEW_KEYS_COST = 1.15  # in blocks of few keys
-_PARTIAL_COST = 1.3  # in blocks that need their mask
+_FEW_KEYS = 64  # keys of the smaller block that a forward over a predicate may use
+# Time of a score, relative to one of a full block of 128 keys: measured (docs/tried.md).
+_FEW_KEYS_COST = 1.15  # in a block of 64 keys
+_PARTIAL_COST = 1.3  # in a block that needs its mask
 
 
 def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions) -> Modded:
@@ -72,7 +75,7 @@ def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
 
 
 def _alibi(mods: Mods | None) -> str | None:
-    """Return how ALiBi gets distances (``mods.Alibi``), or ``None`` without slopes."""
+    """Return how ALiBi gets distances, by indices or from positions in tensors (``mods.Alibi``)."""
     if mods is None or mods.slopes is None:
         return None
     if mods.q_k_offset is None:
@@ -90,7 +93,10 @@ class Rule(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _rule(item: WorkItem | None, geometry: BlockGeometry | None) -> Rule | None:
-    """Return the rule of an item, if it has an expression and its positions are consecutive."""
+    """Return the predicate of an item as a formula of its indices.
+
+    It is ``None`` if the predicate is no formula, or positions are not consecutive.
+    """
     if item is None or geometry is None:
         return None
     offset, k_layout = geometry.q_offset, geometry.k_layout
@@ -155,15 +161,15 @@ def _lists(
 
     block_k = int(tile(direction, q.shape[-1], v.shape[-1]).n_block_size)
     if direction == "forward" and mods.geometry is not None and mods.segments is None:
-        block_k = _least_keys(item, mods.geometry, block_k)
+        block_k = _cheaper_block_k(item, mods.geometry, block_k)
     size = BLOCK_Q, block_k
     grid = Grid(*size, False, direction == "backward", q.device, mods.geometry)
     return tuple(x.unsqueeze(1) for x in block_lists(item, grid, mods.segments)), size
 
 
 @lru_cache(maxsize=256)
-def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
-    """Return the keys of a block: those of the library's tile, or fewer if that costs less.
+def _cheaper_block_k(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
+    """Return the number of keys per block: the library's tile, or 64 if that is estimated cheaper.
 
     With smaller blocks more of them are empty. The library's forward takes either.
     """
@@ -178,7 +184,7 @@ def _least_keys(item: WorkItem, geometry: BlockGeometry, tile: int) -> int:
 
 @cache
 def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
-    """Return True if a thread of the kernel holds few columns of scores, and many rows of each."""
+    """Return True if a thread of the kernel holds columns of scores: tiles are then transposed."""
     return direction == "backward" and bool(tile(direction, head_dim, v_head_dim).SdP_swapAB)
 
 

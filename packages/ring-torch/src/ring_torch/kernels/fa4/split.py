@@ -43,7 +43,11 @@ class SplitLaunch(NamedTuple):
 
 
 class SplitFunctions(NamedTuple):
-    """Compiled functions of a split backward, which sums dK/dV over several launches."""
+    """Compiled functions of a split backward, which sums dK/dV over several launches.
+
+    ``prepare`` computes delta and clears the sum of dQ; ``main`` adds to the sums of dQ, dK and dV;
+    the other two scale a float32 sum and round it into a gradient.
+    """
 
     prepare: Function
     main: Function
@@ -79,9 +83,10 @@ def accumulate_all(
     launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
     lse: Tensor, dq: Tensor, sums: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Write ``dq``, and add to the flat head-major sums of dK and dV, for all launches of a rank.
+    """Run all launches of a rank: write ``dq``, add to the sums of dK and dV, and return delta.
 
-    It returns ``delta``, ``[B * R, H, L / R]`` for R launches.
+    Delta is ``[B * R, H, L / R]`` for R launches. ``sums`` is one flat buffer, dK of all sequences
+    ``[B, K, columns, D]`` and then dV in the same shape.
 
     Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
     several. What does not depend on keys runs once for all rows, as a batch of R: ``main``

@@ -94,10 +94,16 @@ class ItemLaunch:
             # summed, so that programs of other blocks never add to the same ones.
             count = num_k_blocks * batch * kv_heads if k_major else num_q_blocks * batch * heads
             programs = (count, 1, 1)
-        _launch(
-            name, programs, values, self._consts(name, blocks, tensors, overwrite=overwrite), blocks,
-            _capability_number(q.device), q.device,
-        )  # fmt: skip
+        consts = self._consts(name, blocks, tensors, overwrite=overwrite)
+        launches = [values]
+        if name != "fwd" and self.rows.bias_shift is not None:
+            # One of the two computes; the host does not wait to know which.
+            values["any_shift"] = self.rows.bias_shift.any().to(torch.int32)
+            launches.append({**values, "bias_shift": None})
+        for arguments in launches:
+            _launch(
+                name, programs, arguments, consts, blocks, _capability_number(q.device), q.device
+            )
 
     def blocks(self, name: KernelPass) -> Blocks:
         """Return the block sizes of a pass, with its number of warps."""

@@ -1,0 +1,342 @@
+"""Ways to attend over several GPUs, ours and others', each as its users write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
+
+import ring_core
+from benchmarks.torch.alone import alone
+from benchmarks.torch.methods import Attend, Method, through_autograd
+from ring_core import Mask, StrategyConfig
+from ring_torch import ContextParallel
+
+
+def _layout(name: str, mask: Mask, seq_len: int) -> Any:
+    """A layout by its name; ``chunks`` are balanced for the mask."""
+    if name != "chunks":
+        return name
+    return ring_core.balanced_layout(mask, seq_len=seq_len, cp_size=dist.get_world_size())
+
+
+def _no_window_or_documents(mask: Mask, name: str) -> None:
+    if mask.window is not None or mask.cu_seqlens is not None:
+        raise ValueError(f"{name}: causal and full masks only")
+
+
+def _local(mask: Mask) -> Attend:
+    """The best kernel on one GPU: FlashAttention-4, called as its users call it."""
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    window = mask.window or (None, None)
+    if mask.cu_seqlens is None:
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = flash_attn_func(q, k, v, causal=mask.causal, window_size=window)[0]
+            return out
+
+        return plain
+    cu = torch.tensor(mask.cu_seqlens, dtype=torch.int32, device="cuda")
+    longest = int((cu[1:] - cu[:-1]).max())
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(
+            q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest,
+            max_seqlen_k=longest, causal=mask.causal, window_size=window,
+        )[0]  # fmt: skip
+        return out[None]
+
+    return packed
+
+
+def _over_zigzag(attend: Attend) -> Method:
+    """Of a function of slices in the zigzag layout."""
+    return through_autograd(attend)._replace(shard=ContextParallel(layout="zigzag").shard)
+
+
+def _one_gpu(mask: Mask) -> Method:
+    """The whole sequence on every rank."""
+    return through_autograd(_local(mask))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
+
+
+class _AllToAll(torch.autograd.Function):
+    """Trade heads for tokens, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.to_heads = to_heads
+        return _traded(x, to_heads=to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _traded(grad, to_heads=not ctx.to_heads), None
+
+
+def _traded(x: Tensor, *, to_heads: bool) -> Tensor:
+    """Return ``[B, T / P, H, D]`` as ``[B, T, H / P, D]``, or the reverse."""
+    world = dist.get_world_size()
+    batch, length, heads, dim = x.shape
+    if to_heads:
+        parts = x.view(batch, length, world, heads // world, dim).permute(2, 0, 1, 3, 4)
+        shape = batch, world * length, heads // world, dim
+        return _exchanged(parts).transpose(0, 1).reshape(shape)
+    parts = x.view(batch, world, length // world, heads, dim).transpose(0, 1)
+    shape = batch, length // world, world * heads, dim
+    return _exchanged(parts).permute(1, 2, 0, 3, 4).reshape(shape)
+
+
+def _exchanged(parts: Tensor) -> Tensor:
+    """Send part ``n`` of ``[P, ...]`` to rank ``n``; return the parts that came."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received
+
+
+def _ulysses(mask: Mask) -> Method:
+    """Heads are split instead of the sequence (arXiv 2309.14509); too few K/V heads are copied."""
+    local = _local(mask)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        copies = max(1, dist.get_world_size() // k.shape[2])
+        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+        out = local(*(_AllToAll.apply(x, True) for x in (q, k, v)))
+        return _AllToAll.apply(out, False)  # type: ignore[no-any-return]  # apply has no types
+
+    return through_autograd(attend)._replace(shard=_contiguous)
+
+
+class _AllGather(torch.autograd.Function):
+    """All ranks' keys in natural order; the gradient is reduced and scattered."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        world, (_, length, heads, dim) = dist.get_world_size(), x.shape
+        whole = x.new_empty(world, 2, length // 2, heads, dim)
+        dist.all_gather_into_tensor(whole, x)
+        return torch.cat([whole[:, 0], whole[:, 1].flip(0)]).view(1, -1, heads, dim)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        world, (_, length, heads, dim) = dist.get_world_size(), grad.shape
+        chunks = grad.view(2, world, -1, heads, dim)
+        whole = torch.stack([chunks[0], chunks[1].flip(0)], dim=1).contiguous()
+        local = grad.new_empty(1, length // world, heads, dim)
+        dist.reduce_scatter_tensor(local, whole)
+        return local
+
+
+def _all_gather(mask: Mask) -> Method:
+    """All keys on all ranks (as Llama 3 was trained), queries in zigzag order."""
+    _no_window_or_documents(mask, "all-gather")
+    local, rank, world = _local(mask), dist.get_rank(), dist.get_world_size()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = _AllGather.apply(k), _AllGather.apply(v)
+        if not mask.causal:
+            return local(q, k, v)
+        chunk = q.shape[1] // 2
+        ends = ((rank + 1) * chunk, (2 * world - rank) * chunk)
+        parts = [
+            local(q[:, n * chunk : (n + 1) * chunk], k[:, :end], v[:, :end])
+            for n, end in enumerate(ends)
+        ]
+        return torch.cat(parts, dim=1)
+
+    return _over_zigzag(attend)
+
+
+def _padded(attend: Attend) -> Attend:
+    """Attend with zeros behind a short V, as users of FlashAttention-2 do: it has one head dim."""
+
+    def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        short = q.shape[3] - v.shape[3]
+        return attend(q, k, pad(v, (0, short)))[..., : v.shape[3]] if short else attend(q, k, v)
+
+    return padded
+
+
+def _ring_flash_attn(mask: Mask) -> Method:
+    """ring-flash-attn 0.1.8 over FlashAttention-2: its zigzag ring, or Llama 3's all-gather.
+
+    The zigzag ring is for causal masks alone; the all-gather takes documents, and windows.
+    """
+    if not mask.causal:
+        raise ValueError("ring-flash-attn: its zigzag ring is causal only")
+    if mask.window is not None or mask.cu_seqlens is not None:
+        return _llama3(mask)
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    return _over_zigzag(_padded(partial(zigzag_ring_flash_attn_func, causal=True)))
+
+
+def _llama3(mask: Mask) -> Method:
+    """Its ``llama3_flash_attn_varlen_func``: a few heads' keys at a time, contiguous shards."""
+    from ring_flash_attn import (
+        llama3_flash_attn_prepare_cu_seqlens,
+        llama3_flash_attn_varlen_func,
+    )
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    slices: dict[int, tuple[Any, ...]] = {}  # by the length of the sequence
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = world * q.shape[1]
+        if length not in slices:
+            ends = mask.cu_seqlens or (0, length)
+            documents = torch.tensor(ends, dtype=torch.int32, device=q.device)
+            slices[length] = llama3_flash_attn_prepare_cu_seqlens(documents, True, rank, world)
+        cu_q, cu_k, longest_q, longest_k, keys = slices[length]
+        left = -1 if mask.window is None or mask.window[0] is None else mask.window[0]
+        out: Tensor = llama3_flash_attn_varlen_func(
+            q[0], k[0], v[0], cu_q, cu_k, longest_q, longest_k,
+            heads_k_stride=min(4, k.shape[2]),  # as its own benchmark
+            local_k_slice=keys, causal=True, window_size=(left, -1 if left < 0 else 0),
+        )  # fmt: skip
+        return out[None]
+
+    return through_autograd(_padded(attend))._replace(shard=_contiguous)
+
+
+@cache
+def _yunchang_groups(ulysses: int) -> tuple[Any, Any]:
+    """Make its process groups: ``ulysses`` consecutive ranks split heads, others are a ring."""
+    from yunchang import set_seq_parallel_pg
+    from yunchang.globals import PROCESS_GROUP
+
+    world = dist.get_world_size()
+    set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
+    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+
+
+def _yunchang(mask: Mask) -> Method:
+    """Yunchang 0.6.4 over FlashAttention-2: Ulysses in two ranks, a zigzag ring of the others.
+
+    Its ring does not know windows; these take Ulysses over all ranks, a ring of one.
+    """
+    if mask.cu_seqlens is not None or not mask.causal:
+        raise ValueError(
+            "yunchang: its LongContextAttention takes no documents; its zigzag is causal"
+        )
+    from yunchang import EXTRACT_FUNC_DICT, LongContextAttention
+    from yunchang.globals import PROCESS_GROUP
+
+    world = dist.get_world_size()
+    ulysses = 2 if mask.window is None else world
+    window = (-1, -1) if mask.window is None else (mask.window[0], 0)
+    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _yunchang_groups(ulysses)
+    attention = LongContextAttention(ring_impl_type="zigzag")
+    extract = partial(
+        EXTRACT_FUNC_DICT["zigzag"], rank=dist.get_rank(), world_size=world, rd=world // ulysses,
+        ud=ulysses,
+    )  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if k.shape[2] % ulysses:
+            raise ValueError(f"yunchang: {k.shape[2]} K/V heads do not split over {ulysses} ranks")
+        out: Tensor = attention(q, k, v, causal=True, window_size=window)
+        return out
+
+    return through_autograd(_padded(attend))._replace(shard=extract)
+
+
+def _torch_cp(mask: Mask) -> Method:
+    """``context_parallel`` of torch, over cuDNN."""
+    _no_window_or_documents(mask, "torch-cp")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,))
+    # It wants buffers to split; the shards here are split already.
+    rest = [torch.zeros(2 * world, device="cuda")]
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with (
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            context_parallel(mesh, buffers=rest, buffer_seq_dims=[0]),
+        ):
+            yield
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # By its full name: context_parallel may put its own in this place.
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=mask.causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+    return _over_zigzag(attend)._replace(around=around)
+
+
+#: Over several GPUs, beside ours.
+OTHERS: dict[str, Callable[[Mask], Method]] = {
+    "one": _one_gpu,
+    "ulysses": _ulysses,
+    "all-gather": _all_gather,
+    "ring-flash-attn": _ring_flash_attn,
+    "yunchang": _yunchang,
+    "torch-cp": _torch_cp,
+}
+OVER_GPUS = (
+    "one", "zigzag/fa4/gather/symm_mem", "zigzag/fa4/gather/symm_mem/alone",
+    "zigzag/fa4/gather/symm_mem/graph", "zigzag/fa4/gather/symm_mem/alone/graph",
+    "zigzag/fa4/ring/p2p", "contiguous/fa4/gather/symm_mem", "ulysses", "all-gather",
+    "ring-flash-attn", "torch-cp",
+)  # fmt: skip
+#: Strategies by the names of the table that compares them; ``hybrid`` in groups of two ranks.
+STRATEGIES: dict[str, str | StrategyConfig] = {
+    **{name: name for name in ("auto", "gather", "ring", "ulysses")},
+    "hybrid-gather": StrategyConfig("hybrid", ulysses_size=2, outer="gather"),
+    "hybrid-ring": StrategyConfig("hybrid", ulysses_size=2, outer="ring"),
+}
+EVERY_STRATEGY = (
+    "one", *(f"zigzag/auto/{name}/auto" for name in STRATEGIES), "chunks/auto/gather/auto",
+    "ulysses", "ring-flash-attn", "torch-cp", "yunchang",
+)  # fmt: skip
+
+
+def method(name: str, mask: Mask, seq_len: int) -> Method:
+    """The method of a name, as ``zigzag/fa4/gather/symm_mem``, ``ulysses`` or ``one``.
+
+    The layout ``chunks`` is balanced for the mask and the length; strategies are those of
+    ``STRATEGIES``; with ``/alone`` at its end a method does without communication, and its results
+    mean nothing.
+
+    Raises:
+        ValueError: It cannot show this mask.
+    """
+    if "/" not in name:
+        return OTHERS[name](mask)
+    layout, kernel, strategy, transport, *without = name.split("/")
+    cp = ContextParallel(layout=_layout(layout, mask, seq_len))
+    options: dict[str, Any] = {
+        "kernel": kernel, "strategy": STRATEGIES[strategy], "transport": transport,
+        "causal": mask.causal, "window": mask.window, "cu_seqlens": mask.cu_seqlens,
+    }  # fmt: skip
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        out: Tensor = cp.attention(q, k, v, sinks=sinks, **options)
+        return out
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> str:
+        text = cp.explain(q, k, v, sinks=sinks, **options)
+        (choice,) = re.findall(r"^strategy (\w+), transport (\w+)", text, re.MULTILINE)
+        return "/".join(choice)
+
+    around = alone if without == ["alone"] else nullcontext
+    return through_autograd(attend)._replace(shard=cp.shard, around=around, chosen=chosen)
