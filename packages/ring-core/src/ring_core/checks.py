@@ -174,7 +174,7 @@ def padded_layout(
     """Return the layout of ``seq_len`` tokens with their padding, whose slices an argument has.
 
     Args:
-        seq_len: Number of tokens of the whole sequence, without padding.
+        seq_len: Number of tokens of the whole sequence, without padding; ``None`` if there is none.
         local_len: Tokens and padding of a rank.
         layout: The layout's name, or its chunks.
         cp_size: Number of ranks.
@@ -183,6 +183,8 @@ def padded_layout(
     Raises:
         ValueError: It is no positive integer, or the layout pads so many tokens to another length.
     """
+    if seq_len is None:
+        return Layout(layout, local_len * cp_size, cp_size)
     padded = Layout.padded(layout, check_size("seq_len", seq_len), cp_size)
     if padded.local_len != local_len:
         raise ValueError(

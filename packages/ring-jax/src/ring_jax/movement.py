@@ -266,9 +266,7 @@ def _dim_and_layout(
 ) -> tuple[int, Layout]:
     """Return the checked dimension, and the layout of the whole sequence."""
     size, dim = axis_size(axis_name), check_dim(x, dim)
-    if seq_len is not None:
-        return dim, padded_layout(seq_len, x.shape[dim], check_layout(layout), size)
-    return dim, Layout(check_layout(layout), x.shape[dim] * size, size)
+    return dim, padded_layout(seq_len, x.shape[dim], check_layout(layout), size)
 
 
 def _merged(x: Array, dim: int) -> Array:

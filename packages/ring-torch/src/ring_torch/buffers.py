@@ -132,9 +132,7 @@ class KVPayload:
     @cached_property
     def message(self) -> BufferSpec:
         """Layout of a rank's whole K/V in one buffer, with segment ids if there are any."""
-        both = ((self.batch, self.length, self.width), self.dtype)
-        ids = [((self.batch, self.length), torch.int32)] if self.segments else []
-        return BufferSpec.of(both, *ids)
+        return BufferSpec.of(*self.gathered_shapes(self.length, groups=1))
 
     def size(self, length: int) -> int:
         """Return the bytes of ``length`` tokens, segment ids included, without padding."""

@@ -13,6 +13,8 @@ from torch._C._functorch import (  # torch has no public name for these
 
 from ring_core import UnsupportedError
 
+_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
+
 
 def check_backward(*grads: Tensor | None) -> None:
     """Refuse a backward under ``create_graph=True``, or one whose gradients are a batch under vmap.
@@ -47,7 +49,7 @@ def check_no_batch(*grads: Tensor | None) -> None:
 
 
 def refuse_batch(*_: Any) -> NoReturn:
-    """Refuse vmap over a backward. It is also registered as the vmap rule of the operations.
+    """Refuse vmap over a backward. It is also the vmap rule of operations: :func:`refuse_batches`.
 
     Raises:
         UnsupportedError: Always; nothing was sent.
@@ -57,3 +59,12 @@ def refuse_batch(*_: Any) -> NoReturn:
         "and jacobian(vectorize=True) use. Instead: call torch.autograd.grad once for each gradient, with "
         "retain_graph=True"
     )
+
+
+def refuse_batches(name: str, operation: Any) -> None:
+    """Refuse batches of gradients in an operation of ours, under both of torch's vmaps.
+
+    ``is_grads_batched=True`` uses the older one, whose dispatch key is "Batched".
+    """
+    operation.register_vmap(refuse_batch)
+    _LIBRARY.impl(name, refuse_batch, "Batched")

@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from ring_core import UnsupportedError
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.comm.handshake import agree, with_peer_errors
-from ring_torch.comm.ranks import Ranks, check_device, peer_errors
+from ring_torch.comm.ranks import Ranks, check_device, default_device, peer_errors
 from ring_torch.comm.store import CallSignature
 
 _BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time
@@ -162,13 +162,6 @@ def _parameter_fields(weights: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         f"parameters {n} to {min(n + size, len(lines)) - 1}": "; ".join(lines[n : n + size])
         for n in range(0, len(lines), size)
     }
-
-
-def default_device(ranks: Ranks) -> torch.device:
-    """Return the device on which the backend of a group communicates."""
-    return torch.device(
-        "cuda" if ranks.group and dist.get_backend(ranks.group) == "nccl" else "cpu"
-    )
 
 
 def local_shard(x: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class Unsharding:
         signature = self._signature(x)
         agree_on_call(self.ranks, self.number, signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
-        layout = self._layout_of_slices(x.shape[self.dim])
+        layout = checks.padded_layout(self.seq_len, x.shape[self.dim], self.layout, self.ranks.size)
         local_slice = x.contiguous()
         slices = [local_slice]
         if self.ranks.size > 1:
@@ -210,12 +210,6 @@ class Unsharding:
                 dst = rows[_slice(run)]  # without padding, which is behind the last row
                 dst.copy_(row_block[: len(dst)])
         return whole
-
-    def _layout_of_slices(self, local_len: int) -> Layout:
-        """Return the layout whose slices hold ``local_len`` tokens and padding each."""
-        if self.seq_len is None:
-            return Layout(self.layout, local_len * self.ranks.size, self.ranks.size)
-        return checks.padded_layout(self.seq_len, local_len, self.layout, self.ranks.size)
 
     def grad_of_slice(self, grad: Tensor) -> Tensor:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""

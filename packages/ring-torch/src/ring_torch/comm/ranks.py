@@ -460,6 +460,13 @@ def hosts_of(ranks: Ranks, device: torch.device, *, wait: bool) -> tuple[str, ..
     return ranks.state.hosts
 
 
+def default_device(ranks: Ranks) -> torch.device:
+    """Return the device on which the backend of a group communicates."""
+    return torch.device(
+        "cuda" if ranks.group and dist.get_backend(ranks.group) == "nccl" else "cpu"
+    )
+
+
 def check_device(ranks: Ranks, device: torch.device) -> None:
     """Refuse a device whose tensors the backend of the group cannot send.
 

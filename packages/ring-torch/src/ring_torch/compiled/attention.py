@@ -9,7 +9,7 @@ refused while the graph is traced, all others when it runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ring_torch.compiled.static import (
     ranks_named,
     to_json,
 )
-from ring_torch.derivatives import check_backward, refuse_batch
+from ring_torch.derivatives import check_backward, refuse_batch, refuse_batches
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
@@ -143,16 +143,14 @@ class _StaticCall(NamedTuple):
     """Constant part of a call, read from its text.
 
     Attributes:
-        group: Name of the process group; ``None`` for no group.
-        rank_and_size: This rank and the number of ranks when the graph was traced.
+        group: Facts of the process group when the graph was traced.
         layout: Layout of the call.
         fields: Options, as they were written.
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
     """
 
-    group: str | None
-    rank_and_size: tuple[int, int]
+    group: Mapping[str, Any]
     layout: LayoutSpec
     fields: list[Any]
     grad: bool
@@ -165,7 +163,7 @@ class _StaticCall(NamedTuple):
         Raises:
             ValueError: The group is gone, or has other ranks.
         """
-        return ranks_named(self.group, self.rank_and_size)
+        return ranks_named(self.group)
 
     def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
         """Return the options with their tensors and numbers; zeros for unknown numbers."""
@@ -194,7 +192,7 @@ def _static_call(text: str) -> _StaticCall:
     """Return the constant part of a call from its text; cached."""
     facts: dict[str, Any] = json.loads(text)
     return _StaticCall(
-        facts["group"], tuple(facts["ranks"]), from_json(facts["layout"]), facts["options"],
+        facts, from_json(facts["layout"]), facts["options"],
         facts["grad"], facts["bias_grad"],
     )  # fmt: skip
 
@@ -375,8 +373,4 @@ def _backward_of_attention(
 attention.register_autograd(_backward_of_attention, setup_context=_setup)
 
 attention.register_vmap(refuse_batch)
-attention_backward.register_vmap(refuse_batch)
-# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
-# one, whose dispatch key is "Batched".
-_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
-_LIBRARY.impl("attention_backward", refuse_batch, "Batched")
+refuse_batches("attention_backward", attention_backward)

@@ -18,7 +18,7 @@ from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
 from ring_core.row_checks import check_halo, check_steps, offsets_of
 from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import Ranks, members_of
+from ring_torch.comm.ranks import members_of
 from ring_torch.compiled.static import (
     as_documents,
     from_json,
@@ -27,7 +27,7 @@ from ring_torch.compiled.static import (
     size_of,
     to_json,
 )
-from ring_torch.derivatives import refuse_batch
+from ring_torch.derivatives import refuse_batches
 from ring_torch.movement.methods import (
     Halo,
     check_of,
@@ -175,12 +175,6 @@ def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None) -
     return kind
 
 
-def _ranks(text: str) -> Ranks:
-    """Return the ranks that exchange the rows of a movement."""
-    facts: dict[str, Any] = json.loads(text)
-    return ranks_named(facts["group"], tuple(facts["ranks"]))
-
-
 @torch.library.custom_op("ring_torch::move", mutates_args=())
 def move(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
@@ -199,7 +193,8 @@ def move(
         order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
         check: Of a backward the interval of checked calls, and whether its movement was checked.
     """
-    facts, ranks = json.loads(text), _ranks(text)
+    facts: dict[str, Any] = json.loads(text)
+    ranks = ranks_named(facts)
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
     needs_grad = facts["needs_grad"] and order == 0
@@ -236,9 +231,9 @@ def _move_like(
 @torch.library.custom_op("ring_torch::halo_ids", mutates_args=())
 def halo_ids(x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str) -> Tensor:
     """Return positions and documents of a halo of ``x``, ``[2, B * R, left + L + right]``."""
-    kind = _kind(text, tensors, numbers)
+    facts, kind = json.loads(text), _kind(text, tensors, numbers)
     assert isinstance(kind, HaloMove)
-    return halo_ids_of(kind, x, json.loads(text)["dim"], _ranks(text))
+    return halo_ids_of(kind, x, facts["dim"], ranks_named(facts))
 
 
 @halo_ids.register_fake
@@ -268,8 +263,4 @@ def _backward_of_move(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 move.register_autograd(_backward_of_move, setup_context=_keep)
-move.register_vmap(refuse_batch)
-# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
-# one, whose dispatch key is "Batched".
-_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
-_LIBRARY.impl("move", refuse_batch, "Batched")
+refuse_batches("move", move)

@@ -6,7 +6,7 @@ lists. The text holds their indices in these lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -110,13 +110,13 @@ def group_fields(ranks: Ranks) -> dict[str, Any]:
     return {"group": name, "ranks": [ranks.rank, ranks.size]}
 
 
-def ranks_named(name: str | None, rank_and_size: tuple[int, int]) -> Ranks:
-    """Return the ranks of the group of a name, as :func:`group_fields` wrote it.
+def ranks_named(facts: Mapping[str, Any]) -> Ranks:
+    """Return the ranks of a group from its facts, as :func:`group_fields` wrote them.
 
     Raises:
-        ValueError: The group is gone, or has other ranks than ``rank_and_size`` says.
+        ValueError: The group is gone, or has other ranks than the facts say.
     """
-    group: Any = None
+    name, group = facts["group"], None
     try:
         if name is not None:  # torch has no public function from a name to its group
             typed = distributed_c10d.GroupName(name)
@@ -124,6 +124,6 @@ def ranks_named(name: str | None, rank_and_size: tuple[int, int]) -> Ranks:
         ranks = ranks_of(group)
     except RuntimeError as error:
         raise ValueError(f"{_OTHER_GROUP}: {error}") from error
-    if (ranks.rank, ranks.size) != rank_and_size:
+    if [ranks.rank, ranks.size] != facts["ranks"]:
         raise ValueError(_OTHER_GROUP)
     return ranks

@@ -13,7 +13,7 @@ from ring_core import LayoutSpec, divisor_of
 from ring_torch.capture import constant_in_graphs
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.compiled.static import from_json, group_fields, ranks_named, to_json
-from ring_torch.derivatives import refuse_batch
+from ring_torch.derivatives import refuse_batches
 from ring_torch.sharding import UnshardGrad, Unsharding, check_grad, check_slice
 
 
@@ -53,7 +53,7 @@ def _unshard_text(
 def _unsharding(text: str, seq_len: int | None) -> Unsharding:
     """Return the ``unshard`` that a text describes, as a new call of its group."""
     facts: dict[str, Any] = json.loads(text)
-    ranks = ranks_named(facts["group"], tuple(facts["ranks"]))
+    ranks = ranks_named(facts)
     return Unsharding(
         ranks,
         from_json(facts["layout"]),
@@ -109,8 +109,4 @@ def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
-unshard_backward.register_vmap(refuse_batch)
-# A batch of gradients is refused for both of torch's vmaps: is_grads_batched=True uses the older
-# one, whose dispatch key is "Batched".
-_LIBRARY = torch.library.Library("ring_torch", "FRAGMENT")
-_LIBRARY.impl("unshard_backward", refuse_batch, "Batched")
+refuse_batches("unshard_backward", unshard_backward)

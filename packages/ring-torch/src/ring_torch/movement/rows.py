@@ -91,8 +91,6 @@ def layout_of(kind: ShiftMove | HaloMove, tokens: int, size: int) -> Layout:
     Raises:
         ValueError: The layout cannot divide the length, or pads ``seq_len`` to another.
     """
-    if kind.seq_len is None:
-        return Layout(kind.layout, tokens, size)
     return padded_layout(kind.seq_len, tokens // size, kind.layout, size)
 
 

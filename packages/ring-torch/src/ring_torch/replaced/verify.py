@@ -101,7 +101,7 @@ class _ModuleRunner(Runner):
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Let torch compute attention within the block, of whole sequences."""
+        """Let each rank compute whole sequences alone within the block, by torch's attention."""
         before = self.state.computes
         self.state.computes = "off" if self.state.documents is None else "whole"
         try:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import Ranks, default_device
 from ring_torch.records import Inputs
 from ring_torch.strategies.balanced import BALANCED
 from ring_torch.strategies.gather import GATHER
@@ -149,7 +148,7 @@ def ask_ranks(ranks: Ranks) -> None:
     while a compiler traces, ranks cannot communicate.
     """
     if ranks.size > 1:
-        device = torch.device("cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu")
+        device = default_device(ranks)
         for transport in transports.TRANSPORTS:
             transport.refusals(ranks, device, True)
 

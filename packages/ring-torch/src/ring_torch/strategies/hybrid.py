@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError, head_plan
-from ring_core.base.arguments import not_none
+from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_torch.buffers import Shapes
-from ring_torch.call import Call, Resolution, StrategySpec
+from ring_torch.call import Call, StrategySpec
 from ring_torch.comm.ranks import Ranks, hosts_of
 from ring_torch.records import Inputs
 from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_refusals
@@ -110,11 +109,4 @@ def _grid(
     return grid
 
 
-def _resolve(resolution: Resolution) -> Hybrid:
-    request, grid = resolution.request, not_none(resolution.grid)
-    heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
-    members = grid.inner_ranks(resolution.rank) if grid.outer_size > 1 else None
-    return Hybrid(not_none(resolution.inner), heads, grid, members)
-
-
-HYBRID = StrategySpec("hybrid", _resolve, splits_heads=True, grid=_grid)
+HYBRID = StrategySpec("hybrid", Hybrid.of, splits_heads=True, grid=_grid)

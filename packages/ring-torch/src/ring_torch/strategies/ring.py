@@ -255,14 +255,20 @@ class Ring(Strategy):
         self, _call: Call, _inputs: Inputs, _keys: Sequence[Tensor], _rows: QueryBlock,
         _into: AttentionState, /,
     ) -> RemoteWork | None:  # fmt: skip
-        """Begin the work of a forward for other ranks; results for ``rows`` go into ``into``."""
+        """Begin the work of a forward for other ranks, of which a plain ring has none.
+
+        Results of other ranks for ``rows`` are merged into ``into``.
+        """
         return None
 
     def remote_backward(
         self, _call: Call, _own: KeyBlock, _upstream: BackwardInputs, _rows: QueryBlock,
         _row_grads: QueryGrads, _own_grads: KeyGrads, /,
     ) -> RemoteWork | None:  # fmt: skip
-        """Begin the work of a backward for other ranks; dQ comes home, dK/dV stay."""
+        """Begin the work of a backward for other ranks, of which a plain ring has none.
+
+        dQ comes home, dK/dV of own keys stay.
+        """
         return None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,14 @@ class Ulysses(Strategy):
     name: str = "ulysses"
     depends_on_kernel = True
     adds_sinks = True
+
+    @classmethod
+    def of(cls, resolution: Resolution) -> Self:
+        """Make the strategy of a rank from its inner call and the grid of the ranks."""
+        request, grid = resolution.request, not_none(resolution.grid)
+        heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
+        members = grid.inner_ranks(resolution.rank) if grid.outer_size > 1 else None
+        return cls(not_none(resolution.inner), heads, grid, members)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
@@ -421,10 +429,4 @@ def shared_bias_refusals(request: Request, ranks: int) -> Refusals:
     return (reason,)
 
 
-def _resolve(resolution: Resolution) -> Strategy:
-    request, grid = resolution.request, not_none(resolution.grid)
-    heads = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
-    return Ulysses(not_none(resolution.inner), heads, grid)
-
-
-ULYSSES = StrategySpec("ulysses", _resolve, _refusals, splits_heads=True)
+ULYSSES = StrategySpec("ulysses", Ulysses.of, _refusals, splits_heads=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from ring_core import RankMismatchError, UnsupportedError, checks, divisor_of
 from ring_core.base.arguments import Ints
-from ring_torch.comm.ranks import Ranks, collective
+from ring_torch.comm.ranks import Ranks, collective, default_device
 from ring_torch.hf.models.check import ModelReport
 from ring_torch.hf.models.documents import STATED, check_positions, stated_documents
 from ring_torch.hf.models.placeholders import (
@@ -368,7 +368,7 @@ def _check_same_batch(
     digest.update(f"dropout_seed {dropout_seed}".encode())
     local = torch.frombuffer(
         bytearray(digest.digest() + np.float64(weight).tobytes()), dtype=torch.int64
-    ).to("cuda" if dist.get_backend(ranks.group) == "nccl" else "cpu")
+    ).to(default_device(ranks))
     # Every rank receives the two numbers of all ranks, and compares them with its own.
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
     with collective(ranks, "shard_batch"):

@@ -197,21 +197,13 @@ class ItemLaunch:
         if rows.bias is not None or rows.slopes is not None or params.dropout_p > 0:
             assert columns.position is not None
             arguments["k_at"] = columns.position.to(torch.int32)
+        for name, x in (("bias", rows.bias), ("bias_shift", rows.bias_shift)):
+            if x is not None:
+                assert has_unit_stride(x)
+                batch, head = (x.stride(n) if x.shape[n] > 1 else 0 for n in range(2))
+                arguments |= {name: x, f"{name}_batch": batch, f"{name}_head": head}
         if rows.bias is not None:
-            bias = rows.bias
-            assert has_unit_stride(bias)
-            batch, head = (bias.stride(n) if bias.shape[n] > 1 else 0 for n in range(2))
-            arguments |= {
-                "bias": bias,
-                "bias_batch": batch,
-                "bias_head": head,
-                "bias_row": bias.stride(2),
-            }
-        if rows.bias_shift is not None:
-            shift = rows.bias_shift
-            assert has_unit_stride(shift)
-            batch, head = (shift.stride(n) if shift.shape[n] > 1 else 0 for n in range(2))
-            arguments |= {"bias_shift": shift, "bias_shift_batch": batch, "bias_shift_head": head}
+            arguments["bias_row"] = rows.bias.stride(2)
         if rows.slopes is not None:
             assert rows.position is not None
             slopes = rows.slopes.float().contiguous()
