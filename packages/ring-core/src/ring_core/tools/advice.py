@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ring_core.base.config import OUTER_NAMES, StrategyConfig
-from ring_core.cost.held import bytes_held
 from ring_core.cost.model import Model
-from ring_core.cost.sent import bytes_by_link
+from ring_core.cost.sent import bytes_by_link, bytes_held
 from ring_core.plan.plan import Plan
 
-#: Strategies that are compared, by their names on the page "which strategy".
-STRATEGIES = {
-    **{name: StrategyConfig(name) for name in ("ring", "gather", "ulysses")},
-    **{f"hybrid, {outer}": StrategyConfig("hybrid", outer=outer) for outer in OUTER_NAMES},
-}
+#: Strategies of groups of ranks, by their names on the page "which strategy".
+GROUPED = {f"hybrid, {outer}": StrategyConfig("hybrid", outer=outer) for outer in OUTER_NAMES}
+
+#: Strategies that are compared, by their names there.
+STRATEGIES = {name: StrategyConfig(name) for name in ("ring", "gather", "ulysses")} | GROUPED
 
 #: Strategies that send up to so many times the least are as good: other things decide.
 TIE = 1.05
@@ -42,10 +41,10 @@ class Sent:
     @property
     def spelled(self) -> str:
         """The argument ``strategy=`` of a call."""
-        config = STRATEGIES[self.name]
-        if config.name != "hybrid":
-            return f'"{config.name}"'
-        return f'StrategyConfig("hybrid", outer="{config.outer}")'
+        if self.name not in GROUPED:
+            return f'"{self.name}"'
+        config = GROUPED[self.name]
+        return f'StrategyConfig("{config.name}", outer="{config.outer}")'
 
 
 def sent_by_strategy(
@@ -64,8 +63,8 @@ def sent_by_strategy(
     ways: list[Sent] = []
     refusals: dict[str, str] = {}
     for name, config in STRATEGIES.items():
-        if config.name == "hybrid" and ranks_per_host == plan.cp_size:
-            continue  # one group, in which it is ulysses
+        if name in GROUPED and ranks_per_host == plan.cp_size:
+            continue  # it would be one group
         try:
             within, between = bytes_by_link(plan, model, config, ranks_per_host=ranks_per_host)
             held = bytes_held(plan, model, config, hosts)
