@@ -116,16 +116,18 @@ def advice(ways: Sequence[Sent], *, num_hosts: int, ranks_per_host: int, layout:
     lines = [f"take strategy={best.spelled}, layout={layout!r}", why]
     ties = [way for way in tied(ways) if way is not best]
     if ties:
-        names = "; ".join(f"{way.name} {_mib(way.within)}" for way in ties)
+        within = "; ".join(f"{way.name} sends {_mib(way.within)}" for way in ties)
         lines.append(
-            f"tied within 5 %, it sends the least within a host: {_mib(best.within)} MiB, {names}"
+            f"tie: within 5 % of it are others, so links within a host decide: it sends "
+            f"{_mib(best.within)} MiB there; {within}"
         )
     elif others:
-        lines.append(f"next: {others[0].name}, {_mib(others[0].between)} MiB")
+        lines.append(f"next: {others[0].name} with {_mib(others[0].between)} MiB")
     least = min(ways, key=lambda way: way.held)
     if least is not best:
         lines.append(
-            f"memory: it holds {_mib(best.held)} MiB a rank; {least.name} the least, {_mib(least.held)}"
+            f"memory: it holds {_mib(best.held)} MiB a rank; the least is {least.name} with "
+            f"{_mib(least.held)} MiB"
         )
     return "\n".join(lines)
 
