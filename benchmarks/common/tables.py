@@ -130,20 +130,6 @@ def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Itera
         yield "<br>".join(lines) or "none"
 
 
-def _strategy_cells(ours: dict[str, Row], one: Row | None, chosen: str) -> Iterator[str]:
-    """Yield scaling efficiencies by strategy, forward / forward + backward; ``auto`` is marked."""
-    for column in _STRATEGIES:
-        parts = []
-        for name, row in ours.items():
-            strategy, _, variant = name.replace(" ", "-").partition("-")
-            if strategy != column:
-                continue
-            rates = (row[way]["tflops"] / (one[way]["tflops"] if one else 1) for way in PASSES)
-            efficiency = " / ".join(f"{rate:.2f}" for rate in rates) if one else "timed"
-            parts.append(f"{variant} {efficiency}{' (`auto`)' * (name == chosen)}".strip())
-        yield "<br>".join(parts) or "none"
-
-
 def _options(rows: Sequence[Row]) -> str:
     """Return milliseconds of ours and the others, the ratio to the best of these, and the goal."""
     head = ["", "ours", *_twice("ms", "ratio to the best other"), "goal"]
