@@ -179,7 +179,8 @@ def _grads_not_sent_home() -> Patches:
         def kept(grads: Any, step: Any) -> None:
             if step.is_own:
                 grads._transfer.wait()
-                grads._arriving = None
+                # Once: a second wait for a message that came lasts until the group's timeout.
+                grads._arriving, grads._transfer = None, loop.DONE
             hop(grads, step)
 
         patches.append((loop.RotatingKeyGrads, "hop", kept))

@@ -212,37 +212,35 @@ def _llama3(mask: Mask) -> Method:
 
 
 @cache
-def _yunchang_groups(ulysses: int) -> tuple[Any, Any]:
-    """Make its process groups: ``ulysses`` consecutive ranks split heads, others are a ring."""
+def _yunchang_groups() -> None:
+    """Make its process groups, which are global: two consecutive ranks split heads."""
     from yunchang import set_seq_parallel_pg
-    from yunchang.globals import PROCESS_GROUP
 
     world = dist.get_world_size()
-    set_seq_parallel_pg(ulysses, world // ulysses, dist.get_rank(), world)
-    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+    set_seq_parallel_pg(2, world // 2, dist.get_rank(), world)
 
 
 def _yunchang(mask: Mask) -> Method:
     """Yunchang 0.6.4 over FlashAttention-2: Ulysses in two ranks, a zigzag ring of the others.
 
-    Its ring does not know windows; these take Ulysses over all ranks, a ring of one.
+    Its ring does not know windows; these take its Ulysses over all ranks.
     """
     if mask.cu_seqlens is not None or not mask.causal:
-        raise ValueError(
-            "yunchang: its LongContextAttention takes no documents; its zigzag is causal"
-        )
-    from yunchang import EXTRACT_FUNC_DICT, LongContextAttention
-    from yunchang.globals import PROCESS_GROUP
+        raise ValueError("yunchang: it takes no documents, and its zigzag ring is causal only")
+    from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention
 
-    world = dist.get_world_size()
-    ulysses = 2 if mask.window is None else world
-    window = (-1, -1) if mask.window is None else (mask.window[0], 0)
-    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _yunchang_groups(ulysses)
-    attention = LongContextAttention(ring_impl_type="zigzag")
-    extract = partial(
-        EXTRACT_FUNC_DICT["zigzag"], rank=dist.get_rank(), world_size=world, rd=world // ulysses,
-        ud=ulysses,
-    )  # fmt: skip
+    shard: Callable[[Tensor], Tensor] = _contiguous
+    window: tuple[int | None, int] = (-1, -1)
+    world = ulysses = dist.get_world_size()
+    attention = UlyssesAttention()
+    if mask.window is not None:
+        window = (mask.window[0], 0)
+    else:
+        _yunchang_groups()
+        ulysses, attention = 2, LongContextAttention(ring_impl_type="zigzag")
+        shard = partial(
+            EXTRACT_FUNC_DICT["zigzag"], rank=dist.get_rank(), world_size=world, rd=world // 2, ud=2
+        )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if k.shape[2] % ulysses:
@@ -250,7 +248,7 @@ def _yunchang(mask: Mask) -> Method:
         out: Tensor = attention(q, k, v, causal=True, window_size=window)
         return out
 
-    return through_autograd(_padded(attend))._replace(shard=extract)
+    return through_autograd(_padded(attend))._replace(shard=shard)
 
 
 def _torch_cp(mask: Mask) -> Method:

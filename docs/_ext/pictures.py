@@ -13,7 +13,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ring_core import LAYOUTS, Mask, make_plan, ring_program
+from ring_core import LAYOUTS, Layout, Mask, head_plan, make_plan, ring_program
+from ring_core.programs.grid import rank_grid
 from ring_core.viz import NOBODY, computing_ranks
 
 TOKENS = 16
@@ -70,6 +71,41 @@ def gallery(mask: Mask) -> Callable[[Path], None]:
                 loc="outside lower right",
                 frameon=False,
             )
+            figure.savefig(path, metadata={"Date": None})
+
+    return draw
+
+
+def hybrid(*, ulysses_size: int) -> Callable[[Path], None]:
+    """What each of 4 ranks holds under ``hybrid`` in ``zigzag``: tokens across, heads down.
+
+    Before the trade it has its tokens of all heads; after it the tokens of its group, of a part of
+    the heads; the ring or gather between groups brings the keys of all tokens, of that part.
+    """
+    grid, heads = rank_grid(RANKS, RANKS, "zigzag", ulysses_size=ulysses_size), RANKS
+    layout = Layout("zigzag", TOKENS, RANKS)
+    own, group, seen = (np.zeros((RANKS, heads, TOKENS), bool) for _ in range(3))
+    for rank in range(RANKS):
+        own[rank][:, layout.positions(rank)] = True
+        part = head_plan(heads, heads, ulysses_size).q[rank % ulysses_size]
+        for peer in grid.inner_ranks(rank):
+            group[rank][np.ix_(part, layout.positions(peer))] = True
+        seen[rank][part] = True
+
+    def draw(path: Path) -> None:
+        with mpl.rc_context({"svg.hashsalt": "ring", "font.size": 9, "axes.titlesize": 9}):
+            figure = Figure(figsize=(9, 4.2), layout="constrained")
+            panels = figure.subplots(RANKS, 3)
+            titles = "own tokens", "after the trade in its group", "keys of the ring or gather"
+            for n, (title, held) in enumerate(zip(titles, (own, group, seen), strict=True)):
+                for rank, axes in enumerate(panels[:, n]):
+                    axes.imshow(
+                        held[rank], cmap=ListedColormap([HIDDEN, OF_RANKS[rank]]), vmin=0, vmax=1
+                    )
+                    _label(axes, title if rank == 0 else "", heads, TOKENS)
+                    axes.set(xlabel="tokens" if rank == RANKS - 1 else "", ylabel="")
+                    if n == 0:
+                        axes.set_ylabel(f"rank {rank}\nheads")
             figure.savefig(path, metadata={"Date": None})
 
     return draw

@@ -22,7 +22,7 @@ from ring_core import (
     viz,
 )
 from ring_core.cost import Model, bytes_by_link
-from ring_core.tools import doctor
+from ring_core.tools import advice, doctor
 from ring_core.tools.cli import main
 
 PAIRS = ["contiguous/ring", "contiguous/balanced", "zigzag/ring", "striped/ring", "chunks/ring"]
@@ -57,20 +57,42 @@ def test_every_option_reaches_the_mask(capsys: pytest.CaptureFixture[str]) -> No
     assert printed(capsys, *SMALL, *options, "--kv-seq-len", "96") == viz.describe(program)
 
 
-def test_bytes_by_link(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--advise", "--ranks-per-host", "2", "--heads", "3", "--kv-heads", "1")
-    rows = {
-        row[0]: row[1:]
-        for line in printed(capsys, *SMALL, *options).split("2 hosts of 2 ranks")[1].splitlines()
-        if (row := line.split(maxsplit=1))
-    }
+def test_strategies_on_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line is the answer, spelled as in a call; the table has the page's names."""
+    options = ("--advise", "--ranks-per-host", "2", "--heads", "3", "--kv-heads", "3")
+    text = printed(capsys, *SMALL, *options)
+    taken = 'take strategy=StrategyConfig("hybrid", outer="gather"), layout=\'zigzag\''
+    assert text.splitlines()[1] == taken
+    rows = dict(line.split("  ", 1) for line in text.splitlines() if "  " in line)
     plan = make_plan(Mask(causal=True), seq_len=64, cp_size=4, layout="zigzag")
-    way = StrategyConfig("hybrid", outer="gather")
-    within, between = bytes_by_link(plan, Model(3, 1, 128), way, ranks_per_host=2)
-    sums = max(within), max(between), sum(between[:2])
-    assert rows["hybrid/gather"][0].split() == [f"{n / 2**20:.1f}" for n in sums]
-    assert "at most 3 ranks can split them, not 4" in rows["ulysses"][0]
-    assert {*rows} > {"ring", "gather", "hybrid/ring"}
+    within, between = bytes_by_link(
+        plan, Model(3, 3, 128), StrategyConfig("hybrid", outer="gather"), ranks_per_host=2
+    )
+    sums = max(between), sum(between[:2]), max(within)
+    assert rows["hybrid, gather"].split()[:3] == [f"{n / 2**20:.1f}" for n in sums]
+    assert "at most 3 ranks can split them, not 4" in rows["ulysses"]
+    assert {*rows} >= {"ring", "gather", "hybrid, ring"}
+
+
+def test_ranks_of_one_host_leave_the_strategy_to_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, *SMALL, "--advise", "--ranks-per-host", "4")
+    assert 'take strategy="auto": all 4 ranks are on one host' in text
+    assert "hybrid" not in text
+
+
+def test_strategies_that_send_equally_much_between_hosts_are_told_apart() -> None:
+    """By what they send within a host, then by memory; those 6 % behind are not tied."""
+    a, b, c, d = (
+        advice.Sent(name, between, within, 8, held)
+        for name, between, within, held in (
+            ("ring", 100, 50, 9), ("gather", 104, 40, 8), ("ulysses", 105, 40, 7),
+            ("hybrid, ring", 106, 1, 1),
+        )
+    )  # fmt: skip
+    assert advice.in_order([d, a, b, c]) == [c, a, b, d]
+    text = advice.advice([c, a, b, d], num_hosts=2, ranks_per_host=2, layout="zigzag")
+    assert "tie: within 5 %" in text and "; ring sends 0.0; gather sends 0.0" in text
+    assert "the least is hybrid, ring with" in text
 
 
 def test_documents(capsys: pytest.CaptureFixture[str]) -> None:

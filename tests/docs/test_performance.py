@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.common.cases import Setting
 from benchmarks.common.chart import WIDTH, bar
 from benchmarks.common.pages import PAGES, files_shown, rendered
 from benchmarks.common.tables import table
@@ -55,6 +57,38 @@ def test_a_setting_that_one_gpu_did_not_run_is_compared_with_128k_tokens() -> No
         {**row, "setting": "window 128 512k 64/8 of 64 sinks", "method": "ring", "both": half},
     ]
     assert table(rows).splitlines()[-1].count("(0.50)") == 1
+
+
+def test_each_strategy_stands_beside_the_best_of_others() -> None:
+    """A method that was refused is no best one; a rate below the other's is in bold."""
+    rates = {
+        "one": 100, "zigzag/auto/auto/auto": 90, "zigzag/auto/gather/auto": 90, "zigzag/auto/ring/auto": 60,
+        "zigzag/auto/hybrid-gather/auto": 70, "chunks/auto/gather/auto": 80, "ulysses": 95, "torch-cp": 50,
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {
+            "gpus": 4, "setting": "causal", "method": name, "every_strategy": True,
+            "forward": {"tflops": rate}, "both": {"tflops": rate / 2 if rate < 95 else rate},
+            "chosen": "gather/symm_mem",
+        }
+        for name, rate in rates.items()
+    ]  # fmt: skip
+    rows.append(rows[0] | {"method": "yunchang", "failed": "ValueError: refused"})
+    del rows[-1]["forward"]
+    assert table(rows).splitlines()[-1] == (
+        "| causal | gather 90<br>gather 45 | ulysses 95 (**0.95**)<br>ulysses 95 (**0.47**) | "
+        "0.90 / 0.45 (`auto`)<br>chunks 0.80 / 0.40 | 0.60 / 0.30 | none | gather 0.70 / 0.35 |"
+    )
+
+
+def test_flops_count_both_head_dims() -> None:
+    """Forward two products, backward five: three of them over the head dim of q and k."""
+    pairs = 1024 * 1025 // 2
+    equal, unlike = Setting(1024, dim=64), Setting(1024, dim=192, v_dim=128)
+    assert equal.flops == {"forward": 4 * pairs * 32 * 64, "both": 14 * pairs * 32 * 64}
+    both = 2 * pairs * 32 * (192 + 128 + 3 * 192 + 2 * 128)
+    assert unlike.flops == {"forward": 2 * pairs * 32 * (192 + 128), "both": both}
+    assert unlike.name == "causal 1k 32/8 of 192/128"
 
 
 def test_auto_chooses_in_jax_by_the_figures_of_that_file() -> None:

@@ -280,6 +280,8 @@ class StrategySpec:
             to wait for other ranks. It raises an ``UnsupportedError`` if there are no such groups,
             on all ranks alike.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
+        suits: Returns False for a call that ``strategy="auto"`` leaves to the strategies after it,
+            which move fewer bytes; the same on all ranks.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
     """
@@ -291,6 +293,7 @@ class StrategySpec:
     splits_heads: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
     is_automatic: Callable[[Transport], bool] = lambda _transport: False
+    suits: Callable[[Plan, Request], bool] = lambda _plan, _request: True
     automatic_refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
 
     def runs_over(self, transport: Transport) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes that ranks send in a call of each strategy, in all and by link."""
+"""Bytes that ranks send in a call of each strategy, in all and by link, and that they hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from ring_core.cost.model import (
     FLOAT32_BYTES,
     Model,
     message_bytes,
+    rows_and_keys,
 )
 from ring_core.plan.plan import Plan, make_plan
-from ring_core.programs.gather import gather_program, gather_refusals
+from ring_core.programs.gather import gather_program, gather_refusals, longest_gather
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_core.programs.heads import HeadPlan, head_plan
 from ring_core.programs.ring import ring_program
@@ -149,34 +150,95 @@ def _bytes_by_ranks(
             return _ring_bytes(plan, model, backward)
         case "gather":
             return _gather_bytes(plan, model, backward, fetches_again)
-        case "ulysses":
-            grid = RankGrid(plan.cp_size, plan.cp_size)
-        case _:
-            grid = rank_grid(
-                plan.cp_size, model.num_q_heads, plan.q_layout.name, outer=config.outer,
-                ulysses_size=config.ulysses_size, hosts=hosts,
-            )  # fmt: skip
-    heads = head_plan(model.num_q_heads, model.num_kv_heads, grid.ulysses_size)
-    moved = np.zeros((plan.cp_size, plan.cp_size), np.int64)
+    trade = _Trade.of(plan, model, config, hosts)
+    moved, grid = np.zeros((plan.cp_size, plan.cp_size), np.int64), trade.grid
     for first in range(0, plan.cp_size, grid.ulysses_size):
         group = grid.inner_ranks(first)
-        moved[np.ix_(group, group)] = _exchange_bytes(plan, model, heads, backward)
+        moved[np.ix_(group, group)] = _exchange_bytes(plan, model, trade.heads, backward)
     np.fill_diagonal(moved, 0)
-    if grid.outer_size == 1:
+    if trade.inner_plan is None:
         return moved
-    # Each rank of a group goes on with the tokens of the group, and its part of the heads.
-    outer_plan = make_plan(
-        plan.mask, seq_len=plan.seq_len, cp_size=grid.outer_size,
-        layout=grid.outer_layout(plan.q_layout.name), kv_seq_len=plan.kv_seq_len,
-        pad_to=(plan.q_layout.padded_len, plan.k_layout.padded_len),
-    )  # fmt: skip
-    outer_model = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
     outer = StrategyConfig(config.outer)
-    between_groups = _bytes_by_ranks(outer_plan, outer_model, outer, backward, fetches_again)
+    between_groups = _bytes_by_ranks(
+        trade.inner_plan, trade.inner_model, outer, backward, fetches_again
+    )
     for rank in grid.inner_ranks(0):
         peers = grid.outer_ranks(rank)
         moved[np.ix_(peers, peers)] += between_groups
     return moved
+
+
+class _Trade(NamedTuple):
+    """Ranks that trade tokens for heads, and the call that goes on between their groups.
+
+    Attributes:
+        grid: The groups of ranks.
+        heads: The heads of each rank of a group.
+        inner_model: The model with the heads of a rank.
+        inner_plan: The plan over groups, each with the tokens of its ranks; ``None`` for one group.
+    """
+
+    grid: RankGrid
+    heads: HeadPlan
+    inner_model: Model
+    inner_plan: Plan | None
+
+    @classmethod
+    def of(
+        cls, plan: Plan, model: Model, config: StrategyConfig, hosts: Sequence[str] | None
+    ) -> _Trade:
+        """Return the trade of ``ulysses``, in which all ranks are one group, or of ``hybrid``."""
+        grid = RankGrid(plan.cp_size, plan.cp_size)
+        if config.name == "hybrid":
+            grid = rank_grid(
+                plan.cp_size, model.num_q_heads, plan.q_layout.name, outer=config.outer,
+                ulysses_size=config.ulysses_size, hosts=hosts,
+            )  # fmt: skip
+        heads = head_plan(model.num_q_heads, model.num_kv_heads, grid.ulysses_size)
+        inner_model = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
+        inner_plan = None
+        if grid.outer_size > 1:
+            inner_plan = make_plan(
+                plan.mask, seq_len=plan.seq_len, cp_size=grid.outer_size,
+                layout=grid.outer_layout(plan.q_layout.name), kv_seq_len=plan.kv_seq_len,
+                pad_to=(plan.q_layout.padded_len, plan.k_layout.padded_len),
+            )  # fmt: skip
+        return cls(grid, heads, inner_model, inner_plan)
+
+
+def bytes_held(
+    plan: Plan, model: Model, config: StrategyConfig, hosts: Sequence[str] | None = None
+) -> int:
+    """Return the bytes that a rank holds beyond the caller's tensors, in forward + backward.
+
+    They are K/V, heads and sums of gradients that a strategy cannot do without; buffers of kernels
+    and transports come on top, so it compares strategies and forecasts no peak. A ring holds two
+    slots of K/V, dQ and three times dK/dV; a gather the longest buffer of keys and the rank's own,
+    with their gradients; a trade of heads q, k, v and out of all its tokens, and their gradients.
+    Sums are float32.
+
+    Args:
+        plan: The plan.
+        model: Heads, dims, batch, bytes an element.
+        config: ``ring``, ``gather``, ``ulysses`` or ``hybrid``.
+        hosts: The host of each rank, for ``hybrid`` without ``ulysses_size``; ``None`` if all are
+            on one.
+    """
+    e = model.bytes_per_element
+    rows, keys = rows_and_keys(plan, model)
+    match config.name:
+        case "ring":
+            return keys * (2 * e + 3 * FLOAT32_BYTES) + rows * model.head_dim * FLOAT32_BYTES
+        case "gather":
+            gathered = longest_gather(plan).length * keys // plan.k_layout.local_len
+            return (gathered + keys) * (e + FLOAT32_BYTES)
+    trade = _Trade.of(plan, model, config, hosts)
+    rows, keys = rows_and_keys(plan, trade.inner_model)
+    traded = rows * (model.head_dim + model.value_dim) + keys
+    held = 2 * e * trade.grid.ulysses_size * traded
+    if trade.inner_plan is None:
+        return held
+    return held + bytes_held(trade.inner_plan, trade.inner_model, StrategyConfig(config.outer))
 
 
 def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BytesByRanks:

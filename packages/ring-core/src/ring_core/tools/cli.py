@@ -12,19 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ring_core import __version__, viz
-from ring_core.base.config import (
-    OUTER_NAMES,
-    RING_STRATEGIES,
-    RingStrategy,
-    StrategyConfig,
-    pairs_of,
-)
+from ring_core.base.arguments import check_size
+from ring_core.base.config import RING_STRATEGIES, RingStrategy, pairs_of
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
-from ring_core.cost import HARDWARE, Cost, Model, bytes_by_link, compare, hardware
+from ring_core.cost import HARDWARE, Cost, Model, compare, hardware
 from ring_core.masks.mask import Mask
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
-from ring_core.tools import doctor
+from ring_core.tools import advice, doctor
 from ring_core.tools.commands import add_command
 from ring_core.tools.sizes import add_mask_options, integer, mask_of
 
@@ -99,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--ranks-per-host", type=int, metavar="N",
-        help="with --advise, also the bytes that each strategy sends within and between such hosts",
+        help="with --advise, also which strategy to take on hosts of so many ranks, and what each sends",
     )  # fmt: skip
     report = add_command(
         commands, "doctor", "Show versions, and test what is installed.",
@@ -176,18 +171,6 @@ time is compute + exposed: the slowest rank of each step, and messages that noth
 Messages and MiB are per rank; memory is that beyond the caller's tensors."""
 
 
-#: Strategies of :func:`_link_table`, by the names of its rows.
-_WAYS: dict[str, str | StrategyConfig] = {
-    **{name: name for name in ("ring", "gather", "ulysses")},
-    **{f"hybrid/{outer}": StrategyConfig("hybrid", outer=outer) for outer in OUTER_NAMES},
-}
-
-#: Explains the columns of :func:`_link_table`.
-_LINK_COLUMNS = """\
-within and between are what a rank sends to ranks of its own host and to others', at most over the
-ranks; a host's is the sum of what its ranks send to others."""
-
-
 def _one_program(
     args: argparse.Namespace, mask: Mask, cp_size: int, layout: str, strategy: RingStrategy
 ) -> RingProgram:
@@ -246,13 +229,19 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
     every_cost = [cost for of_layouts in costs.values() for cost in of_layouts.values()]
     if not any(isinstance(cost, Cost) for cost in every_cost):
         raise ValueError(next(iter(costs[ranks[0]].values())))
-    parts = [
-        f"{args.seq_len} tokens over {n} ranks, mask: {mask.describe()}; {heads} query and {kv_heads} "
-        f"key/value heads of {head_dim}, bfloat16; forward and backward\n{_cost_table(of_layouts)}"
-        for n, of_layouts in costs.items()
-    ]
-    if args.ranks_per_host is not None:
-        parts += [_link_table(args, mask, n, model) for n in ranks]
+    parts = []
+    for n, of_layouts in costs.items():
+        head = (
+            f"{args.seq_len} tokens over {n} ranks, mask: {mask.describe()}; {heads} query and "
+            f"{kv_heads} key/value heads of {head_dim}, bfloat16; forward and backward"
+        )
+        table = _cost_table(of_layouts)
+        if args.ranks_per_host is None:
+            parts.append(f"{head}\n{table}")
+            continue
+        strategies = _strategy_text(args, mask, n, model)
+        title = "layouts under strategy ring or balanced, as if all links were of one kind"
+        parts += [f"{head}\n{strategies}", f"{title}\n{table}"]
     if args.png and draw:
         viz.plot_costs(
             costs, f"{args.seq_len:,} tokens, {mask.describe()}, {device.name}, modelled", args.png
@@ -260,32 +249,19 @@ def _cost_text(args: argparse.Namespace, mask: Mask, ranks: Sequence[int], *, dr
     return "\n\n".join(parts) + f"\n{_COST_COLUMNS}\n{device.name}: {device.source}"
 
 
-def _link_table(args: argparse.Namespace, mask: Mask, cp_size: int, model: Model) -> str:
-    """Return a table of the bytes that each strategy sends within hosts and between them.
+def _strategy_text(args: argparse.Namespace, mask: Mask, cp_size: int, model: Model) -> str:
+    """Return which strategy to take on hosts of so many ranks, and a table of all strategies.
 
     Raises:
         ValueError: Hosts would have unlike numbers of ranks.
     """
     layout = DEFAULT_LAYOUT if args.layout in (None, "all") else args.layout
-    plan, size = _one_program(args, mask, cp_size, layout, "ring").plan, args.ranks_per_host
-    rows: list[tuple[str, ...]] = []
-    errors: list[ValueError] = []
-    for name, way in _WAYS.items():
-        try:
-            within, between = bytes_by_link(plan, model, way, ranks_per_host=size)
-        except ValueError as error:
-            errors.append(error)
-            rows.append((name, str(error)))
-            continue
-        sums = max(within), max(between), sum(between[:size])
-        rows.append((name, *(f"{n / 2**20:.1f}" for n in sums)))
-    if len(errors) == len(rows):
-        raise errors[0]
-    header = "strategy", "within MiB", "between MiB", "a host's MiB"
-    return (
-        f"{cp_size // size} hosts of {size} ranks, {layout}, forward and backward\n"
-        f"{_table(header, rows)}\n{_LINK_COLUMNS}"
-    )
+    size = check_size("ranks_per_host", args.ranks_per_host)
+    plan = _one_program(args, mask, cp_size, layout, "ring").plan
+    ways, refusals = advice.sent_by_strategy(plan, model, size)
+    answer = advice.advice(ways, num_hosts=cp_size // size, ranks_per_host=size, layout=layout)
+    rows = [*map(advice.cells, ways), *refusals.items()]
+    return f"{answer}\n\n{_table(advice.HEADER, rows)}\n{advice.COLUMNS}"
 
 
 def _cost_table(costs: Mapping[str, Cost | str]) -> str:

@@ -1,0 +1,57 @@
+"""When ``strategy="auto"`` trades tokens for heads rather than gather keys, in PyTorch."""
+
+from __future__ import annotations
+
+from ring_core.plan.plan import Plan
+from ring_core.programs.gather import gather_refusals, longest_gather
+
+#: Ranks trade tokens for heads where that moves at most this part of the bytes of a gather: half of
+#: them, with room for padding, which a trade moves, too.
+MOST_TRADED = 0.55
+
+
+def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:
+    """Return True where trading tokens for heads moves at most 55 % of the bytes of a gather.
+
+    Ranks of one host that reach each other's memory are meant: there a gather moves most of its
+    bytes beside kernels, and a trade moves all of its bytes before and after them. In units of one
+    head of one token, forward, the busiest of ``P`` ranks moves
+
+    - ``(Hq * Tq + Hk * Tk) * (P - 1) / P`` of q and k, and as many of v and out, in a trade;
+    - ``Hk`` for each key that it fetches, and as many of v, in a gather: ``(P - 1) * Tk`` keys
+      where it sees all, few with a window or short documents.
+
+    So without a window it is ``0.55 * P * Hk >= Hq + Hk``. Scaling efficiency on four
+    H200s, forward / forward + backward, beside the part of a gather's bytes that a trade moves:
+
+    ===================  ====  ==========================  ==========================
+    causal               part  gather                      ulysses
+    ===================  ====  ==========================  ==========================
+    32k, 32/32           0.50  0.73 to 0.87 / 0.74         0.84 to 0.88 / 0.87 to 0.88
+    128k, 32/32          0.50  0.96 / 0.92                 0.92 / 0.95
+    16k x2, 24/24 of 64  0.50  0.48 / 0.53                 0.61 / 0.83
+    32k, 32/8            1.25  0.98 / 0.91                 0.88 / 0.91
+    ===================  ====  ==========================  ==========================
+
+    Heads that do not divide are padded or copied in a trade, so ranks gather then, as they do
+    where the two move about as much (two ranks with as many K/V heads as query heads).
+
+    >>> from ring_core import Mask, make_plan
+    >>> plan = make_plan(Mask(causal=True), seq_len=32768, cp_size=4, layout="zigzag")
+    >>> trades_heads(plan, q_heads=32, kv_heads=32), trades_heads(plan, q_heads=32, kv_heads=8)
+    (True, False)
+
+    Args:
+        plan: The plan.
+        q_heads: Number of query heads.
+        kv_heads: Number of K/V heads.
+    """
+    ranks, queries, keys = plan.cp_size, plan.q_layout.local_len, plan.k_layout.local_len
+    if q_heads % ranks or kv_heads % ranks or gather_refusals(plan):
+        return False
+    traded = (ranks - 1) * (q_heads * queries + kv_heads * keys)  # times P
+    most_fetched = (ranks - 1) * keys
+    if traded > MOST_TRADED * ranks * kv_heads * most_fetched:
+        return False  # whatever the mask hides: no plan is asked
+    fetched = longest_gather(plan).length - keys
+    return traded <= MOST_TRADED * ranks * kv_heads * fetched

@@ -1,0 +1,48 @@
+"""When ``strategy="auto"`` trades tokens for heads: by the bytes that a trade and a gather move."""
+
+from __future__ import annotations
+
+import pytest
+
+from ring_core import Mask, make_plan
+from ring_core.choose.trading import MOST_TRADED, trades_heads
+from ring_core.cost import Model, bytes_sent
+
+CAUSAL = Mask(causal=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "ranks", "heads", "trades"),
+    [
+        (CAUSAL, 4, (32, 32), True),
+        (Mask(), 4, (24, 24), True),
+        (CAUSAL, 8, (32, 16), True),
+        (CAUSAL, 4, (32, 8), False),  # a gather moves less
+        (CAUSAL, 8, (32, 8), False),  # more, but not twice as much
+        (CAUSAL, 2, (32, 32), False),  # as much
+        (Mask(causal=True, window=(63, 0)), 4, (32, 32), False),  # neighbours' keys alone
+        (CAUSAL, 4, (30, 30), False),  # heads would be padded
+        (CAUSAL, 8, (32, 4), False),  # K/V heads would be copied
+    ],
+)
+def test_ranks_trade_where_that_moves_few_bytes(
+    mask: Mask, ranks: int, heads: tuple[int, int], trades: bool
+) -> None:
+    plan = make_plan(mask, seq_len=4096, cp_size=ranks, layout="zigzag")
+    assert trades_heads(plan, q_heads=heads[0], kv_heads=heads[1]) == trades
+    traded, gathered = (
+        max(bytes_sent(plan, Model(*heads, 128), way, backward=False))
+        for way in ("ulysses", "gather")
+    )
+    if not any(n % ranks for n in heads):
+        assert (traded <= MOST_TRADED * gathered) == trades
+
+
+def test_padding_changes_nothing() -> None:
+    plan = make_plan(CAUSAL, seq_len=4000, cp_size=4, layout="zigzag", pad_to=(4096, 4096))
+    assert trades_heads(plan, q_heads=32, kv_heads=32)
+
+
+def test_what_cannot_be_gathered_is_left_to_a_ring() -> None:
+    plan = make_plan(CAUSAL, seq_len=64, cp_size=4, layout="striped")
+    assert not trades_heads(plan, q_heads=4, kv_heads=4)
