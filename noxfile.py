@@ -74,14 +74,16 @@ ON_EACH = [
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
+    "tests-3.12(core)": None,
+    "types": None,
     "lowest-3.12(torch)": [f"tests/{name}.py" for name in QUICK_ON_LOWEST],
     "transformers-3.12(5.24)": ON_EACH,
-    "tests-3.12(core)": None,
+    "docs": None,
     "tests-3.13(core)": [
         *(f"--ignore=tests/{x}" for x in ("conformance", "docs", "fuzz", "meta")),
         *(f"--ignore=tests/core/test_{x}.py" for x in NUMBERS_ALONE),
     ],
-    **dict.fromkeys(("types", "docs", "packaging", "lint", "workflows")),
+    **dict.fromkeys(("packaging", "lint", "workflows")),
 }
 
 #: The module whose doctor tests a backend.

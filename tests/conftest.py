@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # many are small, and alike
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no TPU: only its compiler is used
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 

@@ -85,6 +85,7 @@ def test_nnx() -> None:
     all_close(nnx_loss(make_attention_fn(cp.attention), cp.shard(x), cp.shard(weight)), expected)
 
 
+@pytest.mark.nightly(only=["shard_map"])  # docs/jax-adapters.md has it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_linen(where: str) -> None:
     x, weight = random(B, T, 12, seed=5), random(B, T, 12, seed=6)

@@ -65,7 +65,7 @@ def equinox_expected() -> Any:
     return equinox_loss({"attention": module_of(), "name": "one"}, x, weight, CAUSAL)
 
 
-@pytest.mark.nightly(unless=["4-contiguous"])
+@pytest.mark.nightly(unless=["2-zigzag"])
 @pytest.mark.parametrize(("size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 def test_equinox(size: int, layout: str) -> None:
     model: dict[str, Any] = {"attention": module_of(), "name": "one"}
@@ -102,10 +102,11 @@ def test_equinox_inside_shard_map() -> None:
     actual = jax.jit(ring)(*(cp.shard(x, dim=0) for x in inputs))
     close(cp.unshard(actual, dim=0), expected)
     assert np.abs(expected - nothing).max() > 1e-2
-    close(nothing[:12], module(
+    theirs = jax.jit(lambda x: module(
         x, x, x, CAUSAL & (IDS[0][:, None] == IDS[0]), inference=True,
         process_heads=lambda q, k, v: (q + inputs[2][:, None, None], k, v),
-    )[:12])  # fmt: skip
+    ))(x)  # fmt: skip
+    close(nothing[:12], theirs[:12])
 
 
 def test_parameters_of_equinox() -> None:

@@ -113,7 +113,7 @@ def test_vmap_over_an_explicit_axis_is_an_error() -> None:
         on_a_mesh("equinox", "explicit")
 
 
-@pytest.mark.nightly(unless=["nnx-scan", "linen-explicit"])
+@pytest.mark.nightly(unless=["nnx-scan"])  # explicit axes: tests/regressions/jax/test_meshes.py
 @pytest.mark.parametrize(
     ("name", "way"), [x for x in product(LIBRARIES, WAYS) if x != ("equinox", "explicit")]
 )

@@ -61,7 +61,7 @@ def in_order(cp: ContextParallel, whole: jax.Array, dim: int) -> Any:
 
 @pytest.mark.nightly(
     unless=[f"{('auto-zigzag-contiguous', 'explicit-striped-zigzag')[n % 2]}-{name}"
-            for n, name in enumerate(MESHES)]
+            for n, name in enumerate(MESHES) if name != "to some"]  # "from some", and back
 )  # fmt: skip
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("layouts", LAYOUTS)

@@ -73,6 +73,8 @@ def _matches(rank: int, name: str, kind: str) -> None:
         rings: list[tuple[LayoutSpec, str | StrategyConfig]] = [*RINGS.values()]
         if name == "Llama":
             rings += [(chunks, "ring"), ("striped", "ulysses"), ("zigzag", IN_GROUPS)]
+        elif group is not None:  # on two ranks the sweep has these models, too
+            rings = [RINGS["zigzag"], RINGS["balanced"]]
         for layout, strategy in rings:
             cp = ContextParallel(group, layout=layout)
             what = f"{name} {kind} {layout} {strategy} on {cp.cp_size}"
@@ -94,13 +96,10 @@ def _matches(rank: int, name: str, kind: str) -> None:
         "Llama-plain",
         "Llama-packed",
         "Qwen3-left",
-        "Mistral-right",
         "Mistral-flattened",
-        "Gemma2-plain",
         "Gemma2-packed",
         "Gemma3-left",
         "GptOss-right",
-        "GptOss-flattened",
     ]
 )
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "flattened"])

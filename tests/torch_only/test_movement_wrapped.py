@@ -153,10 +153,10 @@ def _wrapped(rank: int, way: str, layout: LayoutSpec) -> None:
             torch.testing.assert_close(grad, like.grad, msg=f"{name}: {way}", **near)
 
 
+# Compiled movements are in test_movement: of predictions, of convolutions, of a relayout.
 @pytest.mark.nightly(
-    unless=["zigzag-autocast", "zigzag-fsdp", "contiguous-compiled", "zigzag-reentrant",
-            "contiguous-checkpoint"]
-)  # fmt: skip
+    unless=["zigzag-autocast", "zigzag-fsdp", "zigzag-reentrant", "contiguous-checkpoint"]
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_a_layer_has_the_results_and_gradients_of_one_process(

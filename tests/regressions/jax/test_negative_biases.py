@@ -20,7 +20,8 @@ from ring_core import KernelConfig, Mask
 from ring_jax import ContextParallel, bias_shift, ring_attention
 
 
-@pytest.mark.nightly(only=["one device", "zigzag", "full", "documents", "float64", "float16"])
+#: Sinks beside such biases are in test_loops, ids in the next test.
+@pytest.mark.nightly(unless=["helpers", "mixed", "bfloat16"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""

@@ -50,7 +50,10 @@ RUNS = [
 
 @pytest.mark.nightly(
     only=[
+        "documents-global_arrays-False",
         "documents-shards-False",
+        "documents of numpy-global_arrays-False",
+        "chunks of numpy-shards-False",
         "chunks-global_arrays-False",
         "both-global_arrays-False",
         "both-global_arrays-True",

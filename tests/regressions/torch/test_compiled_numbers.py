@@ -83,21 +83,24 @@ def _graphs(_: int, name: str, strategy: str, calls: int) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-#: One strategy per change for each, in turn.
-PER_CHANGE = [f"{name}-{('auto', 'gather')[n % 2]}" for n, name in enumerate(VARIED)]
+#: One strategy per change for each, in turn; but a list is read as a tuple, two sides as one.
+PER_CHANGE = [
+    f"{name}-{('auto', 'gather')[n % 2]}"
+    for n, name in enumerate(VARIED) if name not in ("list", "two-sided window")
+]  # fmt: skip
 
 
 @pytest.mark.nightly(unless=PER_CHANGE)
 @pytest.mark.parametrize("strategy", ["auto", "gather"])
 @pytest.mark.parametrize("name", VARIED)
 def test_one_graph_for_all(name: str, strategy: str, pool: LocalRanks) -> None:
-    calls = 50 if name == "all" else 6
+    calls = 20 if name == "all" else 6  # the compiler gives up after 8 graphs
     assert max(pool.run(_graphs, name, strategy, calls)) <= 1 + MOST
 
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_float_has_its_graph(name: str, pool: LocalRanks) -> None:
-    assert set(pool.run(_graphs, name, "auto", 4)) == {4}
+    assert set(pool.run(_graphs, name, "auto", 3)) == {3}
 
 
 def _refused(_: int) -> list[str]:

@@ -87,6 +87,10 @@ def _compared(_: int, shape: str, name: str, compiled: bool, strategy: str) -> N
         torch.testing.assert_close(leaf.grad, cp.shard(x.grad, dim=dim))
 
 
+#: Compiled with a bias and with nothing beside; with other options compiled calls have tests.
+@pytest.mark.nightly(
+    only=["rows-causal-True-gather", "rows-documents-True-gather", "rows-sinks-True-gather"]
+)
 @pytest.mark.parametrize(
     ("shape", "name", "compiled", "strategy"),
     [
