@@ -188,8 +188,11 @@ class StepWork:
         if upstream is not None:
             arrays |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
         if self._has_documents:
-            sides = (not_none(self.rows.cells), not_none(self.columns.cells))
-            arrays["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
+            outer, inner = not_none(self.rows.cells), not_none(self.columns.cells)
+            outer, inner = (outer, inner) if is_q_major else (inner, outer)
+            # The inner tokens [start, stop) in the document of each outer token.
+            ends = [searchsorted(inner, outer, side) for side in ("left", "right")]
+            arrays["cells"] = jnp.stack(ends)
         array_mask = self.rows.bias if self.call.bias_masks else None
         is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, array_mask))
         numbers = self._numbers | self._strides(kernel)
@@ -350,15 +353,6 @@ class StepWork:
 def _positions_aligned8(plan: Plan) -> bool:
     """Return True if :func:`positions_aligned8` holds for the keys of every rank."""
     return all(positions_aligned8(plan.k_positions(rank)) for rank in range(plan.cp_size))
-
-
-def in_documents(outer: Array, inner: Array) -> Array:
-    """Return the range of inner tokens in the document of each outer token, int32 ``[2, T]``.
-
-    ``outer`` and ``inner`` are ascending numbers of documents or chunks; the result is ``start``
-    and ``stop``.
-    """
-    return jnp.stack([searchsorted(inner, outer, "left"), searchsorted(inner, outer, "right")])
 
 
 def block_kinds(
