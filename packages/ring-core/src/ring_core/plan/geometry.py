@@ -173,15 +173,8 @@ class BandGeometry:
         if not table.doc_stop.any():
             return shown
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        return self._count_in_cells(table, shown, q_pos - q_local, k_pos - k_local)
-
-    def _count_in_cells(
-        self, table: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
-    ) -> Ints:
-        """Count the visible pairs of rectangles that span several cells; others keep ``shown``.
-
-        ``shown`` are the pairs inside each rectangle's band, whatever their cells.
-        """
+        q_zero, k_zero = q_pos - q_local, k_pos - k_local
+        # Some rectangles span several cells, and show pairs within one cell only.
         if self.q_layout.stride > 1:
             return np.where(table.doc_stop > 0, self._count_by_cell(table, q_zero, k_zero), shown)
         first, last = table.doc_start, np.maximum(table.doc_stop - 1, 0)
