@@ -115,20 +115,18 @@ class RankTable(NamedTuple):
         """Bytes of the constants that a program holds for it."""
         return sum(x.nbytes for x in self if x is not None)
 
-    def numbers_of(self, rank: Array) -> Array:
-        """Return the numbers of a rank's rows, int32 ``[...]``."""
-        numbers = jnp.asarray(self.numbers)
-        if self.starts is None:
-            return numbers[..., rank]
-        last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
-        return jnp.take_along_axis(numbers, last, axis=-1)[..., 0]
-
     def rows_of(self, rank: Array) -> tuple[Array, Array]:
         """Return a rank's rows, int32 ``[..., C]``, and their numbers, int32 ``[...]``."""
         if self.starts is None and self.numbers.shape[-1] == 1:  # one rank: nothing to look up
             numbers = self.numbers[..., 0]
             return jnp.asarray(self.rows[numbers]), jnp.asarray(numbers)
-        numbers_of_rank = self.numbers_of(rank)
+        numbers_of_rank = jnp.asarray(self.numbers)
+        if self.starts is None:
+            numbers_of_rank = numbers_of_rank[..., rank]
+        else:
+            # The range that the rank lies in is the last one that begins at it or before.
+            last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
+            numbers_of_rank = jnp.take_along_axis(numbers_of_rank, last, axis=-1)[..., 0]
         return jnp.asarray(self.rows)[numbers_of_rank], numbers_of_rank
 
 
