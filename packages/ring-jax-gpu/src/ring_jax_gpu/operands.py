@@ -8,6 +8,7 @@ except in the kernel for dK and dV, whose outer side are the keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -202,8 +203,8 @@ class StepWork:
             kinds = self._kinds(blocks, array_mask)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             arrays["block_index"], arrays["counts"] = block_index(kinds)
-            num_lists, outer, inner = arrays["block_index"].shape
-            numbers["block_index_batch"] = outer * inner if num_lists > 1 else 0
+            num_lists, *list_shape = arrays["block_index"].shape
+            numbers["block_index_batch"] = math.prod(list_shape) if num_lists > 1 else 0
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
             "OVERWRITE": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,

@@ -221,13 +221,13 @@ class Item[N: (int, Array)](NamedTuple):
     hi: N
 
     @property
-    def is_empty(self: Item[int]) -> bool:
-        """True if it has no queries."""
-        return self.q_stop <= self.q_start
+    def is_empty(self) -> bool:
+        """True if it has no queries, where numbers are known."""
+        return bool(self.q_stop <= self.q_start)
 
     @property
-    def is_full(self: Item[int]) -> bool:
-        """True if all of its queries see all of its keys."""
+    def is_full(self) -> bool:
+        """True if all of its queries see all of its keys, where numbers are known."""
         return (self.lo, self.hi) == (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
 
 
