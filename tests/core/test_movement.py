@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 
 from ring_core import ChunkLayout, Layout, LayoutSpec, UnsupportedError
 from ring_core.hops import hops
+from ring_core.layouts.run_table import RowCopy
 from ring_core.movement import (
     Movement,
-    RowCopy,
     halo,
     halo_ids,
     pack_documents,

@@ -44,7 +44,7 @@ def test_items_are_those_of_the_plan(name: str, ring: str) -> None:
         assert launches.items is not None
         assert len(set(launches.items)) == len(launches.items)
         for rank in ranks:
-            item = launches.items[int(launches.table.numbers_of(jnp.int32(rank))[0, 0])]
+            item = launches.items[int(launches.table.rows_of(jnp.int32(rank))[1][0, 0])]
             expected = [
                 Item(
                     x.q_start, x.q_stop, x.k_start, x.k_stop,
@@ -67,7 +67,7 @@ def test_a_rank_finds_its_rows(name: str, ring: str) -> None:
     assert launches.table is not None
     columns = [TABLE_COLUMNS.index(x) for x in Item._fields]
     for rank in range(8):
-        numbers = np.asarray(launches.table.numbers_of(jnp.int32(rank)))
+        numbers = np.asarray(launches.table.rows_of(jnp.int32(rank))[1])
         for table, rows in zip(tables, launches.table.rows[numbers], strict=True):
             np.testing.assert_array_equal(rows[: table.shape[1]], table[rank][:, columns])
             assert not rows[table.shape[1] :].any()

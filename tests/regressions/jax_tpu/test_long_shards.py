@@ -26,7 +26,7 @@ import ring_jax
 from ring_core import KernelConfig, Mask, UnsupportedError
 from ring_core.base.arguments import EMPTY, FULL
 from ring_jax.autodiff import _compiled
-from ring_jax_tpu import ContextParallel, block_index, ring_attention
+from ring_jax_tpu import ContextParallel, block_sizes, ring_attention
 from ring_jax_tpu.block_index import Walk, k_major, q_major, unpack
 
 SMALL = KernelConfig("pallas", block_q=128, block_k=128)
@@ -61,7 +61,7 @@ LONG: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
 @pytest.fixture
 def few_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Lists of six words; programs that were traced with others are forgotten."""
-    monkeypatch.setattr(block_index, "_MAX_WORDS", 6)
+    monkeypatch.setattr(block_sizes, "MAX_WORDS", 6)
     _compiled.cache_clear()
     yield monkeypatch
     _compiled.cache_clear()
@@ -82,7 +82,7 @@ def test_pieces(few_words: pytest.MonkeyPatch) -> None:
     """With every option, odd lengths and rows that see nothing: not a bit differs."""
     pieces = run(EVERYTHING, few_words, fused=True)
     assert_close(EVERYTHING, pieces)
-    few_words.setattr(block_index, "_MAX_WORDS", 1 << 17)
+    few_words.setattr(block_sizes, "MAX_WORDS", 1 << 17)
     _compiled.cache_clear()
     for name, whole in run(EVERYTHING, few_words, fused=True).items():
         np.testing.assert_array_equal(pieces[name], whole, err_msg=name)
@@ -108,7 +108,7 @@ def test_pieces_are_all_blocks_in_order(
     """Whole rows or columns each; one that shows nothing writes back a block of its own."""
     kinds = np.random.default_rng(3).integers(0, FULL + 1, shape).astype(np.int32)
     kinds[:, shape[1] // 2] = EMPTY
-    few_words.setattr(block_index, "_MAX_WORDS", shape[0] * max(shape[1:]))
+    few_words.setattr(block_sizes, "MAX_WORDS", shape[0] * max(shape[1:]))
     for walk, outer in ((q_major(jnp.asarray(kinds)), 0), (k_major(jnp.asarray(kinds)), 1)):
         assert walk.pieces > 1
         blocks_by_batch: list[list[list[int]]] = [[] for _ in range(shape[0])]
@@ -122,7 +122,7 @@ def test_pieces_are_all_blocks_in_order(
 def _check_piece(walk: Walk, n: int, outer: int, blocks_by_batch: list[list[list[int]]]) -> None:
     """A piece's list; what it visits is added to ``blocks_by_batch``."""
     entries, steps = walk.piece(jnp.int32(n))
-    assert entries.size <= block_index._MAX_WORDS
+    assert entries.size <= block_sizes.MAX_WORDS
     for row, blocks in zip(np.asarray(entries), blocks_by_batch, strict=True):
         visits = [unpack(word) for word in row[: int(steps)]]
         assert sum(visit.is_first for visit in visits) == sum(visit.is_last for visit in visits)
@@ -195,7 +195,7 @@ def test_long_shards_compile(name: str, topology: str, *, backward: bool) -> Non
 @pytest.mark.parametrize("backward", [False, True])
 def test_transfers_beside_pieces(few_words: pytest.MonkeyPatch, *, backward: bool) -> None:
     """Keys travel while a loop of launches runs, as beside a single one."""
-    few_words.setattr(block_index, "_MAX_WORDS", 32)
+    few_words.setattr(block_sizes, "MAX_WORDS", 32)
     program = compiled("v5e:2x2", "zigzag", backward=backward, causal=True)
     assert letters(program).count("K") == (8 if backward else 4)
     assert " while(" in program.as_text()

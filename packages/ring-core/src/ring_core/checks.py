@@ -442,4 +442,5 @@ def _check_option(name: str, x: Tensor, device: str, fits: bool, shape: str) -> 
 
 
 def _is_real(value: object) -> bool:
+    """Return True for a finite Python number; a boolean is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)

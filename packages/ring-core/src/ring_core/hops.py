@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ring_core.base.arguments import Ints
-from ring_core.layouts.run_table import starts_of
-from ring_core.movement import Movement, RowCopy
+from ring_core.layouts.run_table import RowCopy, starts_of
+from ring_core.movement import Movement
 
 
 class RowTable(NamedTuple):

@@ -13,7 +13,6 @@ backward: a row that was copied to several places gets the sum of what returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +21,8 @@ import numpy as np
 from ring_core.base.arguments import Ints, check_index
 from ring_core.layouts.layout import Layout
 from ring_core.layouts.run_table import (
+    RowCopy,
     RunTable,
-    counts_up,
     overlap_of,
     ranges_of,
     runs_of,
@@ -31,48 +30,6 @@ from ring_core.layouts.run_table import (
 )
 from ring_core.masks import mask as masks
 from ring_core.row_checks import check_halo, check_steps
-
-
-class RowCopy(NamedTuple):
-    """Copies of evenly spaced rows, as slices that are read and slices that are written.
-
-    Attributes:
-        source: First row that each slice reads, int64 ``[slices]``.
-        target: First row that it writes, likewise.
-        length: Number of its rows, likewise; at least 1.
-        source_step: Distance of the rows that are read.
-        target_step: Distance of the rows that are written.
-    """
-
-    source: Ints
-    target: Ints
-    length: Ints
-    source_step: int
-    target_step: int
-
-    @property
-    def rows(self) -> int:
-        """Number of rows that are copied."""
-        return int(self.length.sum())
-
-    def reversed(self) -> RowCopy:
-        """Return the copies that go the other way."""
-        return RowCopy(self.target, self.source, self.length, self.target_step, self.source_step)
-
-    def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the slice that is read and the slice that is written, pair by pair."""
-        starts = zip(*(x.tolist() for x in self[:3]), strict=True)
-        for source, target, length in starts:
-            yield (
-                slice(source, source + self.source_step * (length - 1) + 1, self.source_step),
-                slice(target, target + self.target_step * (length - 1) + 1, self.target_step),
-            )
-
-    def indices(self) -> tuple[Ints, Ints]:
-        """Return the rows that are read and the rows that are written, int64 ``[rows]`` each."""
-        inside = counts_up(self.length)
-        source, target = (np.repeat(x, self.length) for x in self[:2])
-        return source + self.source_step * inside, target + self.target_step * inside
 
 
 class Exchange(NamedTuple):
@@ -143,14 +100,10 @@ class Movement:
         """
         # Sender and receiver find the same slices, and order them alike: by peer, then by target.
         held = overlap_of(self._allowed(self.source.of(rank)), self.target)
-        leaving = RowCopy(held.local_a, held.local_b, held.length, held.step_a, held.step_b)
         peers = self.target.rank[held.b]
-        pack, sent = _by_peer(leaving, peers, peers != rank)
+        pack, sent = _by_peer(held.copies, peers, peers != rank)
         wanted = overlap_of(self._allowed(self.target.of(rank)), self.source)
-        landing = RowCopy(
-            wanted.local_b, wanted.local_a, wanted.length, wanted.step_b, wanted.step_a
-        )
-        peers = self.source.rank[wanted.b]
+        landing, peers = wanted.copies.reversed(), self.source.rank[wanted.b]
         unpack, received = _by_peer(landing, peers, peers != rank)
         local, _ = _by_peer(landing, peers, peers == rank)
         # In a buffer the slices' rows follow one another without gaps.
@@ -185,8 +138,8 @@ class Movement:
         if self.allowed is None:
             return runs
         parts = overlap_of(runs, self.allowed)
-        rank = runs.rank[parts.a]
-        return RunTable(rank, parts.local_a, parts.length, parts.start, runs.stride)
+        local, length = parts.copies.source, parts.copies.length
+        return RunTable(runs.rank[parts.a], local, length, parts.start, runs.stride)
 
 
 def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> Movement:

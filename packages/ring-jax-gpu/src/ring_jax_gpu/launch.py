@@ -83,8 +83,12 @@ def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) 
     """
     from ring_core.triton.scores import Constexprs, as_constants, nan_safe_constexprs
 
-    uses_tma = has_tma and launch.kernel != "bwd_dbias" and _can_use_tma(launch, arrays)
-    consts = Constexprs(**dict(launch.consts), TMA=uses_tma)
+    consts = Constexprs(**dict(launch.consts), TMA=False)
+    # The copy engine cannot pad inside a row, and fetches rows of multiples of 16 bytes.
+    is_unpadded = (consts.D, consts.DV) == (consts.PADDED, consts.PADDED_V)
+    fits = is_unpadded and arrays["q"].dtype.itemsize * consts.DV % 16 == 0
+    uses_tma = has_tma and launch.kernel != "bwd_dbias" and fits
+    consts = consts._replace(TMA=uses_tma)
     arguments: dict[str, Any] = {
         **arrays, **dict(launch.numbers), "consts": as_constants(consts),
         "nan_safe": as_constants(nan_safe_constexprs(consts)),
@@ -94,13 +98,6 @@ def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) 
     unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, "kv", "k", "v"}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
     return {name: arguments.get(name) for name in kernel.arg_names}
-
-
-def _can_use_tma(launch: Launch, arrays: Arrays) -> bool:
-    """Return True if the copy engine can fetch tiles: it cannot pad inside a row."""
-    consts = dict(launch.consts)
-    unpadded = consts["D"] == consts["PADDED"] and consts["DV"] == consts["PADDED_V"]
-    return bool(unpadded and arrays["q"].dtype.itemsize * consts["DV"] % 16 == 0)
 
 
 def _descriptors(consts: Any, arrays: Arrays) -> dict[str, Any]:

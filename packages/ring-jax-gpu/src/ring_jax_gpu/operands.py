@@ -8,6 +8,7 @@ except in the kernel for dK and dV, whose outer side are the keys.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -188,8 +189,11 @@ class StepWork:
         if upstream is not None:
             arrays |= {"dout": upstream.dout, "lse": upstream.lse, "delta": upstream.delta}
         if self._has_documents:
-            sides = (not_none(self.rows.cells), not_none(self.columns.cells))
-            arrays["cells"] = in_documents(*(sides if is_q_major else sides[::-1]))
+            outer, inner = not_none(self.rows.cells), not_none(self.columns.cells)
+            outer, inner = (outer, inner) if is_q_major else (inner, outer)
+            # The inner tokens [start, stop) in the document of each outer token.
+            ends = [searchsorted(inner, outer, side) for side in ("left", "right")]
+            arrays["cells"] = jnp.stack(ends)
         array_mask = self.rows.bias if self.call.bias_masks else None
         is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, array_mask))
         numbers = self._numbers | self._strides(kernel)
@@ -199,8 +203,8 @@ class StepWork:
             kinds = self._kinds(blocks, array_mask)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             arrays["block_index"], arrays["counts"] = block_index(kinds)
-            num_lists, outer, inner = arrays["block_index"].shape
-            numbers["block_index_batch"] = outer * inner if num_lists > 1 else 0
+            num_lists, *list_shape = arrays["block_index"].shape
+            numbers["block_index_batch"] = math.prod(list_shape) if num_lists > 1 else 0
         consts = {
             "INDEXED": is_indexed or kernel == "bwd_dbias", "FUSED": name == "bwd_fused",
             "OVERWRITE": self.spec.overwrite and kernel in ("fwd", "bwd_dkv"), **self._consts,
@@ -350,15 +354,6 @@ class StepWork:
 def _positions_aligned8(plan: Plan) -> bool:
     """Return True if :func:`positions_aligned8` holds for the keys of every rank."""
     return all(positions_aligned8(plan.k_positions(rank)) for rank in range(plan.cp_size))
-
-
-def in_documents(outer: Array, inner: Array) -> Array:
-    """Return the range of inner tokens in the document of each outer token, int32 ``[2, T]``.
-
-    ``outer`` and ``inner`` are ascending numbers of documents or chunks; the result is ``start``
-    and ``stop``.
-    """
-    return jnp.stack([searchsorted(inner, outer, "left"), searchsorted(inner, outer, "right")])
 
 
 def block_kinds(

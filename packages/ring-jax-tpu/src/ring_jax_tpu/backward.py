@@ -39,9 +39,11 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
     q_len, k_len = into.dq.shape[2], into.dkv.shape[2]
     # A single test over K/V makes XLA for v5p keep a second copy of it in main memory.
     k, v = split(launch.operands.kv, launch.consts.call.head_dim)
-    launch = launch.nan_safe_for(
-        _nonfinite_rows(launch, upstream), has_nonfinite(k) | has_nonfinite(v)
-    )
+    # Numbers of dO that are not finite show in delta. An lse of -inf is that of a query that sees
+    # nothing.
+    numbers = jnp.where(upstream.lse == -jnp.inf, 0.0, upstream.lse) + upstream.delta
+    rows = has_nonfinite(launch.operands.q)[:, :q_len] | has_nonfinite(numbers[..., None])
+    launch = launch.nan_safe_for(rows, has_nonfinite(k) | has_nonfinite(v))
     blocks, dbias = launch.blocks, into.dbias
     padded = BackwardInputs(
         pad(upstream.dout, 2, blocks.q_len),
@@ -57,18 +59,6 @@ def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bo
         old = pad(pad(dbias, 2, blocks.q_len), 3, blocks.k_len)
         dbias = _bias_grads(launch, padded, old)[:, :, : dbias.shape[2], : dbias.shape[3]]
     return Grads(dq[:, :, :q_len], dkv[:, :, :k_len], dbias)
-
-
-def _nonfinite_rows(launch: Launch, upstream: BackwardInputs) -> Array:
-    """Return which queries have numbers that are not finite, bool ``[B, T]``.
-
-    Those of dO show in ``delta``. An ``lse`` of ``-inf`` does not count: it is that of a query that
-    sees nothing.
-    """
-    numbers = jnp.where(upstream.lse == -jnp.inf, 0.0, upstream.lse) + upstream.delta
-    return has_nonfinite(launch.operands.q)[:, : numbers.shape[2]] | has_nonfinite(
-        numbers[..., None]
-    )
 
 
 def _query_grads(launch: Launch, upstream: BackwardInputs, dq: Array) -> Array:

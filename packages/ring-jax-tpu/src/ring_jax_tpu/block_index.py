@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ring_core import UnsupportedError
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE
 from ring_jax.kernels.block_index import Flags, kinds_of
 from ring_jax.records import Array, ItemTable, KeyBlock, QueryBlock
-from ring_jax_tpu.block_sizes import Blocks
+from ring_jax_tpu import block_sizes
+from ring_jax_tpu.block_sizes import NUMBER_BITS, Blocks
 
 NONFINITE = 3  # a kind of block beside ``EMPTY``, ``PARTIAL`` and ``FULL``
 
 # A visit is one word: block of queries, block of keys, last and first of its row or column, kind.
-_KIND, _FIRST, _LAST, _K_AT, _Q_AT, _BITS = 3, 4, 8, 4, 17, 13
-_MAX_WORDS = 1 << 17  # of a list in scalar memory; compiles for every generation
+_KIND, _FIRST, _LAST, _K_AT, _Q_AT = 3, 4, 8, 4, 4 + NUMBER_BITS
 
 
 class BlockIndex(NamedTuple):
@@ -49,7 +48,7 @@ class Visit(NamedTuple):
 
 def unpack(word: Any) -> Visit:
     """Unpack the visit that a word of a list encodes."""
-    mask = (1 << _BITS) - 1
+    mask = (1 << NUMBER_BITS) - 1
     return Visit(
         (word >> _Q_AT) & mask,
         (word >> _K_AT) & mask,
@@ -118,7 +117,7 @@ class Walk:
     def pieces(self) -> int:
         """Number of pieces."""
         num_lists, outer, inner = self.kinds.shape
-        return -(-outer // max(1, _MAX_WORDS // (num_lists * inner)))
+        return -(-outer // max(1, block_sizes.MAX_WORDS // (num_lists * inner)))
 
     @property
     def height(self) -> int:
@@ -156,26 +155,6 @@ def q_major(kinds: Array) -> Walk:
 def k_major(kinds: Array) -> Walk:
     """Return the walk that visits blocks column by column."""
     return Walk(kinds.swapaxes(1, 2), _K_AT, _Q_AT)
-
-
-def check_number(lists: int, blocks: Blocks) -> None:
-    """Refuse grids whose blocks are too many for the bits of a word, or for one list.
-
-    ``lists`` is the number of lists: that of batch rows whose visible keys differ, else 1. They
-    share scalar memory, which must hold a row or column of blocks of each.
-
-    Raises:
-        UnsupportedError: There are too many blocks.
-    """
-    rows, columns = blocks.grid
-    most = min(1 << _BITS, _MAX_WORDS // lists)
-    if max(rows, columns) > most:
-        raise UnsupportedError(
-            f"kernel 'pallas': blocks of {blocks.q} queries and {blocks.k} keys are {rows} x "
-            f"{columns}, and {most} along a side are the most"
-            + (f" with {lists} batch rows that see differently" if lists > 1 else "")
-            + ". Instead: choose larger block_q and block_k, or kernel='auto'"
-        )
 
 
 def _indexed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:

@@ -18,11 +18,13 @@ from ring_jax.records import Array, Direction
 Pair = tuple[int, int]  # (queries, keys)
 
 LANES = 128  # lanes of a vector register: sizes of blocks are multiples
+NUMBER_BITS = 13  # of a block's number on either side, in a word of a list of blocks
+MAX_WORDS = 1 << 17  # of a list in scalar memory; compiles for every generation
 # Fraction of the limit that default blocks may take: v4 (16 MiB) cannot compile some kernels that
 # the model puts at 13 and 14 MiB.
 _VMEM_FRACTION = 0.75
 _MIB = 2.0**20
-_WINDOWED_SPAN = 8192  # for fewer visible keys smaller blocks are faster: see docs/tried.md
+WINDOWED_SPAN = 8192  # for fewer visible keys smaller blocks are faster: see docs/tried.md
 
 #: ``(queries, keys)`` of a block by pass, for float32 and for head dims beyond 128.
 _WIDE: dict[Direction, Pair] = {"forward": (512, 1024), "backward": (512, 512)}
@@ -112,14 +114,17 @@ class Blocks:
 
 def choose_blocks(
     config: KernelConfig, direction: Direction, shape: Shape, q_len: int, k_len: int, span: float,
-    generation: Generation,
+    generation: Generation, lists: int = 1,
 ) -> Blocks:  # fmt: skip
     """Return the block sizes that a call asks for, else those of the table.
 
-    ``span`` is the largest number of keys that a query sees.
+    ``span`` is the largest number of keys that a query sees. ``lists`` is the number of lists of
+    blocks: that of batch rows whose visible keys differ, else 1. They share scalar memory, which
+    must hold a row or column of blocks of each.
 
     Raises:
-        UnsupportedError: A size is not a multiple of 128, or the blocks do not fit on chip.
+        UnsupportedError: A size is not a multiple of 128, or the blocks do not fit on chip, or are
+            too many for a list.
     """
     q_default, k_default = default_sizes(direction, shape, span, generation)
     q = _size("block_q", config.block_q, q_default, q_len)
@@ -132,7 +137,16 @@ def choose_blocks(
             f"(generation: {generation.name}). Instead: choose smaller block_q and block_k, "
             f"leave them out, or kernel='auto'"
         )
-    return Blocks(q, k, _rounded(q_len, q), _rounded(k_len, k))
+    blocks = Blocks(q, k, _rounded(q_len, q), _rounded(k_len, k))
+    (num_q_blocks, num_k_blocks), most = blocks.grid, min(1 << NUMBER_BITS, MAX_WORDS // lists)
+    if max(num_q_blocks, num_k_blocks) > most:
+        raise UnsupportedError(
+            f"kernel 'pallas': blocks of {q} queries and {k} keys are {num_q_blocks} x "
+            f"{num_k_blocks}, and {most} along a side are the most"
+            + (f" with {lists} batch rows that see differently" if lists > 1 else "")
+            + ". Instead: choose larger block_q and block_k, or kernel='auto'"
+        )
+    return blocks
 
 
 def span_of(mask: Mask) -> float:
@@ -151,17 +165,12 @@ def default_sizes(
     """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2
     q, k = _WIDE[direction] if wide else getattr(generation, direction)
-    if span < _WINDOWED_SPAN:
+    if span < WINDOWED_SPAN:
         q, k = min(q, generation.windowed[0]), min(k, generation.windowed[1])
     most = _VMEM_FRACTION * generation.vmem_mib
     while vmem_mib(direction, shape, q, k) > most and max(q, k) > LANES:
         q, k = (q, k // 2) if k >= q else (q // 2, k)
     return q, k
-
-
-def part_sizes(span: float, generation: Generation) -> Pair:
-    """Return the queries and keys of a forward block that are multiplied at once."""
-    return generation.windowed_part if span < _WINDOWED_SPAN else generation.part
 
 
 def use_fused(shape: Shape, blocks: Blocks) -> bool:

@@ -18,9 +18,16 @@ from ring_jax.records import (
     QueryBlock,
 )
 from ring_jax_tpu.backward import backward
-from ring_jax_tpu.block_sizes import GENERATIONS, UNKNOWN, Shape, use_fused
+from ring_jax_tpu.block_sizes import (
+    GENERATIONS,
+    UNKNOWN,
+    Shape,
+    choose_blocks,
+    span_of,
+    use_fused,
+)
 from ring_jax_tpu.forward import forward
-from ring_jax_tpu.operands import Launch, fitting_blocks
+from ring_jax_tpu.operands import Launch
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,9 @@ class PallasKernel:
         )
         try:
             for k_len in local.k_lengths:
-                fitting_blocks(
-                    direction, config, program.plan.mask, shape, (local.q_len, k_len), local.lists,
-                    GENERATIONS.get(local.device_kind, UNKNOWN),
+                choose_blocks(
+                    config, direction, shape, local.q_len, k_len, span_of(program.plan.mask),
+                    GENERATIONS.get(local.device_kind, UNKNOWN), local.lists,
                 )  # fmt: skip
         except UnsupportedError as error:
             return (str(error).removeprefix("kernel 'pallas': "),)

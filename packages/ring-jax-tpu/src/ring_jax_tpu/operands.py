@@ -13,7 +13,6 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core import KernelConfig, Mask
 from ring_core.base.arguments import EMPTY
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
@@ -23,18 +22,17 @@ from ring_jax_tpu.block_index import (
     Visit,
     Walk,
     block_kinds,
-    check_number,
     unpack,
     with_nonfinite,
 )
 from ring_jax_tpu.block_sizes import (
     LANES,
+    WINDOWED_SPAN,
     Blocks,
     Generation,
     Shape,
     choose_blocks,
     generation_of,
-    part_sizes,
     span_of,
 )
 from ring_jax_tpu.scores import Constants, ScalarOperands, Tile, TokenOperands
@@ -59,29 +57,6 @@ class GridPoint(NamedTuple):
     batch: Any
     head: Any
     visit: Visit
-
-
-def fitting_blocks(
-    direction: Direction, config: KernelConfig, mask: Mask, shape: Shape, lengths: tuple[int, int],
-    lists: int, generation: Generation,
-) -> Blocks:  # fmt: skip
-    """Choose the blocks of a launch.
-
-    Args:
-        direction: Forward or backward.
-        config: Sizes that the call asks for.
-        mask: The mask, for the number of keys that a query sees.
-        shape: Properties of the call that the need of memory depends on.
-        lengths: Numbers of queries and keys.
-        lists: Number of lists of blocks, see :func:`check_number`.
-        generation: The TPU generation.
-
-    Raises:
-        UnsupportedError: The blocks do not fit on chip, or are too many.
-    """
-    blocks = choose_blocks(config, direction, shape, *lengths, span_of(mask), generation)
-    check_number(lists, blocks)
-    return blocks
 
 
 @dataclass(frozen=True)
@@ -118,12 +93,12 @@ class Launch:
             head_dim, dims - head_dim, rows.q.dtype.itemsize, rows.bias is not None,
             rows.seed is not None,
         )  # fmt: skip
-        mask, generation = call.plan.mask, generation_of(rows.q)
+        generation = generation_of(rows.q)
         mask_by_row = call.bias_masks and rows.bias is not None and rows.bias.shape[0] > 1
         lists = batch if rows.ids is not None or mask_by_row else 1
-        blocks = fitting_blocks(
-            direction, call.config, mask, shape, (q_len, k_len), lists, generation
-        )
+        span = span_of(call.plan.mask)
+        part = generation.windowed_part if span < WINDOWED_SPAN else generation.part
+        blocks = choose_blocks(call.config, direction, shape, q_len, k_len, span, generation, lists)
         kinds = block_kinds(rows, columns, work, blocks)
         if call.bias_masks and rows.bias is not None:
             kinds = jnp.where(shown_in_blocks(rows.bias, blocks.q, blocks.k), kinds, EMPTY)
@@ -131,7 +106,7 @@ class Launch:
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
             call, heads, heads // kv_heads, dims - head_dim, blocks.q, blocks.k,
-            bounds.shape[0], heads if by_batch else 0, part_sizes(span_of(mask), generation),
+            bounds.shape[0], heads if by_batch else 0, part,
             generation.prefetches_scores,
         )  # fmt: skip
         slopes = None if rows.slopes is None else rows.slopes.astype(jnp.float32).reshape(-1)

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ring_core import UnsupportedError
 from ring_jax import tripwire
-from ring_jax.bias_shift import unshifted, with_bias_shift
+from ring_jax.bias_shift import with_bias_shift
 from ring_jax.rank_view import is_padding
 from ring_jax.records import (
     Array,
@@ -71,9 +71,9 @@ def _attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
 def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved]:
     """Run the strategy's forward, add sinks, cast to the inputs' dtype, and check if asked to."""
     inputs = with_bias_shift(call, inputs)
-    if inputs.bias_shift is not None:
+    if (shift := inputs.bias_shift) is not None:
         # lse is saved less the shift, so a policy that saves the one must save the other.
-        shift = checkpoint_name(inputs.bias_shift, RESIDUALS[1])
+        shift = checkpoint_name(shift, RESIDUALS[1])
         inputs = inputs._replace(bias_shift=shift)
     strategy, x, checked_call, start_time = STRATEGIES[call.strategy], inputs, None, None
     if call.check_every and x.q.size:
@@ -95,7 +95,8 @@ def _forward(call: CallSpec, inputs: Inputs) -> tuple[tuple[Array, Array], Saved
         tripwire.check_forward(checked_call, call, inputs, out, lse)
         tripwire.check_rate(checked_call, call, inputs, "forward", start_time, out, lse)
     last = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS[2]), last)
-    return (out, unshifted(lse, inputs.bias_shift)), Saved(inputs, out, lse, last)
+    # The user's lse is that of scores with the shift added back; -inf stays.
+    return (out, lse if shift is None else lse + shift), Saved(inputs, out, lse, last)
 
 
 def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> tuple[Inputs]:
@@ -176,15 +177,16 @@ def _refuse(*_: Any, direction: Direction) -> Any:
     )
 
 
-def _refusal_transpose(gradient: Array, _: Array, *, direction: Direction) -> list[Array]:
-    """Pass a gradient through: reverse mode of a forward is the one derivative there is."""
-    return [gradient] if direction == "forward" else _refuse(direction=direction)
-
-
 refusal_p.def_impl(_refuse)
 refusal_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(refusal_p, mlir.lower_fun(_refuse, multiple_results=False))
-ad.deflinear2(refusal_p, _refusal_transpose)
+# Reverse mode of a forward is the one derivative there is: it passes the gradient through.
+ad.deflinear2(
+    refusal_p,
+    lambda gradient, _, *, direction: (
+        [gradient] if direction == "forward" else _refuse(direction=direction)
+    ),
+)
 # Only forward mode makes a batch of tangents.
 batching.primitive_batchers[refusal_p] = _refuse
 

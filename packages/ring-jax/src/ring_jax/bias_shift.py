@@ -36,11 +36,6 @@ def with_bias_shift(call: CallSpec, x: Inputs) -> Inputs:
     )
 
 
-def unshifted(lse: Array, shift: Array | None) -> Array:
-    """Add the shift back to ``lse``, which is then that of the user's scores; ``-inf`` stays."""
-    return lse if shift is None else lse + shift
-
-
 def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
     """Return the largest finite bias among the keys that each row sees, 0 where there is none.
 

@@ -44,13 +44,6 @@ def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
     return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
 
 
-def _permute_transpose(
-    gradient: Array, _: Array, *, layout: Layout, dim: int, inverse: bool
-) -> list[Array]:
-    """Move gradients back, by the inverse permutation."""
-    return [permute(gradient, layout, dim, inverse=not inverse)]
-
-
 def _permute_batched(
     args: tuple[Array], dims: tuple[int], *, layout: Layout, dim: int, inverse: bool
 ) -> tuple[Array, int]:
@@ -62,7 +55,13 @@ def _permute_batched(
 permute_p.def_impl(_permute)
 permute_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(permute_p, mlir.lower_fun(_permute, multiple_results=False))
-ad.deflinear2(permute_p, _permute_transpose)
+# Gradients go back by the inverse permutation.
+ad.deflinear2(
+    permute_p,
+    lambda gradient, _, *, inverse, **params: [
+        permute_p.bind(gradient, inverse=not inverse, **params)
+    ],
+)
 batching.primitive_batchers[permute_p] = _permute_batched
 
 

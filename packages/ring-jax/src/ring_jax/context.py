@@ -1,4 +1,7 @@
-"""Attention of global arrays: :class:`ContextParallel`, which owns their mesh and layout."""
+"""Sequences split along an axis of a mesh: :class:`ContextParallel`, for global arrays.
+
+It puts tokens in order and shards them, moves rows for layers beside attention, and attends.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ _IN_VMAP = (
     "Instead: use the batch dimension of q, k and v, with batch_axis=...; or call "
     "ring_jax.ring_attention here, inside jax.shard_map"
 )
-#: What JAX says of it, by the kind of mesh, the strategy and the kernels.
+#: Parts of the errors that JAX raises under such a vmap, which differ by mesh, strategy and kernel.
 _VMAP_ERRORS = (
     "should be of type `Manual`", "requires varying manual axes to match", "unbound axis name",
     "to be a subset of mesh.axis_names", "ManualAxisType(",
@@ -181,6 +184,7 @@ class ContextParallel:
             ValueError: ``x`` has no such dimension, or one that the layout cannot divide, or not
                 that of ``seq_len`` tokens.
         """
+        self._check_not_in_shard_map()
         dim = movement.check_dim(x, dim)
         whole = self._moved(x, dim, whole=True)
         if seq_len is None:
@@ -461,7 +465,7 @@ class ContextParallel:
         """
         axes = frozenset(self.mesh.axis_names)
         only_xla = all(isinstance(kernel, XlaKernel | AbsentKernel) for kernel in call.kernels)
-        if AxisType.Explicit in self.mesh.axis_types or not only_xla:
+        if self._is_explicit or not only_xla:
             return axes
         named = {*names_of(self.axis_name, batch, heads)}
         return frozenset(name for name in axes if name in named or self.mesh.shape[name] == 1)
@@ -571,8 +575,6 @@ class ContextParallel:
 
     def _moved(self, x: Array, dim: int, *, whole: bool) -> Array:
         """Shard a dimension in layout order, or with ``whole`` gather it in natural order."""
-        self._check_not_in_shard_map()
-        movement.check_dim(x, dim)
         layout = self.layout_of(x.shape[dim])
         if layout.name != "contiguous":
             # The permutation crosses shards, so it is of the gathered dimension.

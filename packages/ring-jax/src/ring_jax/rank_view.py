@@ -9,7 +9,6 @@ the program's tables, and the first position of each run of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, cast
@@ -94,7 +93,11 @@ class RankTable(NamedTuple):
     def of(cls, table: Table) -> RankTable:
         """Compress a table ``[P, ..., C]``."""
         ranks, width = len(table), table.shape[-1]
-        rows, numbers = _distinct(table.reshape(-1, width))
+        rows = np.ascontiguousarray(table.reshape(-1, width))
+        # Rows are compared as strings of bytes, which is faster than column by column.
+        packed = rows.view(np.dtype((np.void, rows.dtype.itemsize * width)))[:, 0]
+        _, first, numbers = np.unique(packed, return_index=True, return_inverse=True)
+        rows = rows[first]
         by_rank = np.moveaxis(numbers.reshape(table.shape[:-1]), 0, -1)  # [..., P]
         begins = np.ones(by_rank.shape, dtype=bool)
         begins[..., 1:] = by_rank[..., 1:] != by_rank[..., :-1]
@@ -112,31 +115,19 @@ class RankTable(NamedTuple):
         """Bytes of the constants that a program holds for it."""
         return sum(x.nbytes for x in self if x is not None)
 
-    def numbers_of(self, rank: Array) -> Array:
-        """Return the numbers of a rank's rows, int32 ``[...]``."""
-        numbers = jnp.asarray(self.numbers)
-        if self.starts is None:
-            return numbers[..., rank]
-        last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
-        return jnp.take_along_axis(numbers, last, axis=-1)[..., 0]
-
     def rows_of(self, rank: Array) -> tuple[Array, Array]:
         """Return a rank's rows, int32 ``[..., C]``, and their numbers, int32 ``[...]``."""
         if self.starts is None and self.numbers.shape[-1] == 1:  # one rank: nothing to look up
             numbers = self.numbers[..., 0]
             return jnp.asarray(self.rows[numbers]), jnp.asarray(numbers)
-        numbers_of_rank = self.numbers_of(rank)
+        numbers_of_rank = jnp.asarray(self.numbers)
+        if self.starts is None:
+            numbers_of_rank = numbers_of_rank[..., rank]
+        else:
+            # The range that the rank lies in is the last one that begins at it or before.
+            last = (jnp.asarray(self.starts) <= rank).sum(axis=-1, keepdims=True) - 1
+            numbers_of_rank = jnp.take_along_axis(numbers_of_rank, last, axis=-1)[..., 0]
         return jnp.asarray(self.rows)[numbers_of_rank], numbers_of_rank
-
-
-def _distinct(rows: Table) -> tuple[Table, npt.NDArray[np.intp]]:
-    """Return the distinct rows of ``[N, C]``, and the number of each row among them."""
-    # Rows are compared as strings of bytes, which is faster than column by column.
-    packed = np.ascontiguousarray(rows).view(
-        np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))
-    )
-    _, first, numbers = np.unique(packed[:, 0], return_index=True, return_inverse=True)
-    return rows[first], numbers
 
 
 @dataclass(frozen=True)
@@ -162,8 +153,11 @@ class Launches:
     @classmethod
     def of(cls, *parts: StepTable, for_peer: bool = False) -> Launches:
         """Return the launches of parts."""
-        tables = [part.peer if for_peer else part.own for part in parts]
-        table = _stacked([x[..., _ITEM_COLUMNS] for x in tables])
+        tables = [(part.peer if for_peer else part.own)[..., _ITEM_COLUMNS] for part in parts]
+        # Parts with fewer rows than the longest get zeros, which are no items.
+        rows = max(x.shape[1] for x in tables)
+        padded = [np.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) for x in tables]
+        table = np.stack(padded, axis=1)
         compressed = RankTable.of(table) if table.size else None
         items = None
         if compressed and not for_peer and all(part.has_single_items for part in parts):
@@ -175,13 +169,6 @@ class Launches:
 
 
 _ITEM_COLUMNS = [TABLE_COLUMNS.index(name) for name in Item._fields]
-
-
-def _stacked(tables: Sequence[Table]) -> Table:
-    """Stack tables ``[P, R, C]`` as ``[P, tables, R, C]``; unused rows are zeros."""
-    rows = max(table.shape[1] for table in tables)
-    padded = [np.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) for x in tables]
-    return np.stack(padded, axis=1)
 
 
 @lru_cache(maxsize=1024)

@@ -222,12 +222,12 @@ class Item[N: (int, Array)](NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no queries; its numbers are known."""
+        """True if it has no queries, where numbers are known."""
         return bool(self.q_stop <= self.q_start)
 
     @property
     def is_full(self) -> bool:
-        """True if all of its queries see all of its keys; its numbers are known."""
+        """True if all of its queries see all of its keys, where numbers are known."""
         return (self.lo, self.hi) == (-TABLE_UNBOUNDED, TABLE_UNBOUNDED)
 
 

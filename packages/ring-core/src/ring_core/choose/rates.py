@@ -273,13 +273,12 @@ _read_rates_once = lru_cache(maxsize=8)(read)
 
 def written(rates: Rates) -> str:
     """Return a table as the text of a file, with a case in each line."""
-    lines = ",\n".join(f"  {json.dumps(_as_json(case))}" for case in rates.cases)
+    entries = []
+    for case in rates.cases:
+        kernels = {name: [times.forward, times.both] for name, times in case.kernels}
+        entries.append(asdict(case) | {"versions": dict(case.versions), "kernels": kernels})
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     return f'{{\n "schema": {SCHEMA},\n "rates": [\n{lines}\n ]\n}}\n'
-
-
-def _as_json(case: Case) -> dict[str, Any]:
-    kernels = {name: [times.forward, times.both] for name, times in case.kernels}
-    return asdict(case) | {"versions": dict(case.versions), "kernels": kernels}
 
 
 def _case(entry: Any) -> Case:

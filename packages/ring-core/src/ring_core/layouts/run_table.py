@@ -5,6 +5,7 @@ Plans of movement ask with it which rows of which rank hold the positions that a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
@@ -45,25 +46,61 @@ class RunTable(NamedTuple):
         return RunTable(rank, local, length, start, self.stride)
 
 
+class RowCopy(NamedTuple):
+    """Copies of evenly spaced rows, as slices that are read and slices that are written.
+
+    Attributes:
+        source: First row that each slice reads, int64 ``[slices]``.
+        target: First row that it writes, likewise.
+        length: Number of its rows, likewise; at least 1.
+        source_step: Distance of the rows that are read.
+        target_step: Distance of the rows that are written.
+    """
+
+    source: Ints
+    target: Ints
+    length: Ints
+    source_step: int
+    target_step: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that are copied."""
+        return int(self.length.sum())
+
+    def reversed(self) -> RowCopy:
+        """Return the copies that go the other way."""
+        return RowCopy(self.target, self.source, self.length, self.target_step, self.source_step)
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the slice that is read and the slice that is written, pair by pair."""
+        starts = zip(*(x.tolist() for x in self[:3]), strict=True)
+        for source, target, length in starts:
+            yield (
+                slice(source, source + self.source_step * (length - 1) + 1, self.source_step),
+                slice(target, target + self.target_step * (length - 1) + 1, self.target_step),
+            )
+
+    def indices(self) -> tuple[Ints, Ints]:
+        """Return the rows that are read and the rows that are written, int64 ``[rows]`` each."""
+        inside = counts_up(self.length)
+        source, target = (np.repeat(x, self.length) for x in self[:2])
+        return source + self.source_step * inside, target + self.target_step * inside
+
+
 class Overlap(NamedTuple):
     """Positions that runs ``a`` and runs ``b`` share, a slice for each pair that shares any.
 
     Attributes:
         a, b: The runs of each slice, int64 ``[slices]``.
-        local_a, local_b: Local rows of its first position.
-        length: Number of its positions.
         start: Its first position.
-        step_a, step_b: Distances of its rows.
+        copies: Its rows, from those of run ``a`` to those of run ``b``.
     """
 
     a: Ints
     b: Ints
-    local_a: Ints
-    local_b: Ints
-    length: Ints
     start: Ints
-    step_a: int
-    step_b: int
+    copies: RowCopy
 
 
 def overlap_of(a: RunTable, b: RunTable) -> Overlap:
@@ -85,11 +122,11 @@ def overlap_of(a: RunTable, b: RunTable) -> Overlap:
     length = (np.minimum(a.last[i], b.last[j]) - start) // step + 1
     hit = (distance % divisor == 0) & (length > 0)
     i, j, start, length = i[hit], j[hit], start[hit], length[hit]
-    return Overlap(
-        i, j, a.local[i] + (start - a.start[i]) // a.stride,
-        b.local[j] + (start - b.start[j]) // b.stride,
-        length, start, step // a.stride, step // b.stride,
-    )  # fmt: skip
+    local_a, local_b = (
+        runs.local[n] + (start - runs.start[n]) // runs.stride for runs, n in ((a, i), (b, j))
+    )
+    copies = RowCopy(local_a, local_b, length, step // a.stride, step // b.stride)
+    return Overlap(i, j, start, copies)
 
 
 def runs_of(layout: Layout) -> RunTable:

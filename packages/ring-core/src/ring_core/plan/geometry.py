@@ -7,7 +7,7 @@ pairs together, so that a plan for a thousand ranks costs a thousand numpy calls
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,22 +36,30 @@ class RectangleTable(NamedTuple):
     doc_stop: Ints
 
 
-@dataclass(frozen=True)
-class BandGeometry:
-    """Rectangles and counts of any mask without a predicate, worked out from bands.
+@dataclass(frozen=True, eq=False)
+class LaidOutMask:
+    """A mask over the queries of one layout and the keys of another.
 
-    :class:`ring_core.plan.tile_mask.BlockGeometry` has the same methods for predicates.
+    Attributes:
+        q_offset: Query ``i`` stands at position ``i + q_offset``: ``T_kv - T_q``.
     """
 
     mask: Mask
     q_layout: Layout
     k_layout: Layout
-    q_offset: int  # query i stands at position i + q_offset: T_kv - T_q
-    boundaries: Ints | None = field(init=False)  # ascending borders of chunks and documents
+    q_offset: int
 
-    def __post_init__(self) -> None:
-        first, last = min(0, self.q_offset), self.k_layout.seq_len
-        object.__setattr__(self, "boundaries", self.mask.boundaries(first, last))
+    @cached_property
+    def boundaries(self) -> Ints | None:
+        """Ascending borders of chunks and documents; see :meth:`ring_core.Mask.boundaries`."""
+        return self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
+
+
+class BandGeometry(LaidOutMask):
+    """Rectangles and counts of any mask without a predicate, worked out from bands.
+
+    :class:`ring_core.plan.tile_mask.BlockGeometry` has the same methods for predicates.
+    """
 
     def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
@@ -173,15 +181,8 @@ class BandGeometry:
         if not table.doc_stop.any():
             return shown
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, kv_rank)
-        return self._count_in_cells(table, shown, q_pos - q_local, k_pos - k_local)
-
-    def _count_in_cells(
-        self, table: RectangleTable, shown: Ints, q_zero: Ints, k_zero: Ints
-    ) -> Ints:
-        """Count the visible pairs of rectangles that span several cells; others keep ``shown``.
-
-        ``shown`` are the pairs inside each rectangle's band, whatever their cells.
-        """
+        q_zero, k_zero = q_pos - q_local, k_pos - k_local
+        # Some rectangles span several cells, and show pairs within one cell only.
         if self.q_layout.stride > 1:
             return np.where(table.doc_stop > 0, self._count_by_cell(table, q_zero, k_zero), shown)
         first, last = table.doc_start, np.maximum(table.doc_stop - 1, 0)

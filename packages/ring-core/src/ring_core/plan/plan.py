@@ -319,10 +319,14 @@ class Plan:
         return hashlib.blake2b(b"|".join(parts), digest_size=8).digest()
 
     def work_items(
-        self, rows: RectangleTable, pair: int, q_rank: int, kv_rank: int
+        self, rectangles: RectangleTable, pair: int, q_rank: int, kv_rank: int
     ) -> tuple[WorkItem, ...]:
-        """Return the rectangles ``rows[pair]`` of two ranks as work items, without empty ones."""
-        table = zip(*(x[pair].tolist() for x in (*rows.rect, *rows[1:])), strict=True)
+        """Return the rectangles of entry ``pair``, those of two ranks, as work items.
+
+        Empty ones are left out.
+        """
+        columns = (*rectangles.rect, *rectangles[1:])
+        table = zip(*(x[pair].tolist() for x in columns), strict=True)
         return tuple(self._work_item(q_rank, kv_rank, row) for row in table if row[1] > row[0])
 
     def _work_item(self, q_rank: int, kv_rank: int, row: Sequence[int]) -> WorkItem:

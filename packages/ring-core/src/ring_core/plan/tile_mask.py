@@ -17,8 +17,7 @@ import numpy.typing as npt
 from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, Bools, Ints, not_none
 from ring_core.layouts.layout import Layout
 from ring_core.masks.band import UNBOUNDED, Rectangles
-from ring_core.masks.mask import Mask
-from ring_core.plan.geometry import BandGeometry, RectangleTable
+from ring_core.plan.geometry import BandGeometry, LaidOutMask, RectangleTable
 
 MAX_PAIRS = 1 << 34
 MAX_TILE_BYTES = 64 << 20
@@ -26,12 +25,10 @@ _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class BlockGeometry:
+class BlockGeometry(LaidOutMask):
     """Tiles, rectangles and counts of a mask with a predicate, evaluated on all pairs of tokens.
 
     Attributes:
-        q_offset: Query ``i`` stands at position ``i + q_offset``: ``T_kv - T_q``.
-        boundaries: Borders of chunks and documents as :meth:`ring_core.Mask.boundaries` gives them.
         kinds: ``kinds[q_rank, kv_rank, a, b]`` is ``EMPTY``, ``PARTIAL`` or ``FULL``, for the tile
             that begins at local query row ``TILE * a`` and local key column ``TILE * b``.
         pairs: Visible pairs of each tile, of the same shape.
@@ -40,11 +37,6 @@ class BlockGeometry:
         ValueError: More than ``2 ** 34`` pairs, or a predicate that fails or returns no booleans.
     """
 
-    mask: Mask
-    q_layout: Layout
-    k_layout: Layout
-    q_offset: int
-    boundaries: Ints | None = field(init=False)
     kinds: npt.NDArray[np.uint8] = field(init=False)
     pairs: npt.NDArray[np.int32] = field(init=False)
 
@@ -56,13 +48,9 @@ class BlockGeometry:
                 f"{total} pairs to classify, more than {MAX_PAIRS}; use causal, window, chunk_size "
                 f"or cu_seqlens, which need no classification, or a shorter sequence"
             )
-        store = object.__setattr__  # the dataclass is frozen
-        store(
-            self, "boundaries", self.mask.boundaries(min(0, self.q_offset), self.k_layout.seq_len)
-        )
         self._check_predicate()
         for name, tiles in zip(("kinds", "pairs"), self._kinds_and_pairs(), strict=True):
-            store(self, name, tiles)
+            object.__setattr__(self, name, tiles)  # the dataclass is frozen
 
     def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None

@@ -207,7 +207,7 @@ def timings(
     work_fraction: float,
     seconds: float,
 ) -> tuple[Timing, Timing]:
-    """Time all three in turns, with progress on stderr.
+    """Time one device, a ring and a checked ring in turns, with progress on stderr.
 
     The first round warms up and is not counted. At least three follow, then as many as ``seconds``
     allow, at most twenty in all.

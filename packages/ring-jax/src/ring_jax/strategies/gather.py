@@ -40,7 +40,7 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
         and where the backward gathers them again).
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
+    remote_part, own_part = _parts(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     # The K/V of all ranks are in flight ...
     gathering = None if remote_part is None else _gather_all(runner, own)
@@ -71,7 +71,7 @@ def _gather_backward(
     come first, so that the sums of their gradients travel beside the own block.
     """
     runner = StepRunner.of(call, x)
-    remote_part, own_part = _remote_part(call.program), _own_part(call.program)
+    remote_part, own_part = _parts(call.program)
     q, own = to_bhtd(x.q), own_message(x)
     if remote_part is not None and gathered is None:
         gathered = _gather_all(runner, own)
@@ -110,22 +110,19 @@ def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
     return KVPayload(runner.ranks.gather(own.kv, _KV_TOKEN_DIM), ids)
 
 
-def _remote_part(program: RingProgram) -> Launches | None:
-    """Return the launch over all gathered keys; ``None`` if no query sees another rank's keys."""
-    part = remote_table(program)
-    return None if part is None else Launches.of(part)
+def _parts(program: RingProgram) -> tuple[Launches | None, Launches | None]:
+    """Return the launch over all gathered keys, and that over a rank's own ones.
 
-
-def _own_part(program: RingProgram) -> Launches | None:
-    """Return the launch over a rank's own keys; ``None`` if no rank sees any of them."""
-    steps = (n for n, step in enumerate(program.steps) if step.shift == 0)
-    return next((Launches.of(step_table(program, n)) for n in steps), None)
+    ``None`` where no query sees another rank's keys, or no rank any of its own.
+    """
+    remote = remote_table(program)
+    own = [step_table(program, n) for n, step in enumerate(program.steps) if step.shift == 0]
+    return None if remote is None else Launches.of(remote), Launches.of(*own) if own else None
 
 
 def _launches(program: RingProgram) -> list[Launches]:
     """Return the launches of both passes."""
-    parts = (_remote_part(program), _own_part(program))
-    return [part for part in parts if part is not None] * 2
+    return [part for part in _parts(program) if part is not None] * 2
 
 
 def _refusals(program: RingProgram) -> list[str]:

@@ -52,11 +52,6 @@ class Run:
         """Distance that K/V travel beside each stage."""
         return self.stages[0].kv_hop
 
-    @property
-    def offloads(self) -> bool:
-        """True if ranks help others in it."""
-        return self.stages[0].offloads
-
 
 _SHORTEST_LOOP = 4  # stages: a loop of fewer is no smaller than they are
 

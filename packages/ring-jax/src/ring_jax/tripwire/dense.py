@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ring_core import Mask
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.dropout import dropout_keep
-from ring_jax.records import Array
+from ring_jax.records import Array, CallSpec
 from ring_jax.search import searchsorted
 
 _BLOCK = 1024  # keys, or queries, that are processed at a time
@@ -66,16 +65,11 @@ def plain_precision(dtype: str) -> Precision:
 class Rule(NamedTuple):
     """The options that all scores of a batch row share."""
 
-    mask: Mask
-    scale: float
-    softcap: float | None
-    dropout_p: float
+    call: CallSpec
     slopes: Array | None  # ALiBi's, [H]
     seed: Array | None  # uint32 [2]
     batch: Array  # global index of the batch row
     head: Array  # global index of the first head
-    seq_len: int  # queries, over all ranks; those behind are padding
-    kv_seq_len: int  # keys, likewise
 
 
 class SampledQueries(NamedTuple):
@@ -177,7 +171,7 @@ def key_sums(
         safe = jnp.where(rows_lse == -jnp.inf, jnp.inf, rows_lse)
         p = jnp.where(scores.visible, jnp.exp(scores.x - safe), 0.0)
         dp = _by_pair(dout, v) * scores.keep
-        ds = p * (dp - rows_delta) * scores.slope * rule.scale
+        ds = p * (dp - rows_delta) * scores.slope * rule.call.scale
         sums = precision.products(_by_key, [(ds, q), (p * scores.keep, dout)])
         return jnp.concatenate([*sums, p.sum(axis=(1, 2)).T[..., None]], axis=-1)
 
@@ -210,33 +204,40 @@ def _scores(
     q, _, k, _ = _zero_hidden(visible, queries, keys, wide)
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]
-    x = _by_pair(q, k) * rule.scale
+    x = _by_pair(q, k) * rule.call.scale
     slope: Array | float = 1.0
     keep: Array | float = 1.0
-    if rule.softcap is not None:
-        squashed = jnp.tanh(x / rule.softcap)
-        x, slope = squashed * rule.softcap, 1 - squashed * squashed
+    if rule.call.softcap is not None:
+        squashed = jnp.tanh(x / rule.call.softcap)
+        x, slope = squashed * rule.call.softcap, 1 - squashed * squashed
     x = x if bias is None else x + bias
     if rule.slopes is not None:
         distance = jnp.abs(queries.position[:, None] - keys.position).astype(wide)
         x = x - rule.slopes.astype(wide).reshape(kv_heads, -1, 1, 1) * distance
-    if rule.dropout_p > 0:
+    if rule.call.dropout_p > 0:
         assert rule.seed is not None
         head = (rule.head + jnp.arange(heads, dtype=jnp.int32)).reshape(kv_heads, -1, 1, 1)
         is_kept = dropout_keep(
-            rule.dropout_p, rule.seed, rule.batch, head, queries.indices[:, None], keys.position
+            rule.call.dropout_p,
+            rule.seed,
+            rule.batch,
+            head,
+            queries.indices[:, None],
+            keys.position,
         )
-        keep = is_kept.astype(wide) / (1 - rule.dropout_p)
+        keep = is_kept.astype(wide) / (1 - rule.call.dropout_p)
     return _DenseScores(x, slope, jnp.broadcast_to(visible, x.shape), keep)
 
 
 def _visible_pairs(rule: Rule, queries: SampledQueries, keys: SampledKeys) -> Array:
     """Return which keys queries see by the mask's rule, documents and segments, bool ``[n, m]``."""
-    q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.mask
+    q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.call.plan.mask
     visible = jnp.broadcast_to(
         jnp.asarray(mask.rule(q_pos, k_pos), bool), (len(queries.position), len(keys.position))
     )
-    visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
+    # Padding, which stands behind all tokens, neither sees nor is seen.
+    plan = rule.call.plan
+    visible = visible & (queries.indices < plan.seq_len)[:, None] & (k_pos < plan.kv_seq_len)
     if mask.document_offsets is not None:
         offsets = jnp.asarray(mask.document_offsets.astype(np.int32))
         q_doc, k_doc = (

@@ -127,10 +127,7 @@ class _Sample(NamedTuple):
         batch = (number % jnp.uint32(x.q.shape[0])).astype(jnp.int32)
         slopes = None if x.slopes is None else x.slopes[batch % len(x.slopes)]
         offsets = jnp.zeros(2, jnp.int32) if x.offsets is None else x.offsets
-        rule = Rule(
-            call.plan.mask, call.scale, call.softcap, call.dropout_p, slopes, x.seed,
-            batch + offsets[0], offsets[1], call.plan.seq_len, call.plan.kv_seq_len,
-        )  # fmt: skip
+        rule = Rule(call, slopes, x.seed, batch + offsets[0], offsets[1])
         return cls(call, x, number, batch, rule)
 
     @property

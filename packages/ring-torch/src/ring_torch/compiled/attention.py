@@ -166,7 +166,7 @@ class _StaticCall(NamedTuple):
         return ranks_named(self.group)
 
     def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
-        """Return the options with their tensors and numbers; zeros for unknown numbers."""
+        """Return the options with their tensors and numbers; 0 for each number without any."""
         options = CallOptions(*[from_json(x, tensors, numbers) for x in self.fields])
         halves: Any = options.dropout_seed
         if isinstance(halves, tuple):

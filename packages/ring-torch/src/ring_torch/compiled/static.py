@@ -85,7 +85,11 @@ def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:
 
 
 def from_json(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
-    """Return a written value with its tensors and numbers; zeros for unknown numbers."""
+    """Return the value that :func:`to_json` has written; the reverse of it.
+
+    ``numbers`` are ``None`` while a graph is traced, where they are not known: each integer that
+    was put in that list is read as 0.
+    """
     if isinstance(x, list):
         return tuple([from_json(y, tensors, numbers) for y in x])
     if not isinstance(x, dict):

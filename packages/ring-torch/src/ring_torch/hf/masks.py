@@ -41,8 +41,8 @@ class LayerMask(AnyDevice):
         causal: True if a token attends only to itself and earlier tokens.
         window: Numbers of keys to the left and right that a token attends to besides its own;
             ``None`` for no limit.
-        chunk_size: Length of the chunks to which attention is confined (Llama 4); ``None`` for
-            none.
+        chunk_size: Length of the chunks to which attention is confined; ``None`` for none. Only
+            layers of Llama 4 have it, whose masks :mod:`ring_torch.hf.wiring` makes.
         keys: The batch whose tokens are the keys in cross attention; ``None`` in self-attention.
     """
 
@@ -201,7 +201,7 @@ def sharded(attention_mask: object) -> ShardedMask:
 
 
 def _pattern(mask_function: MaskFunction, size: int | None) -> tuple[bool, tuple[int, int] | None]:
-    """Return ``causal`` and ``window`` of a mask function of transformers.
+    """Return ``causal`` and ``window`` of a mask function of transformers; chunks are refused.
 
     transformers passes a closure without a name. The known closures are built again and compared
     with it: two closures are equal if they have the same code and equal enclosed values.

@@ -240,7 +240,7 @@ class HFAttention:
 
 
 def _layer_mask(attention_mask: object) -> LayerMask:
-    """Return a layer's mask if :func:`ring_mask` made it; raise an error for any other mask."""
+    """Return a layer's mask if it is a :class:`LayerMask`; raise an error for any other mask."""
     if isinstance(attention_mask, LayerMask):
         return attention_mask
     if isinstance(attention_mask, Tensor):

@@ -1,10 +1,10 @@
-"""Caches of prepared launches, kept by what a launch depends on of its tensors."""
+"""Caches of prepared launches, by the strides and the alignment of their tensors."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-_MOST = 16  # kinds of tensors for which a cache keeps launches
+_MOST = 16  # keys of a cache
 
 
 def tensors_key(*tensors: Tensor | None) -> object:

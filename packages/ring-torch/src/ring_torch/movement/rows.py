@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ring_core import Layout, LayoutSpec, WrongResultError
 from ring_core.checks import padded_layout
-from ring_core.movement import Movement, RowCopy, halo, offsets_of_documents, relayout, shift
+from ring_core.layouts.run_table import RowCopy
+from ring_core.movement import Movement, halo, offsets_of_documents, relayout, shift
 from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.watch import Watch, shared_findings
 from ring_torch.comm.ranks import Ranks

@@ -110,7 +110,7 @@ class _ModuleRunner(Runner):
             self.state.computes = before
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward, and return a random weighting of its outputs to differentiate."""
+        """Run a forward; return no loss, and a random weighting of its outputs to differentiate."""
         backend = sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext()
         with backend:
             output = self.model(**(self.split if attention is None else self.whole))

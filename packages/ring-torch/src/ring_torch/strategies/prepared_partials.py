@@ -201,6 +201,7 @@ def _joins(
         return join.merge, join.sum
 
     def merge(partials: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Merge partial results, each of some rows, into the first, which has all rows."""
         (out, lse), *others = partials
         into = AttentionState(out.to(torch.promote_types(out.dtype, lse.dtype)), lse)
         mark_infinities(lse)
@@ -213,6 +214,7 @@ def _joins(
         out.copy_(into.out)
 
     def add(partials: Sequence[Tensor]) -> None:
+        """Add partial dQ, each of some rows, to the first, which has all rows."""
         dq, *others = partials
         # Sums are wider than what the launches have rounded; dQ over own keys is added last.
         total = torch.zeros_like(dq, dtype=torch.promote_types(dq.dtype, torch.float32))

@@ -282,7 +282,7 @@ def _check_options(
     cp: object, weight: object, classes: int, ignore_index: object, reduction: object,
     label_smoothing: Any, count: object,
 ) -> None:  # fmt: skip
-    """Check what both losses take."""
+    """Check the options that both losses have in common."""
     check_context(cp)
     if reduction == "none":
         raise UnsupportedError(

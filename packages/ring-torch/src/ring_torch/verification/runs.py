@@ -67,7 +67,7 @@ class Runner(ABC):
 
     @abstractmethod
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward; return the model's own loss, if it has one, and what to differentiate.
+        """Run a forward; return the model's own loss, if any, and the scalar to differentiate.
 
         Args:
             attention: Attention of a whole run; ``None`` for a split one.

@@ -204,7 +204,7 @@ class Recorder:
 
     @untraced
     def _leave(self, name: str, module: nn.Module, _args: object, output: Any) -> Any:
-        """Record a module's output after its forward and every other hook."""
+        """Record a module's output after every other hook, and return it, perturbed if asked to."""
         if self._perturbs and isinstance(output, Tensor) and not [*module.children()]:
             output = _perturbed(output)
         self._add("returned", name, dict(tensors_in(output)))
