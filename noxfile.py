@@ -400,9 +400,16 @@ def bench_options(session: nox.Session) -> None:
 
 @nox.session(python="3.12", default=False)
 def bench_jax_gpu(session: nox.Session) -> None:
-    """Time the Triton kernels beside cuDNN in JAX on this machine's GPUs; arguments go to it."""
+    """Time the Triton kernels beside cuDNN in JAX on one GPU; arguments go to it."""
     install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
     session.run("python", "-m", "benchmarks.jax.scaling", *session.posargs)
+
+
+@nox.session(python="3.12", default=False)
+def bench_jax_gpus(session: nox.Session) -> None:
+    """Time attention over several GPUs in JAX, beside plain JAX; arguments go to it."""
+    install(session, ["ring-core", "ring-jax", "ring-jax-gpu[cuda13]"], [], *CONSTRAINED)
+    session.run("python", "-m", "benchmarks.jax.several", *session.posargs)
 
 
 @nox.session(python="3.12", default=False)

@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     names = [setting.name for setting in JAX_SETTINGS]
     arguments = parser_of(__doc__, json_path=Path("out/bench_jax_gpus.json"))
-    arguments.add_argument("--gpus", type=int, default=len(jax.devices()))
+    arguments.add_argument("--gpus", type=int, help="how many; by default all")
     arguments.add_argument("--settings", nargs="+", choices=names, default=names)
     arguments.add_argument("--methods", nargs="+", choices=METHODS, default=list(DEFAULT))
     arguments.add_argument("--program", type=int, nargs="+", metavar="LAYERS", default=[])
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         return show(options.table)
     if options.xla_flags:
         ring_jax_gpu.set_xla_flags()
-    report, mesh = Report(options.json, environment), mesh_of(options.gpus)
+    report, mesh = Report(options.json, environment), mesh_of(options.gpus or len(jax.devices()))
     if options.json.exists():
         report.rows = rows_of(options.json)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)

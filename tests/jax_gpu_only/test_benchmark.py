@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, pairs_of, windowed
-from benchmarks.jax import scaling
-from benchmarks.jax.columns import COLUMNS, Column, cudnn, exact, layered, ours
-from benchmarks.jax.methods import RIVALS, mesh_of, ours as over_gpus
+from benchmarks.common.cases import CAUSAL, DIM, FULL, HEADS, Setting, pairs_of, windowed
+from benchmarks.common.tables import table
+from benchmarks.jax import methods, scaling, several
+from benchmarks.jax.columns import COLUMNS, Column, both, cudnn, exact, layered, ours, random_arrays
+from benchmarks.jax.methods import RIVALS, in_order, mesh_of, ours as over_gpus, sharding_of
 from benchmarks.jax.profile import (
     Operation,
     operations_of,
@@ -25,6 +29,7 @@ from benchmarks.jax.profile import (
     total,
     united,
 )
+from ring_jax_gpu import fmha
 
 #: Two GPUs; times in picoseconds. On the first, attention from 10 to 50 ns and from 70 to 90, a
 #: kernel of NCCL from 40 to 80, a cast from 95 to 100: 20 ns of transfer beside nothing, 5 idle.
@@ -132,6 +137,9 @@ def test_pairs() -> None:
     assert scaling.teraflops(CAUSAL, 64) == flops / 1e12
 
 
+SHAPES = [(1, 128, heads, 16) for heads in (4, 2, 2, 4)]
+
+
 @pytest.mark.nightly(
     unless=[
         "xla-all-gather-2",
@@ -144,20 +152,77 @@ def test_pairs() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["all-gather", "two-stage", "zigzag"])
 @pytest.mark.parametrize("implementation", ["xla", "auto"])
-def test_ways_in_plain_jax(name: str, implementation: Any, size: int, small: Any) -> None:
-    mesh = mesh_of(size)
-    assert small.largest_error(mesh, RIVALS[name](mesh, implementation)) < 0.02
+def test_ways_in_plain_jax(name: str, implementation: Any, size: int) -> None:
+    mesh, (*qkv, _) = mesh_of(size), random_arrays(SHAPES, 2)
+    method = RIVALS[name](mesh, CAUSAL, 128, implementation=implementation)
+    order = in_order(method.layout, 128, size)
+    out = jax.jit(method.attend)(*(jax.device_put(x[:, order], sharding_of(mesh)) for x in qkv))
+    expected = exact(*(x.astype("float32") for x in qkv), mask=CAUSAL)[:, order]
+    assert np.abs(np.asarray(out, "float32") - np.asarray(expected)).max() < 0.02
+
+
+def test_gradients_of_cudnns_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward takes none: it is in the output that the backward gets."""
+    q, k, v, dout = (x.astype("float32") for x in random_arrays([(1, 16, 2, 8)] * 4, 0))
+
+    def forward(pattern: Any, q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k) * pattern.scale
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return jnp.einsum("bhij,bjhd->bihd", jnp.exp(scores - lse[..., None]), v), lse
+
+    def backward(pattern: Any, q: Any, k: Any, v: Any, lse: Any, out: Any, dout: Any) -> Any:
+        p = jnp.exp(jnp.einsum("bihd,bjhd->bhij", q, k) * pattern.scale - lse[..., None])
+        dp = jnp.einsum("bihd,bjhd->bhij", dout, v)
+        ds = p * (dp - (dout * out).sum(-1).swapaxes(1, 2)[..., None]) * pattern.scale
+        pairs = (
+            ("bhij,bjhd->bihd", ds, k),
+            ("bhij,bihd->bjhd", ds, q),
+            ("bhij,bihd->bjhd", p, dout),
+        )
+        return tuple(jnp.einsum(*x) for x in pairs)
+
+    monkeypatch.setattr(fmha, "call_forward", forward)
+    monkeypatch.setattr(fmha, "call_backward", backward)
+    pattern = fmha.Pattern(0.3, causal=False, window=None)
+
+    def loss(attend: Any, *qkv: Any) -> Any:
+        out, lse = attend(pattern, *qkv)
+        return (out * dout).sum() + jnp.sin(lse).sum()
+
+    def plain(*args: Any) -> Any:
+        out, lse = forward(*args)
+        return out, lse.swapaxes(1, 2)
+
+    actual, expected = (jax.grad(loss, (1, 2, 3))(x, q, k, v) for x in (methods._of_cudnn, plain))
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_gathered_keys_are_kept_or_gathered_again() -> None:
+    mesh = mesh_of(2)
+    arrays = [jax.device_put(x, sharding_of(mesh)) for x in random_arrays(SHAPES, 0)]
+    counts = [
+        str(jax.jit(lambda *x, run=way: both(run, *x)).lower(*arrays).as_text()).count('all_gather"(')
+        for way in (
+            over_gpus(mesh, CAUSAL, 128, strategy="gather", saved_bytes=n, kernel="xla").attend
+            for n in (1 << 40, 0)
+        )
+    ]  # fmt: skip
+    assert counts == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["ring", "all-gather", "zigzag"])
-def test_layers(name: str, small: Any) -> None:
+def test_layers(name: str) -> None:
     """Each does all of its work, though all have the same keys."""
-    make: Any = over_gpus if name == "ring" else RIVALS[name]
-    attend = make(mesh_of(2), "xla")
-    q, k, v, _ = (small._split(mesh_of(2), x) for x in small.inputs(128, seed=0))
+    mesh = mesh_of(2)
+    method = (
+        over_gpus(mesh, CAUSAL, 128, kernel="xla") if name == "ring"
+        else RIVALS[name](mesh, CAUSAL, 128, implementation="xla")
+    )  # fmt: skip
+    q, k, v, _ = (jax.device_put(x, sharding_of(mesh)) for x in random_arrays(SHAPES, 0))
     # For CPUs jaxlib 0.11 takes barriers away before it merges what is equal: here they stay.
     kept = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    lowered = [jax.jit(layered(attend, n)).lower(q, k, v) for n in (1, 3)]
+    lowered = [jax.jit(layered(method.attend, n)).lower(q, k, v) for n in (1, 3)]
     once, thrice = (x.compile(compiler_options=kept) for x in lowered)
     expected = once(once(once(q, k, v), k, v), k, v)
     np.testing.assert_array_equal(np.asarray(thrice(q, k, v)), np.asarray(expected))
@@ -166,6 +231,38 @@ def test_layers(name: str, small: Any) -> None:
         for x in (once, thrice)
     ]
     assert sent[1] == 3 * sent[0] > 0
+
+
+@pytest.mark.nightly
+def test_the_whole_run_over_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On host devices, with kernels of XLA; a second run keeps the rows of the first."""
+
+    def wrong(*args: Any) -> Any:
+        method = methods.all_gather(*args, implementation="xla")
+        return replace(method, attend=lambda *x: method.attend(*x) * 2)
+
+    ways = {
+        "one": partial(methods.one, kernel="xla"), "ring": partial(over_gpus, kernel="xla"),
+        "wrong": wrong, "gather": partial(over_gpus, strategy="gather", kernel="xla"),
+    }  # fmt: skip
+    settings = [Setting(2048, 4, 2, dim=16, mask=mask) for mask in ("causal", "window")]
+    for name, value in (("METHODS", ways), ("JAX_SETTINGS", settings), ("GATE_LENGTH", 256)):
+        monkeypatch.setattr(several, name, value)
+    path = tmp_path / "figures.json"
+    arguments = ["--json", str(path), "--gpus", "2", "--threads", "2", "--methods"]
+    assert several.main([*arguments, "one", "ring"]) == 0
+    assert several.main([*arguments, *ways]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["one", "ring"] * 2 + ["wrong", "gather"] * 2
+    assert ["forward" in row for row in rows] == [True] * 4 + [False, True] * 2
+    assert {row["auto"] for row in rows if row["method"] == "ring"} == {"ring"}
+    assert "`ring` (`auto`)" in table(rows)
+    path = tmp_path / "programs.json"
+    program = ["--json", str(path), "--gpus", "2", "--program", "1", "2", "--methods", "ring"]
+    assert several.main([*program, "--settings", settings[0].name]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[1]["megabytes"]["StableHLO"] > rows[0]["megabytes"]["StableHLO"] > 0
+    assert table(rows).count("`ring`") == 2
 
 
 @pytest.mark.nightly
@@ -183,37 +280,17 @@ def test_the_whole_run(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     columns = {"triton": Column(plain), "cudnn": Column(plain), "mosaic": Column(wrong)}
     monkeypatch.setattr(small, "COLUMNS", {**columns, "ejkernel": Column(broken)})
-    ways = {"triton": (RIVALS["zigzag"], "xla")}
-    ways |= {f"{name} {kernel}": (RIVALS[name], kernel)
-             for name in RIVALS for kernel in ("xla", "cudnn")}  # fmt: skip
-    monkeypatch.setattr(small, "METHODS", ways)
     path = tmp_path / "found" / "figures.json"
-    arguments = [
-        "--lengths",
-        "128",
-        "--window-lengths",
-        "256",
-        "--gpus",
-        "2",
-        "--split-lengths",
-        "256",
-    ]
-    assert small.main([*arguments, "--layers", "2", "--profile", "--json", str(path)]) == 0
+    arguments = ["--lengths", "128", "--window-lengths", "256", "--json", str(path)]
+    assert small.main(arguments) == 0
     report = json.loads(path.read_text())
     assert set(report["errors"]) == {"causal", "full", "window 32"}
-    causal, full, window, alone, *split = report["rows"]
+    causal, full, window = report["rows"]
     for row in (causal, full, window):
         assert set(row["triton"]) == set(row["cudnn"]) == {"forward", "both"}
         assert "mosaic" not in row
-    assert (full["causal"], window["window"], alone["alone"]) == (False, 32, True)
-    names = ["triton", "all-gather xla", "two-stage xla", "zigzag xla"]
-    assert [row["method"] for row in split] == names
-    assert [row.get("layers") for row in (causal, alone, *split)] == [None, *[2] * 5]
-    assert {"forward", "both", "efficiency forward", "efficiency both"} <= set(split[0])
+    assert (full["causal"], window["window"]) == (False, 32)
     reasons = [row["reason"] for row in report["refused"]]
     assert reasons.count("ValueError: no causal") == 2
     assert sum("errors of ('out',)" in reason for reason in reasons) == 3
-    assert sum("no trace" in reason for reason in reasons) == 5
-    refused = {row["method"] for row in report["refused"] if row.get("gpus") == 2}
-    assert {"all-gather cudnn", "two-stage cudnn", "zigzag cudnn"} <= refused
     assert {COLUMNS["triton"].attend, COLUMNS["cudnn"].attend} == {ours, cudnn}

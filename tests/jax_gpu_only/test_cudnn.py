@@ -265,6 +265,16 @@ def _calls(text: str) -> list[tuple[str, str]]:
     return re.findall(r"custom_call @(__cudnn\$\w+)\(.*?: (\(.*?\) -> .*)", text)
 
 
+def test_programs_for_other_platforms_are_refused() -> None:
+    """By name, and those for several platforms, too."""
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
+    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel="cudnn"))
+    for traced in (call.trace(x), jax.jit(jax.grad(lambda q: call(q).sum())).trace(x)):
+        for platforms in (("cpu",), ("tpu",), ("cpu", "cuda")):
+            with pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"):
+                traced.lower(lowering_platforms=platforms)
+
+
 def test_lowered_for_a_gpu() -> None:
     (forward, of_forward), (backward, of_backward) = _calls(_lowered((256, 256), causal=True))
     assert (forward, backward) == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")

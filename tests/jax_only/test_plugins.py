@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import invalidate_caches
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from threading import Barrier
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.tools.doctor import Check, failed
+from ring_jax.kernels import plugins
 from ring_jax.kernels.plugins import broken_kernels, installed_kernels
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.tools import doctor
@@ -250,6 +252,25 @@ def test_a_broken_kernel_fails_the_self_test(install: Callable[..., None]) -> No
     (check,) = doctor.self_test(installed_kernels()[0])
     assert (check.name, check.passed) == ("triton", False)
     assert NOT_LOADED in check.trace
+
+
+def test_sources_without_metadata(
+    install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU gets no other kernel in their place without a word."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    install()
+    monkeypatch.setattr(plugins, "version", version)
+    (tmp_path / "ring_jax_gpu.py").write_text("raise AssertionError('imported')")
+    why = "ring-jax-gpu is on the path without its metadata"
+    with pytest.raises(UnsupportedError, match=f"kernel '(triton|cudnn)': {why}"):
+        lowered(one_device)("cuda")
+    assert lowered(one_device)("cpu") == lowered(one_device, kernel="xla")("cuda") == "xla"
+    reports = [doctor._report(kernel, "cuda") for kernel in installed_kernels()]
+    assert {x.name for x in reports if x.why.startswith(why)} == {"triton", "cudnn"}
 
 
 RUBBISH = {

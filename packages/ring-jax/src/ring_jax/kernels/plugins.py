@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import jax
@@ -117,21 +118,35 @@ def _package_of(entry: EntryPoint) -> str | None:
 
 def _load(package: str, entry: EntryPoint | None) -> tuple[Kernel, ...]:
     """Load the kernels of a package, or say why they are absent."""
-    (platform, names), version = PACKAGES[package], import_module("ring_jax").__version__
-    reason = f"needs {package} {version}, which is not installed"
+    (platform, names), needed = PACKAGES[package], import_module("ring_jax").__version__
+    reason, is_broken = f"needs {package} {needed}, which is not installed", entry is not None
     if entry is not None and entry.dist is not None:
-        reason = f"needs {package} {version}, and {entry.dist.version} is installed"
-        if entry.dist.version == version:
+        reason = f"needs {package} {needed}, and {entry.dist.version} is installed"
+        if entry.dist.version == needed:
             try:
                 return _loaded(entry, platform, names)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises
-                reason = f"{package} {version} does not load, {type(error).__name__}: {error}"
+                reason = f"{package} {needed} does not load, {type(error).__name__}: {error}"
+    elif entry is None and _is_bare(package):
+        reason, is_broken = (
+            f"{package} is on the path without its metadata, which register it",
+            True,
+        )
+    if is_broken:
         reason += (
             f". Programs for {platform} are refused. Instead: install it anew, uninstall it, or use "
             f"kernel='xla'"
         )
-    is_broken = entry is not None
     return tuple(AbsentKernel(name, platform, package, reason, is_broken) for name in names)
+
+
+def _is_bare(package: str) -> bool:
+    """Return True if a package can be imported and is not installed, as sources on a path."""
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return find_spec(package.replace("-", "_")) is not None
+    return False
 
 
 def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[Kernel, ...]:
