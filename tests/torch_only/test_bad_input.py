@@ -62,7 +62,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kernel": ({"kernel": "flash"}, "unknown kernel 'flash'; known: auto, fa4, fa3, cudnn, fa2, sdpa, triton, eager"),
     "kernel type": ({"kernel": 3}, "kernel must be a name or a KernelConfig"),
     "transport": ({"transport": "rdma"}, "unknown transport 'rdma'; known: auto, symm_mem, p2p"),
-    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, gather, ring, balanced, ulysses"),
+    "strategy": ({"strategy": "rdma"}, "unknown strategy name 'rdma'; known: auto, ulysses, gather, ring, balanced"),
     "group": ({"group": 3}, "group must be a process group"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from ring_core import (
     ring_program,
 )
 from ring_core.choose.rates import Case, Rates, Times, written
-from ring_torch import ContextParallel, kernels, prepare, ring_attention
+from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4, flash_attn
 from ring_torch.kernels.flash import FlashKernel
@@ -34,7 +35,8 @@ from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
-from ring_torch.transports import symm_buffer
+from ring_torch.strategies.ulysses import ULYSSES
+from ring_torch.transports import symm_buffer, symm_mem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CAUSAL = Mask(causal=True)
@@ -100,7 +102,9 @@ def test_a_named_strategy_never_falls_back(move: tuple[str, str], name: str) -> 
 
 @pytest.mark.parametrize("strategy", ["ring", "balanced"])
 def test_steps_are_sent_in_messages(strategy: Any) -> None:
-    with pytest.raises(UnsupportedError, match="transport='p2p' or 'auto', or strategy='gather'"):
+    with pytest.raises(
+        UnsupportedError, match="or 'auto', or strategy='ulysses' or strategy='gather'"
+    ):
         chosen((strategy, "symm_mem"), program())
     for transport in ("auto", "p2p"):
         choice = chosen((strategy, transport), ring_program(program().plan, strategy))
@@ -165,6 +169,51 @@ def test_auto_gathers_no_more_than_memory_bears(monkeypatch: pytest.MonkeyPatch)
     assert chosen(AUTO, many, GPU, size=32) == RING
     assert chosen(COPIES, many, GPU, size=32) == COPIES
     assert chosen(AUTO, halo, GPU, size=32) == COPIES
+
+
+def test_auto_trades_heads_where_that_moves_few_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where ranks can: by a kernel, over each other's memory; a bias would travel, too."""
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    reasons: list[str] = []
+    monkeypatch.setattr(symm_buffer, "symm_buffer_of", lambda _: SimpleNamespace(refusals=reasons))
+    monkeypatch.setattr(symm_mem, "has_triton", lambda: True)
+    equal = replace(BFLOAT16, q_heads=4, kv_heads=4)
+
+    def taken(request: Request = equal, move: tuple[str, str] = AUTO) -> tuple[str, str]:
+        ring = Ranks(None, 0, 4)
+        spec, way = choose_strategy(*move, ring, program(), GPU, request=request, probe=True)
+        return spec.name, way.name
+
+    traded = ("ulysses", "symm_mem")
+    assert taken() == taken(equal, ("auto", "symm_mem")) == traded
+    assert taken(replace(equal, kv_heads=1)) == taken(replace(equal, bias=True)) == COPIES
+    assert taken(equal, ("gather", "auto")) == COPIES
+    monkeypatch.setattr(symm_mem, "has_triton", lambda: False)
+    assert taken() == COPIES
+    reasons.append(REASON)
+    assert taken() == RING
+
+
+def _of_one_choice(rank: int) -> bool:
+    """True if a call that is left to ``auto`` has the bits of one that names ``ulysses``."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
+    anywhere = replace(ULYSSES, is_automatic=lambda _: True)
+    results = []
+    with patch.object(strategies, "STRATEGIES", (anywhere, *strategies.STRATEGIES[1:])):
+        for way in ("auto", "ulysses"):
+            cp = ContextParallel()
+            assert "55 % of the bytes of a gather" in cp.explain(q, k, v, causal=True, strategy=way)
+            out = cp.attention(q, k, v, causal=True, strategy=way)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_auto_runs_the_trade_that_it_chose() -> None:
+    with LocalRanks(4) as ranks:
+        assert all(ranks.run(_of_one_choice))
 
 
 def _refused_on_every_rank(_: int) -> None:

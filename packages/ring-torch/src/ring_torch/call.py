@@ -266,6 +266,10 @@ def _no_refusals(_plan: Plan, _request: Request) -> Refusals:
     return ()
 
 
+def _suits_all(_plan: Plan, _request: Request) -> bool:
+    return True
+
+
 def _is_never_automatic(_transport: Transport) -> bool:
     return False
 
@@ -289,6 +293,8 @@ class StrategySpec:
             to wait for other ranks. It raises an ``UnsupportedError`` if there are no such groups,
             on all ranks alike.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
+        suits: Returns False for a call that ``strategy="auto"`` leaves to the strategies after it,
+            which move fewer bytes; the same on all ranks.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
     """
@@ -300,6 +306,7 @@ class StrategySpec:
     splits_heads: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
     is_automatic: Callable[[Transport], bool] = _is_never_automatic
+    suits: Callable[[Plan, Request], bool] = _suits_all
     automatic_refusals: Callable[[Plan, Request], Refusals] = _no_refusals
 
     def runs_over(self, transport: Transport) -> bool:

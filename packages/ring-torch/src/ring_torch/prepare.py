@@ -286,6 +286,8 @@ def _prepare(
         request=request,
         probe=probe,
     )
+    if strategy_setting.name == "auto":
+        strategy_setting = StrategyConfig(spec.name)
     grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
     inner = None
     if grid is not None and ranks.size > 1:

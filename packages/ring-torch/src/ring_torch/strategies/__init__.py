@@ -27,7 +27,7 @@ from ring_torch.strategies.ulysses import ULYSSES
 from ring_torch.transports.api import Traffic, Transport
 
 #: The strategies of ``strategy=``: ``auto`` takes the first of its own that can do a call.
-STRATEGIES: tuple[StrategySpec, ...] = (GATHER, RING, BALANCED, ULYSSES, HYBRID)
+STRATEGIES: tuple[StrategySpec, ...] = (ULYSSES, GATHER, RING, BALANCED, HYBRID)
 
 Way = tuple[StrategySpec, Transport]  # a strategy over a transport
 
@@ -106,6 +106,8 @@ def choose_strategy(
     if ranks.size == 1:
         return next(ways(program.strategy))
     for spec, candidate in candidates:
+        if strategy == "auto" and not spec.suits(program.plan, request):
+            continue
         reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
         if not reasons and (strategy, transport) == ("auto", "auto"):
             reasons = [*spec.automatic_refusals(program.plan, request)]
@@ -169,8 +171,9 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
         return f"{lines[0]} (one rank: nothing travels)"
     if transport.refusals(ranks, call.device, False) is None:
         lines[0] += f", if {transport.asks}"
-    spec, fastest = next(ways())
-    if transport is not fastest:
+    suited = (way for way in ways() if way[0].suits(call.plan, call.request))
+    spec, fastest = next(suited)
+    if (call.strategy.name, transport) != (spec.name, fastest):
         reasons: list[str] | tuple[str, ...] = _reasons(
             spec, fastest, ranks, call.program, call.device, call.request, probe=False
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
+from ring_core.choose.trading import trades_heads
 from ring_core.programs.grid import RankGrid, legal_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart, Shapes
@@ -182,10 +183,11 @@ class Ulysses(Strategy):
         return self.inner.strategy.visible_pairs(self.inner) * heads
 
     def notes(self, call: Call) -> tuple[str, ...]:
-        """Return how heads are padded and copied, if they are."""
-        del call
-        text = self.heads.describe()
-        return (text,) if text else ()
+        """Return how heads are padded and copied, if they are, and why ``auto`` takes the trade."""
+        texts = [self.heads.describe()]
+        if self.grid.outer_size == 1 and _suits(call.plan, call.request):
+            texts.append("trading heads moves at most 55 % of the bytes of a gather")
+        return tuple(text for text in texts if text)
 
 
 class Traded(NamedTuple):
@@ -438,4 +440,15 @@ def _resolve(resolution: Resolution) -> Strategy:
     return Ulysses(not_none(resolution.inner), heads, grid)
 
 
-ULYSSES = StrategySpec("ulysses", _resolve, _refusals, splits_heads=True)
+def _suits(plan: Plan, request: Request) -> bool:
+    """Return True where a trade moves few bytes beside a gather; a bias would travel, too."""
+    return not request.bias and trades_heads(
+        plan, q_heads=request.q_heads, kv_heads=request.kv_heads
+    )
+
+
+ULYSSES = StrategySpec(
+    "ulysses", _resolve, _refusals, splits_heads=True,
+    is_automatic=lambda transport: not transport.sends_messages,  # between GPUs of one host
+    suits=_suits,
+)  # fmt: skip
