@@ -102,7 +102,7 @@ def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixt
     assert diagnosis["gpus"][0]["capability"] == [8, 0]
     assert [kernel["name"] for kernel in diagnosis["kernels"]][:2] == ["fa2", "fa4"]
     assert diagnosis["strategies"][0] == {
-        "name": "gather/symm_mem", "devices": ["cuda"], "available": True, "why": ""
+        "name": "ulysses/symm_mem", "devices": ["cuda"], "available": True, "why": ""
     }  # fmt: skip
 
 
