@@ -50,6 +50,7 @@ GATHERED = {
     "three": (3, CAUSAL),
     "most memory": (11, CAUSAL),  # (11 + 1) * 12288 bytes a token for 49152
     "most memory, heads alike": (8, {**CAUSAL, "kv_heads": 32}),
+    "window of two hops": (4, {**CAUSAL, "layout": "zigzag", "window": (99, 0)}),
     "window of all shards": (4, {**CAUSAL, "window": (3 * LOCAL, 0)}),
     "documents": (4, {**CAUSAL, "layout": "contiguous", "cu_seqlens": (0, 100, 4096)}),
     "bias": (4, {"bias": jnp.zeros((1, 1, 4 * LOCAL, 4 * LOCAL), jnp.bfloat16)}),

@@ -165,6 +165,11 @@ _RING_ON = {
     "tpu": "on TPUs XLA runs an all-gather beside no kernel, and each hop of a ring beside one",
 }
 
+#: ``auto`` does not gather more than this many times the shards of K/V that go round a ring. On
+#: four H200s, with a window of which the ring passes two shards on, gathering all three took 0.89
+#: of the ring's time forward and 0.94 with the backward.
+MOST_FETCHED = 1.5
+
 
 def _automatic_refusals(
     program: RingProgram, request: Request, devices: Devices
@@ -181,7 +186,7 @@ def _automatic_refusals(
     if shards == 1:
         return ("on two devices it launches what a ring does, and takes more memory",)
     hops = sum(stage.kv_hop is not None for stage in program.forward)
-    if hops < shards:
+    if shards > MOST_FETCHED * hops:
         return (f"it fetches {shards} shards of K/V, and {hops} go round the ring",)
     return memory_refusals(
         plan, request, itemsize=jnp.dtype(request.dtype).itemsize,
