@@ -46,3 +46,11 @@ def test_padding_changes_nothing() -> None:
 def test_what_cannot_be_gathered_is_left_to_a_ring() -> None:
     plan = make_plan(CAUSAL, seq_len=64, cp_size=4, layout="striped")
     assert not trades_heads(plan, q_heads=4, kv_heads=4)
+
+
+@pytest.mark.parametrize(("end", "trades"), [(40, False), (41, True)])
+def test_launches_span_no_more_documents_than_elsewhere(end: int, trades: bool) -> None:
+    """Or kernels that know one document a launch could not do what they do for a gather."""
+    mask = Mask(causal=True, cu_seqlens=(0, end, 64))
+    plan = make_plan(mask, seq_len=64, cp_size=8)
+    assert trades_heads(plan, q_heads=8, kv_heads=8) == trades

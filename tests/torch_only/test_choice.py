@@ -35,7 +35,8 @@ from ring_torch.kernels.triton import TritonKernel
 from ring_torch.local import LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies import choose_strategy
-from ring_torch.strategies.ulysses import ULYSSES
+from ring_torch.strategies.gather import GATHER
+from ring_torch.strategies.ulysses import ULYSSES, Ulysses
 from ring_torch.transports import symm_buffer, symm_mem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -211,9 +212,28 @@ def _of_one_choice(rank: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def _compiled_gathers(rank: int) -> bool:
+    """True if a compiled call with a window, left to ``auto``, has the bits of a gather."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 8, 4, 8, requires_grad=True) for _ in range(3))
+    anywhere = [replace(spec, is_automatic=lambda _: True) for spec in (ULYSSES, GATHER)]
+    cp, results = ContextParallel(), []
+    with (
+        patch.object(strategies, "STRATEGIES", (*anywhere, *strategies.STRATEGIES[2:])),
+        patch.object(Ulysses, "forward", None),
+    ):
+        compiled = torch.compile(cp.attention, backend="eager", fullgraph=True)
+        for call, way in ((compiled, "auto"), (cp.attention, "gather")):
+            out = call(q, k, v, causal=True, window=(3, 0), strategy=way)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_auto_runs_the_trade_that_it_chose() -> None:
+    """Where the compiler does not know what a mask hides it gathers, which leaves that out."""
     with LocalRanks(4) as ranks:
         assert all(ranks.run(_of_one_choice))
+        assert all(ranks.run(_compiled_gathers))
 
 
 def _refused_on_every_rank(_: int) -> None:

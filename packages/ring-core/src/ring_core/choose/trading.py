@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ring_core.plan.plan import Plan
+from ring_core.plan.plan import Plan, make_plan
 from ring_core.programs.gather import gather_refusals, longest_gather
+from ring_core.programs.ring import ring_program
 
 #: Ranks trade tokens for heads where that moves at most this part of the bytes of a gather: half of
 #: them, with room for padding, which a trade moves, too.
@@ -34,7 +35,9 @@ def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:
     ===================  ====  ==========================  ==========================
 
     Heads that do not divide are padded or copied in a trade, so ranks gather then, as they do
-    where the two move about as much (two ranks with as many K/V heads as query heads).
+    where the two move about as much (two ranks with as many K/V heads as query heads). They also
+    gather where shards end with documents or chunks: a trade's launches over all tokens would span
+    several of them, which fewer kernels can do.
 
     >>> from ring_core import Mask, make_plan
     >>> plan = make_plan(Mask(causal=True), seq_len=32768, cp_size=4, layout="zigzag")
@@ -54,4 +57,10 @@ def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:
     if traded > MOST_TRADED * ranks * kv_heads * most_fetched:
         return False  # whatever the mask hides: no plan is asked
     fetched = longest_gather(plan).length - keys
-    return traded <= MOST_TRADED * ranks * kv_heads * fetched
+    if traded > MOST_TRADED * ranks * kv_heads * fetched:
+        return False
+    of_all_tokens = make_plan(
+        plan.mask, seq_len=plan.seq_len, cp_size=1, kv_seq_len=plan.kv_seq_len,
+    )  # fmt: skip
+    split, whole = (ring_program(x).item_counts for x in (plan, of_all_tokens))
+    return split.several_documents > 0 or whole.several_documents == 0

@@ -34,7 +34,7 @@ from ring_torch.derivatives import check_backward, refuse_batch, refuse_batches
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.records import Inputs
-from ring_torch.strategies import ask_ranks, strategy_names
+from ring_torch.strategies import ask_ranks, strategy_names, without_trade
 
 _LOW_WORD = (1 << 32) - 1
 
@@ -180,6 +180,12 @@ class _StaticCall(NamedTuple):
         varying = fields.seq_len, fields.window, fields.chunk_size, fields.cu_seqlens
         return all(x is None for x in varying)
 
+    @property
+    def mask_varies(self) -> bool:
+        """True if how many keys queries see depends on numbers that change from call to call."""
+        fields = CallOptions(*self.fields)
+        return (fields.window, fields.chunk_size, fields.cu_seqlens) != (None, None, None)
+
     def differentiable(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the tensors that get gradients: q, k, v, sinks, a trained bias."""
         indices: Any = self.options(range(len(tensors)), None)
@@ -208,7 +214,8 @@ def _call(
 
     The shapes of the tensors that a forward leaves to its backward depend on strategy and
     transport, and must not depend on numbers that the compiler does not know. So ``auto`` chooses
-    as if there were no such numbers.
+    as if there were no such numbers. It does not trade tokens for heads where they may hide keys:
+    a gather leaves those out, and a trade moves all tokens.
 
     Args:
         text: Constant part of the call.
@@ -241,15 +248,19 @@ def _call(
             bias_grad=static.bias_grad, check=check,
         )  # fmt: skip
 
-    if numbers is None:
-        return checked(_widest(options, q, k, static.ranks.size))
+    widest = _widest(options, q, k, static.ranks.size)
     is_chosen = strategy_config(options.strategy, strategy_names()).name == "auto"
     if not static.plan_known and (is_chosen or options.transport == "auto"):
-        widest = checked(_widest(options, q, k, static.ranks.size))[0]
-        options = options._replace(transport=widest.transport.name)
-        if is_chosen:  # a strategy that is named keeps its parameters
-            options = options._replace(strategy=widest.strategy.name)
-    return checked(options)
+        call = checked(widest)[0]
+        strategy, transport = call.strategy.name, call.transport.name
+        if is_chosen and static.mask_varies:
+            strategy, transport = without_trade(call, options.transport)
+        # A strategy that is named keeps its parameters.
+        ways = (strategy if is_chosen else options.strategy), transport
+        options, widest = (
+            x._replace(strategy=ways[0], transport=ways[1]) for x in (options, widest)
+        )
+    return checked(widest if numbers is None else options)
 
 
 def _widest(options: CallOptions, q: Tensor, k: Tensor, cp_size: int) -> CallOptions:

@@ -70,6 +70,7 @@ def choose_strategy(
     *,
     request: Request,
     probe: bool,
+    trades: bool = True,
 ) -> Way:
     """Return the strategy and the transport of a call: the first allowed pair that can do it.
 
@@ -85,6 +86,7 @@ def choose_strategy(
         request: The options and sizes that the call asks for.
         probe: True if ranks may communicate here, to find out e.g. if their GPUs reach each
             other's memory. ``explain`` must not.
+        trades: True if ``auto`` may trade tokens for heads.
 
     Raises:
         UnsupportedError: No allowed pair can do this call; the reasons of the last are named.
@@ -101,7 +103,8 @@ def choose_strategy(
     if ranks.size == 1:
         return next(ways(program.strategy))
     for spec, candidate in candidates:
-        if strategy == "auto" and not spec.suits(program.plan, request):
+        is_left_out = (spec.splits_heads and not trades) or not spec.suits(program.plan, request)
+        if strategy == "auto" and is_left_out:
             continue
         reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
         if not reasons and (strategy, transport) == ("auto", "auto"):
@@ -112,6 +115,20 @@ def choose_strategy(
         f"strategy {strategy!r} over transport {candidates[-1][1].name!r}: {'; '.join(reasons)}. "
         f"Instead: use strategy='ring' or 'auto' and transport='p2p' or 'auto'"
     )
+
+
+def without_trade(call: Call, transport: str) -> tuple[str, str]:
+    """Return the strategy that ``auto`` takes over ``transport`` if it must not trade heads.
+
+    The transport that it takes comes with it. ``call`` is what ``auto`` has chosen otherwise.
+    """
+    if call.strategy.name != ULYSSES.name:
+        return call.strategy.name, call.transport.name
+    spec, candidate = choose_strategy(
+        "auto", transport, call.ranks, call.program, call.device,
+        request=call.request, probe=False, trades=False,
+    )  # fmt: skip
+    return spec.name, candidate.name
 
 
 def grid_of(
