@@ -315,7 +315,7 @@ def _of_xla(q: Any, k: Any, v: Any, *, is_causal: bool) -> StepTable:
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bihj", q, k) * q.shape[3] ** -0.5
     if is_causal:
-        scores = jnp.where(jnp.tri(*scores.shape[1::2], dtype=bool)[:, None], scores, -jnp.inf)
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool)[:, None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     return jnp.einsum("bihj,bjhd->bihd", jnp.exp(scores - lse[..., None]), v), lse
 

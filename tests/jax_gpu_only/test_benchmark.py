@@ -147,7 +147,6 @@ SHAPES = [(1, 128, heads, 16) for heads in (4, 2, 2, 4)]
         "xla-two-stage-4",
         "xla-zigzag-2",
         "auto-two-stage-2",
-        "auto-zigzag-4",
     ]
 )
 @pytest.mark.parametrize("size", [2, 4])
