@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "torch-triton": ("triton",),
     }
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
-    if backend == "torch-triton":
+    if backend in ("torch-triton", "jax-gpu"):
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, in ranks too
     if backend in also and runs_tests and not config.getoption("--collect-only"):
         from ring_torch.local import PRELOADED

@@ -262,7 +262,7 @@ def _behind_earlier_rows(
     first -= first % _BLOCK
     if mask.cu_seqlens is not None:
         ids = jnp.asarray(np.searchsorted(ends, np.arange(first, stop), side="right"))
-        visible = (ids[:, None] == ids)[None, None]
+        visible = (ids[:, None] == ids[None])[None, None]
     rows = jnp.pad(q, ((0, 0), (start - first, 0), (0, 0), (0, 0)))
     window: Any = mask.window
     its: Literal["xla", "cudnn"] = "xla" if implementation == "xla" else "cudnn"
@@ -303,10 +303,21 @@ def _part(
         return out.astype("float32"), lse.swapaxes(1, 2)
     if implementation == "cudnn":
         return _of_cudnn(fmha.Pattern(q.shape[3] ** -0.5, is_causal, None), q, k, v)
-    out, lse = jax.nn.dot_product_attention(
-        q, k, v, is_causal=is_causal, implementation="xla", return_residual=True
-    )
-    return out.astype("float32"), lse.astype("float32")
+    return _of_xla(q, k, v, is_causal=is_causal)
+
+
+def _of_xla(q: Any, k: Any, v: Any, *, is_causal: bool) -> StepTable:
+    """Attention written out, in float32.
+
+    ``jax.nn.dot_product_attention`` rounds the lse to bfloat16, and drops its gradient, here, too.
+    """
+    q, k, v = (x.astype("float32") for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bihj", q, k) * q.shape[3] ** -0.5
+    if is_causal:
+        scores = jnp.where(jnp.tri(q.shape[1], k.shape[1], dtype=bool)[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("bihj,bjhd->bihd", jnp.exp(scores - lse[..., None]), v), lse
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -265,14 +266,29 @@ def _calls(text: str) -> list[tuple[str, str]]:
     return re.findall(r"custom_call @(__cudnn\$\w+)\(.*?: (\(.*?\) -> .*)", text)
 
 
-def test_programs_for_other_platforms_are_refused() -> None:
-    """By name, and those for several platforms, too."""
+@pytest.mark.parametrize("platforms", [("cpu",), ("tpu",), ("cpu", "cuda")])
+@pytest.mark.parametrize("kernel", ["cudnn", "auto"])
+def test_exports_for_other_platforms_are_refused(kernel: str, platforms: tuple[str, ...]) -> None:
+    """By name, those for several platforms, too; for one without GPUs ``auto`` is no ``cudnn``."""
     x = jax.ShapeDtypeStruct((1, 64, 2, 64), "bfloat16")
-    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel="cudnn"))
-    for traced in (call.trace(x), jax.jit(jax.grad(lambda q: call(q).sum())).trace(x)):
-        for platforms in (("cpu",), ("tpu",), ("cpu", "cuda")):
-            with pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"):
-                traced.lower(lowering_platforms=platforms)
+    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
+    for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
+        export = jax.export.export(function, platforms=platforms)
+        if kernel == "auto" and platforms != ("cpu", "cuda"):
+            assert export(x).platforms == platforms
+            continue
+        with pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"):
+            export(x)
+
+
+def test_without_programs() -> None:
+    """A kernel on another platform is refused under ``jax.disable_jit``, too."""
+    x = jnp.ones((1, 64, 2, 64), "bfloat16")
+    with (
+        jax.disable_jit(),
+        pytest.raises(UnsupportedError, match="'cudnn': runs on NVIDIA GPUs, and this"),
+    ):
+        ring_attention(x, x, x, axis_name=None, kernel="cudnn")
 
 
 def test_lowered_for_a_gpu() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,3 +151,18 @@ def test_auto_leaves_what_does_not_fit_to_xla(
     if kernels == 0:
         with pytest.raises(UnsupportedError, match="kernel='auto'"):
             both(replace(config, name="pallas"))
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("tpu",), ("cpu", "tpu")])
+@pytest.mark.parametrize("kernel", ["pallas", "auto"])
+def test_exports(kernel: str, platforms: tuple[str, ...]) -> None:
+    """Refused by name unless for TPUs; for one other platform ``auto`` is no ``pallas``."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), "float32")
+    call = jax.jit(lambda q: ring_attention(q, q, q, axis_name=None, kernel=kernel))
+    for function in (call, jax.jit(jax.grad(lambda q: call(q).sum()))):
+        export = jax.export.export(function, platforms=platforms)
+        if platforms == ("tpu",) or (kernel == "auto" and len(platforms) == 1):
+            assert export(x).platforms == platforms
+            continue
+        with pytest.raises(UnsupportedError, match="'pallas': runs on TPUs, and this program is"):
+            export(x)

@@ -10,15 +10,13 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
-from ring_core import UnsupportedError
+from ring_jax.kernels.plugins import only_on
 from ring_jax.records import Array
 
 _ARRAYS = (
@@ -84,7 +82,7 @@ def call_forward(
 ) -> tuple[Array, Array]:
     """Return ``(out [B, T, H, Dv], lse [B, H, T])`` for arrays ``[B, T, heads, D]``."""
     binding, none = _binding(), jnp.zeros(0, q.dtype)
-    q = cuda_only_p.bind(q)
+    q = only_on("cuda", "cudnn", q)
     out, lse = binding.forward.bind(
         q, k, v, *(bias or (none,)), *[none] * 6, **_params(pattern, binding, bias),
         is_training=True,
@@ -104,33 +102,13 @@ def call_backward(
 ) -> tuple[Array, ...]:
     """Return ``(dq, dk, dv)``, and ``dbias`` with ``pattern.bias_grad``; ``[B, T, heads, D]``."""
     binding, none = _binding(), jnp.zeros(0, q.dtype)
-    q = cuda_only_p.bind(q)
+    q = only_on("cuda", "cudnn", q)
     return tuple(
         binding.backward.bind(
             q, k, v, *(bias or (none,)), *[none] * 6, lse, out, dout,
             **_params(pattern, binding, bias),
         )
     )  # fmt: skip
-
-
-#: The identity of an array, for which there is code on NVIDIA GPUs alone: JAX's own error on other
-#: platforms does not say what to do.
-cuda_only_p = Primitive("ring_cudnn_platform")
-
-
-def _refuse(*_: Any) -> NoReturn:
-    """Raise the error of a program that calls cuDNN and is lowered for another platform."""
-    raise UnsupportedError(
-        "kernel 'cudnn': runs on NVIDIA GPUs, and this program is lowered for another platform, or "
-        "for several. Instead: use kernel='xla' or 'auto', and lower it for each platform alone"
-    )
-
-
-cuda_only_p.def_impl(_refuse)
-cuda_only_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(cuda_only_p, _refuse)
-mlir.register_lowering(cuda_only_p, lambda _, x: [x], platform="cuda")
-batching.defvectorized(cuda_only_p)
 
 
 @lru_cache(maxsize=1)

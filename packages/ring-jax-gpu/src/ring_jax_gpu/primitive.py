@@ -19,6 +19,7 @@ from ring_core import UnsupportedError
 from ring_core.triton.tile_configs import HOPPER
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels import compute_capability
+from ring_jax.kernels.plugins import wrong_platform
 from ring_jax.records import Array
 from ring_jax_gpu.launch import (
     Arrays,
@@ -49,9 +50,13 @@ def launch_kernel(launch: Launch, read: Arrays, changed: Arrays) -> Arrays:
     return dict(zip(changed, results, strict=True))
 
 
-triton_launch_p.def_impl(
-    lambda *arrays, **params: jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
-)
+def _run(*arrays: Array, **params: Any) -> Any:
+    """Run a program of one launch, under ``jax.disable_jit``, too."""
+    with jax.disable_jit(disable=False):
+        return jax.jit(partial(triton_launch_p.bind, **params))(*arrays)
+
+
+triton_launch_p.def_impl(_run)
 triton_launch_p.def_abstract_eval(
     lambda *types, num_changed, **_: types[len(types) - num_changed :]
 )
@@ -85,10 +90,7 @@ def _call_triton(
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     """Raise the error of a program that names a kernel and is lowered for another platform."""
-    raise UnsupportedError(
-        "kernel 'triton': runs on NVIDIA GPUs, and this program is lowered for another platform, or "
-        "for several. Instead: use kernel='xla' or 'auto', and lower it for each platform alone"
-    )
+    raise UnsupportedError(wrong_platform("cuda", "triton"))
 
 
 mlir.register_lowering(triton_launch_p, _refuse)

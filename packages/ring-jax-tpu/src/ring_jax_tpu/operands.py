@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ring_core.base.arguments import EMPTY
 from ring_jax.collectives import match_varying, varying_axes
 from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.kernels.plugins import only_on
 from ring_jax.records import Array, CallSpec, Direction, ItemTable, KeyBlock, QueryBlock
 from ring_jax_tpu.block_index import (
     BlockIndex,
@@ -237,6 +238,8 @@ class Launch:
 
             return lax.fori_loop(0, walk.pieces, launch_piece, into)
 
+        if not _is_interpreted():
+            lists = only_on("tpu", "pallas", lists)
         # Pallas's own vmap supports neither memory that a kernel copies from itself nor, if lists
         # differ, a traced number of steps; so under vmap the launches run in sequence.
         run = sequential_vmap(launch_pieces)
@@ -399,6 +402,14 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:
     """Return the type of a result; one that a kernel copies itself is pinned to main memory."""
     return pltpu.HBM.like(x) if spec.memory_space == pltpu.HBM else jax.typeof(x)
+
+
+def _is_interpreted() -> bool:
+    """Return True inside ``pltpu.force_tpu_interpret_mode``, where kernels run anywhere."""
+    from jax._src import config  # JAX has no public way
+
+    mode = getattr(config, "pallas_tpu_interpret_mode_context_manager", None)
+    return mode is not None and mode.value is not None
 
 
 def _dropout_words(rows: QueryBlock) -> Array | None:

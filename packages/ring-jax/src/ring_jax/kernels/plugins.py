@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, cast
 
 import jax
 from jax.extend.core import Primitive
@@ -22,11 +22,12 @@ from jax.interpreters import batching, mlir
 from ring_core import Capabilities, UnsupportedError
 from ring_core.base.config import EVERYTHING
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.records import Kernel
+from ring_jax.records import Array, Kernel
 
 #: The packages whose kernels are taken, with their platform and names, known before they are
 #: loaded. There are no others, for the protocol of a kernel is private.
 PACKAGES = {"ring-jax-gpu": ("cuda", ("triton", "cudnn")), "ring-jax-tpu": ("tpu", ("pallas",))}
+_DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class AbsentKernel:
 
     def attend_into(self, *launch: Any) -> Any:
         """Return the accumulator, in a way that cannot be lowered."""
-        return jax.tree.map(partial(refused_p.bind, kernel=self), launch[-1])
+        error = f"kernel {self.name!r}: {self.reason}"
+        return jax.tree.map(partial(only_on_p.bind, platform="", error=error), launch[-1])
 
     grads_into = attend_into
 
@@ -69,19 +71,45 @@ def broken_kernels(kernels: Iterable[Kernel]) -> tuple[AbsentKernel, ...]:
     return tuple(x for x in kernels if isinstance(x, AbsentKernel) and x.is_broken)
 
 
-#: The identity of an array, for which there is no code.
-refused_p = Primitive("ring_refused_platform")
+#: The identity of an array, for which there is code on one platform alone, or on none: JAX's own
+#: errors about a kernel on another platform do not say what to do.
+only_on_p = Primitive("ring_only_on")
 
 
-def _refuse(*_: Any, kernel: AbsentKernel) -> NoReturn:
-    """Raise the error of a program that is lowered for the platform of a broken package."""
-    raise UnsupportedError(f"kernel {kernel.name!r}: {kernel.reason}")
+def only_on(platform: str, kernel: str, x: Array) -> Array:
+    """Return ``x``, in a way that can be lowered for the platform of a kernel alone."""
+    error = wrong_platform(platform, kernel)
+    return cast("Array", only_on_p.bind(x, platform=platform, error=error))
 
 
-refused_p.def_impl(_refuse)
-refused_p.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(refused_p, _refuse)
-batching.defvectorized(refused_p)
+def wrong_platform(platform: str, kernel: str) -> str:
+    """Return the error of a program with a platform's kernel that is lowered for another one."""
+    return (
+        f"kernel {kernel!r}: runs on {_DEVICES[platform]}, and this program is lowered for another "
+        f"platform, or for several. Instead: use kernel='xla' or 'auto', and lower it for each "
+        f"platform alone"
+    )
+
+
+def _lower(here: str, _: object, x: Any, *, platform: str, error: str) -> list[Any]:
+    """Lower the primitive for a platform, ``here``: to nothing, or raise its error."""
+    if platform != here:
+        raise UnsupportedError(error)
+    return [x]
+
+
+def _run(x: Array, **params: str) -> Array:
+    """Return ``x`` outside of programs, as under ``jax.disable_jit``."""
+    jax.jit(partial(only_on_p.bind, **params)).lower(x)
+    return x
+
+
+only_on_p.def_impl(_run)
+only_on_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(only_on_p, partial(_lower, "other"))
+for _platform in _DEVICES:
+    mlir.register_lowering(only_on_p, partial(_lower, _platform), platform=_platform)
+batching.defvectorized(only_on_p)
 
 
 @cache
