@@ -170,7 +170,7 @@ def compile_for_hopper(call: dict[str, Any]) -> list[dict[str, Any]]:
         return b""
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ffi, "_launch", keep)
+        patched.setattr(ffi, "_serialized_launch", keep)
         patched.setattr(run, "_processors", lambda: 132)
         for params, types in launches_in(call):
             if not params["launch"].hopper:

@@ -196,10 +196,10 @@ def padded_layout(
 
 
 def check_padding(pad: object, fill: float) -> None:
-    """Check ``pad`` of ``shard``, and that it is true where a ``fill`` is given.
+    """Check ``pad`` of ``shard``, and that it is true beside a ``fill`` other than 0.
 
     Raises:
-        ValueError: It is no bool, or false beside a ``fill``.
+        ValueError: It is no bool, or false beside such a ``fill``.
     """
     check_flag("pad", pad)
     if not pad and fill != 0:

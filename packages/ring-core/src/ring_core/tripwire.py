@@ -98,6 +98,8 @@ def result_shapes(
 def peak_tflops(device: str) -> float | None:
     """Return the dense bf16 TFLOP/s that a device cannot exceed; ``None`` if its name is unknown.
 
+    A checked call that was faster has left out work.
+
     >>> peak_tflops("NVIDIA H200")
     989.5
     """

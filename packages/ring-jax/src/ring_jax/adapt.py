@@ -24,7 +24,7 @@ from ring_jax.records import Array
 
 Attention = Callable[..., Any]
 
-#: Options that compare positions of queries and keys.
+#: Options, other than ``causal``, that compare positions of queries and keys.
 BY_POSITION = ("window", "chunk_size", "cu_seqlens", "mask", "alibi_slopes")
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 _ALIGNED_BYTES = 16
 
+#: For each tensor the global positions of rank 0's tokens, then of rank 1's, ..., int64 ``[T]``;
+#: ``None`` where they are in natural order.
 Orders = Sequence[Tensor | None]
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # of several tensors
 
@@ -269,8 +271,9 @@ class HeadCarrier(Protocol):
         """Send each rank its part of ``sources``, and write what all ranks send into ``results``.
 
         With ``splits_heads`` sources are ``[B, T_local, H, D]``, of which rank n gets the n-th
-        range of heads, and results ``[B, T, H / P, D]``, whose tokens come in ``orders``; otherwise
-        the other way round. The current stream waits for the exchange. All ranks call it at once.
+        range of heads, and results ``[B, T, H / P, D]`` in natural order: ``orders`` say where the
+        ranks' tokens belong. Otherwise it is the other way round. The current stream waits for the
+        exchange. All ranks call it at once.
 
         Raises:
             PeerError: A peer failed, or did not answer within the group's timeout.

@@ -1,4 +1,4 @@
-"""Checks of a call, its plan, and the choice of kernel, strategy and transport; nothing is sent.
+"""Check and plan a call, and choose its kernel, strategy and transport, before any of it is sent.
 
 Equal calls are prepared once: a call is known again by the shapes and dtypes of its tensors and the
 values of its options.

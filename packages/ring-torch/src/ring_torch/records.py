@@ -30,9 +30,11 @@ class KernelParams:
     softcap: float | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
-    block_q: int | None = None
+    block_q: int | None = (
+        None  # queries, and keys, of a kernel's block; None lets the kernel choose
+    )
     block_k: int | None = None
-    fused_backward: bool = False
+    fused_backward: bool = False  # as in KernelConfig
     boundaries: Tensor | None = None  # positions of document and chunk borders, for predicates
     blocks: BlockGeometry | None = None  # tiles of a predicate
     deterministic: bool = False
@@ -88,7 +90,10 @@ class QueryBlock(NamedTuple):
     bias: Tensor | None  # [B or 1, H or 1, n, T_kv]
     slopes: Tensor | None  # [B or 1, H]
     runs: tuple[PositionRun, ...] = ()  # of their positions, if an option needs these
-    bias_shift: Tensor | None = None  # [B or 1, H or 1, n], acc. dtype: subtracted from the bias
+    #: ``[B or 1, H or 1, n]``, accumulators' dtype: the number to subtract from each row of the
+    #: bias, as scores lose their digits beside numbers such as -1e10. The softmax stays the same;
+    #: kernels return the ``lse`` of shifted scores.
+    bias_shift: Tensor | None = None
 
     def take(self, tokens: slice) -> QueryBlock:
         """Return the block of a slice of the queries, as views."""
@@ -238,7 +243,7 @@ def unseen_state(
     """Allocate results for the rows of ``q [B, n, H, D]``, with ``out`` in its dtype or ``dtype``.
 
     They are those of rows that see nothing; with ``fully_written``, as all will be written, they
-    are uninitialised.
+    are uninitialised. ``lse`` is float32, or float64 beside a float64 ``out``.
     """
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
@@ -286,7 +291,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def with_unit_strides(inputs: Inputs) -> Inputs:
-    """Copy the tensors whose last dimension is not contiguous: kernels would read other numbers."""
+    """Return the tensors, copied where the last dimension is strided, which kernels cannot read."""
     return Inputs._make(
         x if x is None or x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
         for x in inputs

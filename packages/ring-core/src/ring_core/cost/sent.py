@@ -150,7 +150,7 @@ def _bytes_by_ranks(
             return _ring_bytes(plan, model, backward)
         case "gather":
             return _gather_bytes(plan, model, backward, fetches_again)
-    trade = _Trade.of(plan, model, config, hosts)
+    trade = _HeadExchange.of(plan, model, config, hosts)
     moved, grid = np.zeros((plan.cp_size, plan.cp_size), np.int64), trade.grid
     for first in range(0, plan.cp_size, grid.ulysses_size):
         group = grid.inner_ranks(first)
@@ -168,7 +168,7 @@ def _bytes_by_ranks(
     return moved
 
 
-class _Trade(NamedTuple):
+class _HeadExchange(NamedTuple):
     """Ranks that trade tokens for heads, and the call that goes on between their groups.
 
     Attributes:
@@ -186,7 +186,7 @@ class _Trade(NamedTuple):
     @classmethod
     def of(
         cls, plan: Plan, model: Model, config: StrategyConfig, hosts: Sequence[str] | None
-    ) -> _Trade:
+    ) -> _HeadExchange:
         """Return the trade of ``ulysses``, in which all ranks are one group, or of ``hybrid``."""
         grid = RankGrid(plan.cp_size, plan.cp_size)
         if config.name == "hybrid":
@@ -232,7 +232,7 @@ def bytes_held(
         case "gather":
             gathered = longest_gather(plan).length * keys // plan.k_layout.local_len
             return (gathered + keys) * (e + FLOAT32_BYTES)
-    trade = _Trade.of(plan, model, config, hosts)
+    trade = _HeadExchange.of(plan, model, config, hosts)
     rows, keys = rows_and_keys(plan, trade.inner_model)
     traded = rows * (model.head_dim + model.value_dim) + keys
     held = 2 * e * trade.grid.ulysses_size * traded

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     q_ids: Ints | None  # [B, T_q]
     k_ids: Ints | None  # [B, T_kv]
     sinks: Floats | None  # [H] or [H, n]
-    bias: Floats | None  # [B or 1, H or 1, T_q, T_kv]
+    bias: Floats | None  # [B or 1, H or 1, T_q, T_kv]; only its rows are given with padding
     slopes: Floats | None  # [1 or B, H]
     padding: tuple[int, int] = (0, 0)  # tokens cut off behind queries, and behind keys
 

@@ -55,7 +55,7 @@ class QueryRows(NamedTuple):
 
     side: Side
     bias: Floats | None  # [B or 1, H or 1, n, T_kv]
-    bias_shift: Floats | None  # [B, H, n], taken off the bias
+    bias_shift: Floats | None  # [B, H, n], taken off the bias (`reference.dense.bias_shift`)
     slopes: Floats | None  # [B or 1, H]
 
     def take(self, part: slice) -> QueryRows:

@@ -26,7 +26,12 @@ _WARP, _HOPPER = 32, 90
 
 @dataclass(frozen=True)
 class TileDescriptor:
-    """A copy engine's view of an array: its ``shape``, and the ``block`` that a fetch brings."""
+    """A descriptor of the tensor memory accelerator (TMA), which kernels fetch blocks through.
+
+    Attributes:
+        shape: The array as the kernel sees it: ``[rows, columns]`` or ``[rows]``.
+        block: Shape of the block that one fetch brings.
+    """
 
     shape: tuple[int, ...]
     block: tuple[int, ...]
@@ -67,7 +72,7 @@ def call(
 
     Args:
         kernel: The kernel.
-        parameters: Its run-time parameters, in order; results must come last.
+        parameters: Its run-time parameters, in order; no array of the caller follows a result.
         constants: Its compile-time parameters.
         warps: Number of warps that it is compiled for.
         programs: Number of thread blocks.
@@ -97,7 +102,7 @@ def call(
         input_output_aliases={list(inputs).index(name): names.index(name) for name in changed},
     )(
         *(x.array for x in inputs.values()),
-        opaque=_launch(module, list(parameters.values()), programs),
+        opaque=_serialized_launch(module, list(parameters.values()), programs),
     )
     return dict(zip(names, results, strict=True))
 
@@ -144,8 +149,8 @@ def compiled(
     )
 
 
-def _launch(module: Any, parameters: Sequence[Parameter], programs: int) -> bytes:
-    """Serialise a launch for the FFI target, as jax-triton does."""
+def _serialized_launch(module: Any, parameters: Sequence[Parameter], programs: int) -> bytes:
+    """Return a launch as bytes that the FFI target reads, as jax-triton makes them."""
     from jaxlib import gpu_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 

@@ -184,7 +184,7 @@ def _loaded(entry: EntryPoint, platform: str, names: tuple[str, ...]) -> tuple[K
         ValueError: They are others than those that the package is known for, or none.
     """
     kernels = tuple(entry.load())
-    found = [(kernel.capabilities.name, kernel.capabilities.devices) for kernel in kernels]
-    if not found or len({*found} & {(name, (platform,)) for name in names}) < len(found):
-        raise ValueError(f"it has {found} in place of {names} for {platform}")
+    loaded = [(kernel.capabilities.name, kernel.capabilities.devices) for kernel in kernels]
+    if not loaded or len({*loaded} & {(name, (platform,)) for name in names}) < len(loaded):
+        raise ValueError(f"it has {loaded} in place of {names} for {platform}")
     return kernels

@@ -40,8 +40,9 @@ def to_json(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | No
         x: The value.
         tensors: List to which tensors in it are added; their indices are written.
         numbers: List to which integers in it are added; their indices are written. If ``None``, the
-            integers themselves are written. An integer that had another value in an earlier trace
-            is a symbol to the compiler; written out, it becomes a constant.
+            integers themselves are written, as those inside our classes always are. An integer that
+            had another value in an earlier trace is a symbol to the compiler; written out, it
+            becomes a constant.
     """
     if isinstance(x, float):
         return {"float": x.hex()}
@@ -85,7 +86,7 @@ def _placed(kind: str, x: Any, values: list[Any]) -> dict[str, int]:
 
 
 def from_json(x: Any, tensors: Sequence[Any] = (), numbers: Sequence[int] | None = None) -> Any:
-    """Return the value that :func:`to_json` has written; the reverse of it.
+    """Return the value that :func:`to_json` has written; lists come back as tuples.
 
     ``numbers`` are ``None`` while a graph is traced, where they are not known: each integer that
     was put in that list is read as 0.

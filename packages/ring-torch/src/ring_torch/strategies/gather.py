@@ -100,7 +100,9 @@ class Gather(GatheringStrategy):
     """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys."""
 
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
-    adds_sinks: bool = False
+    adds_sinks: bool = (
+        False  # True if launches add the sinks, which are otherwise merged at the end
+    )
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:

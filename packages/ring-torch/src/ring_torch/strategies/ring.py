@@ -308,6 +308,7 @@ class RotatingKeyGrads:
     """Accumulators of dK/dV on a rank: for its own K/V, and for the K/V that it holds for now.
 
     At most three buffers are alive: one that kernels add to, one that arrives, one that leaves.
+    Where ranks also compute for each other, the rank's own is alive throughout, beside these.
     """
 
     def __init__(self, call: Call, packing: BufferSpec) -> None:

@@ -88,7 +88,12 @@ class HFRunner(Runner):
             fields.restore()
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward; return the model's own loss, if any, and a loss to differentiate."""
+        """Run a forward; return the model's own loss, if any, and a loss to differentiate.
+
+        Args:
+            attention: Name of an attention of transformers that the model is set to first, for a
+                whole run; ``None`` leaves the model's, for a split run.
+        """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)
         output = self.model(**self.batch)
@@ -116,6 +121,7 @@ class HFRunner(Runner):
             if is_whole:
                 total = total + (x * weights).sum()
             else:
+                # The caller sums gradients over the ranks, and divides by the hooks' factor.
                 local = x[:, tokens.local_positions] * weights[:, tokens.positions]
                 total = total + local.sum() * self.hooks.factor
         return total

@@ -236,6 +236,7 @@ class CompiledFlash4:
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
+        # `None` is kept of a call that cannot be repeated directly: it is not recorded again.
         elif key is None or key in self._forwards:
             _library_forward(q, k, v, out, lse, options, modded)
         else:
@@ -482,7 +483,7 @@ def _alike(actual: Any, expected: Any) -> bool:
 
 
 def _remember[T](functions: dict[object, T], key: object, function: T) -> None:
-    """Keep compiled functions under a key, and drop the oldest if there are too many."""
+    """Keep compiled functions, or ``None``, under a key; drop the oldest if there are too many."""
     with _RECORDING:
         while len(functions) >= _MOST_LAUNCHES:
             del functions[next(iter(functions))]
