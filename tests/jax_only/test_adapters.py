@@ -245,6 +245,11 @@ def test_a_rule_may_be_the_mask() -> None:
             {"query": QKV[0][:, :1], "mask": SHOWN[:, None, None]},
             "^window: 1 queries meet 16 keys",
         ),
+        (  # one query may meet a cache: test_batches_of_flax
+            {"causal": True},
+            {"query": QKV[0][:, :2], "mask": SHOWN[:, None, None]},
+            "^causal: 2 queries meet 16 keys",
+        ),
     ],
 )
 def test_refusals_of_flax(bound: Any, arguments: dict[str, Any], message: str) -> None:
