@@ -231,9 +231,9 @@ def check_first_aligned(q_len: int, k_len: int, framework: str, **rules: bool) -
 def check_cache(options: Mapping[str, Any], q_len: int, k_len: int, *, hidden: bool) -> None:
     """Refuse bound rules over positions where an array hides some keys of a cache.
 
-    The positions of the queries are not known then: with ``causal``, several queries would end at the
-    last key of the cache. A single one sees what the array shows.
-    ``hidden`` says that there is such an array.
+    The positions of the queries are not known then: with ``causal``, several queries would end at
+    the last key of the cache, where a single one sees what the array shows. ``hidden`` says that
+    there is such an array.
 
     Raises:
         UnsupportedError: A bound option compares positions, and the lengths differ.
