@@ -37,6 +37,7 @@ from ring_torch.records import Inputs
 from ring_torch.strategies import ask_ranks, strategy_names, without_trade
 
 _LOW_WORD = (1 << 32) - 1
+_IDENTITY = 3  # numbers that a forward leaves to its backward: number, check_every, checked
 
 #: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
 _VARYING = ("seq_len", "window", "chunk_size", "cu_seqlens", "dropout_seed")
@@ -290,6 +291,7 @@ def attention(
     # The backward has to be the same call on all ranks, and checked if the forward was.
     if call.needs_grad:
         identity = call.number, call.check_every, call.checked
+        assert len(identity) == _IDENTITY
         extra.append(torch.tensor(identity, dtype=torch.int64, device="cpu"))
     # torch requires that results share no memory with each other or with inputs.
     return as_own(out), as_own(lse), [*(as_own(x) for x in saved[: len(shapes)]), *extra]
@@ -317,7 +319,7 @@ def _attention_like(
     shapes = saved_shapes(call, inputs, plan_known=_static_call(text).plan_known)
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
-        saved.append(torch.empty(3, dtype=torch.int64, device="cpu"))  # as `identity` there
+        saved.append(torch.empty(_IDENTITY, dtype=torch.int64, device="cpu"))
     return out, lse, saved
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class Balanced(Ring):
     """
 
     name: str = "balanced"
-    offloads = True
+    offloads: ClassVar[bool] = True
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -110,7 +110,7 @@ class Ring(Strategy):
     name: str = "ring"
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
-    offloads = False  # True if ranks also compute for each other
+    offloads: ClassVar[bool] = False  # True if ranks also compute for each other
 
     @classmethod
     def of(cls, program: RingProgram, rank: int, *, prepares: bool = False) -> Self:
@@ -212,11 +212,13 @@ class Ring(Strategy):
             # Kernels read `held` while it is being sent, and add to dK/dV buffers of this rank
             # alone, while the sum of the ranks before for these K/V still arrives elsewhere.
             if step.items:
-                column_grads = own_grads if step.is_own else None
+                if step.is_own and own_grads is not None:
+                    column_grads = own_grads
+                else:
+                    column_grads = key_grads.grads(own=step.is_own)
                 differentiate_step(
-                    call, step.items, rows, columns, upstream, row_grads,
-                    column_grads or key_grads.grads(own=step.is_own),
-                )  # fmt: skip
+                    call, step.items, rows, columns, upstream, row_grads, column_grads
+                )
             # Add the dQ that helpers computed for this rank before, then compute for others.
             if remote is not None:
                 remote.compute_pieces(step.pieces)
@@ -230,7 +232,8 @@ class Ring(Strategy):
         if remote is not None and remote.returning:
             remote.finish()
         # The last hop brought the other ranks' sum home, and added it to the own part.
-        own_grads = own_grads or key_grads.grads(own=True)
+        if own_grads is None:
+            own_grads = key_grads.grads(own=True)
         return Grads(row_grads.dq, own_grads.dk, own_grads.dv, row_grads.dbias)
 
     def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:

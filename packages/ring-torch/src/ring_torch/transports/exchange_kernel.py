@@ -70,7 +70,7 @@ class SumExchange(NamedTuple):
 
     def __call__(self, digest: int, total: Tensor) -> None:
         """Run it as :func:`reduce_from_peers` does."""
-        # Likewise.
+        # Arguments of the kernel that change, by their places; all others stay.
         self.launch({2: digest, 8: total.data_ptr()})
 
 
