@@ -22,17 +22,19 @@ def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:
     - ``Hk`` for each key that it fetches, and as many of v, in a gather: ``(P - 1) * Tk`` keys
       where it sees all, few with a window or short documents.
 
-    So without a window it is ``0.55 * P * Hk >= Hq + Hk``. Scaling efficiency on four
-    H200s, forward / forward + backward, beside the part of a gather's bytes that a trade moves:
+    So without a window it is ``0.55 * P * Hk >= Hq + Hk``. Scaling efficiency on four H200s,
+    forward / forward + backward (``benchmarks/results/h200x4-strategies.json``), beside the part
+    of a gather's bytes that a trade moves:
 
-    ===================  ====  ==========================  ==========================
-    causal               part  gather                      ulysses
-    ===================  ====  ==========================  ==========================
-    32k, 32/32           0.50  0.73 to 0.87 / 0.74         0.84 to 0.88 / 0.87 to 0.88
-    128k, 32/32          0.50  0.96 / 0.92                 0.92 / 0.95
-    16k x2, 24/24 of 64  0.50  0.48 / 0.53                 0.61 / 0.83
-    32k, 32/8            1.25  0.98 / 0.91                 0.88 / 0.91
-    ===================  ====  ==========================  ==========================
+    ========================  ====  ===========  ===========
+    causal                    part  gather       ulysses
+    ========================  ====  ===========  ===========
+    32k, 32/32                0.50  0.84 / 0.76  0.84 / 0.89
+    128k, 32/32               0.50  0.97 / 0.95  0.96 / 0.97
+    16k x2, 24/24 of 64       0.50  0.46 / 0.54  0.63 / 0.82
+    32k, 16/16 of 192/128     0.50  0.74 / 0.69  0.81 / 0.89
+    32k, 32/8                 1.25  0.96 / 0.91  0.90 / 0.92
+    ========================  ====  ===========  ===========
 
     Heads that do not divide are padded or copied in a trade, so ranks gather then, as they do
     where the two move about as much (two ranks with as many K/V heads as query heads). They also

@@ -1,4 +1,4 @@
-"""Which strategy to take between hosts: the answer of ``plan --advise --ranks-per-host``."""
+"""Answer of ``plan --advise --ranks-per-host``: the strategy to take between hosts, and why."""
 
 from __future__ import annotations
 
