@@ -348,3 +348,9 @@ def test_adapters_name_kernels(install: Callable[..., None]) -> None:
     assert lowered(lambda q: flash(q, q, q, platform="xla"))("cuda") == "xla"
     with pytest.raises(UnsupportedError, match=f"kernel 'pallas': {NO_TPU['pallas']}"):
         lowered(lambda q: flash(q, q, q, platform="pallas"))("cuda")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_kernel_of_another_platform_is_refused_outside_of_programs(platform: str) -> None:
+    with jax.disable_jit(), pytest.raises(UnsupportedError, match=r"^kernel 'named': runs on "):
+        plugins.only_on(platform, "named", jnp.ones(3))
