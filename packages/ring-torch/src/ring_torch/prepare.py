@@ -39,7 +39,8 @@ from ring_torch.buffers import KVPayload
 from ring_torch.call import Call, Resolution
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.checking.settings import SETTING, number_checked
-from ring_torch.comm.ranks import Ranks, warn_if_alone
+from ring_torch.comm.groups import warn_if_alone
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions

@@ -22,13 +22,8 @@ import torch.distributed as dist
 from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import (
-    PeerError,
-    QueuedPass,
-    Ranks,
-    peer_errors,
-    watch,
-)
+from ring_torch.comm.ranks import PeerError, Ranks, peer_errors
+from ring_torch.comm.state import QueuedPass
 from ring_torch.comm.store import (
     LONGEST_FIELD,
     CallSignature,
@@ -180,7 +175,7 @@ def agree(
         _note_agreed(ranks, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
-        watch(ranks, timeout_of(not_none(ranks.group), device))
+        ranks.watch(timeout_of(not_none(ranks.group), device))
 
 
 def _compare(
@@ -326,7 +321,7 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
     if ranks.size == 1:
         yield
         return
-    ranks.state.check()
+    ranks.check_open()
     name = signature.fields["pass"]
     try:
         yield

@@ -15,7 +15,8 @@ from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, Unsuppor
 from ring_core.programs.grid import RankGrid
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
-from ring_torch.comm.ranks import Ranks, default_device
+from ring_torch.comm.groups import default_device
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies.balanced import BALANCED
 from ring_torch.strategies.gather import GATHER
