@@ -341,35 +341,32 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
 
     Fewer items are fewer launches, and an item that needs few columns can start early.
     """
-    # First join items of the same rows whose keys are neighbours ...
-    rows: list[WorkItem] = []
-    for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
-        previous = rows[-1] if rows else None
-        if (
-            previous
-            and previous.is_full
-            and item.is_full
-            and previous.q_slice == item.q_slice
-            and previous.k_stop == item.k_start
-        ):
-            rows[-1] = replace(previous, k_stop=item.k_stop)
-        else:
-            rows.append(item)
-    # ... then items of the same keys whose rows are neighbours.
+    # First join items of the same rows whose keys are neighbours, then the other way round.
+    joined = sorted(items, key=lambda item: (item.q_start, item.k_start))
+    joined = _joined(joined, "q_slice", "k_start", "k_stop")
+    joined = _joined(joined, "k_slice", "q_start", "q_stop")
+    return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
+
+
+def _joined(items: Sequence[WorkItem], shared: str, start: str, stop: str) -> list[WorkItem]:
+    """Join full items that follow each other, have one side in common, and touch at the other.
+
+    ``shared`` is the field of the common side; ``start`` and ``stop`` are those of the other.
+    """
     joined: list[WorkItem] = []
-    for item in rows:
+    for item in items:
         previous = joined[-1] if joined else None
         if (
             previous
             and previous.is_full
             and item.is_full
-            and previous.k_slice == item.k_slice
-            and previous.q_stop == item.q_start
+            and getattr(previous, shared) == getattr(item, shared)
+            and getattr(previous, stop) == getattr(item, start)
         ):
-            joined[-1] = replace(previous, q_stop=item.q_stop)
+            joined[-1] = replace(previous, **{stop: getattr(item, stop)})
         else:
             joined.append(item)
-    return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
+    return joined
 
 
 def _fetches(

@@ -75,9 +75,8 @@ def check_device(ranks: Ranks, device: torch.device) -> None:
     Raises:
         ValueError: The group has no backend for the device.
     """
-    assert ranks.group is not None
     try:
-        ranks.group._get_backend(device)  # noqa: SLF001 - no public way
+        not_none(ranks.group)._get_backend(device)  # noqa: SLF001 - no public way
     except RuntimeError as error:
         raise ValueError(
             f"the process group ({dist.get_backend(ranks.group)}) sends no tensors of device "

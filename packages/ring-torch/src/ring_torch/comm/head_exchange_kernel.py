@@ -46,8 +46,7 @@ def move_on_gpu(
         layout.parts[0].batch, layout.ranks, layout.message.size,
     )  # fmt: skip
     constants = arguments.constants | {"BY_HEADS": by_heads, "PACKS": packs}
-    _move_tensors[grid](*values, **constants)
-    keep(layout.launches, key, _move_tensors.prepared(grid, *values, **constants))
+    keep(layout.launches, key, _move_tensors.launch(grid, *values, **constants))
 
 
 class HeadArguments(NamedTuple):

@@ -93,13 +93,14 @@ class DirectKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
-    def prepared(
+    def launch(
         self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
     ) -> PreparedLaunch | None:
-        """Return an equal launch that was made before, to be repeated with other tensors.
+        """Launch, and return the launch, to be repeated with other tensors.
 
-        It is ``None`` if none was made, and where kernels are not launched directly.
+        It is ``None`` where kernels are not launched directly.
         """
+        self[grid](*arguments, **options)
         if not self._is_direct:
             return None
         device = torch.cuda.current_device()
@@ -153,8 +154,7 @@ class RepeatedLaunch:
             self._launch(dict(enumerate([x.data_ptr() for x in tensors])))
             return
         grid, integers, constants = self._arguments_of(*tensors)
-        self._kernel[grid](*tensors, *integers, **constants)
-        self._launch = self._kernel.prepared(grid, *tensors, *integers, **constants)
+        self._launch = self._kernel.launch(grid, *tensors, *integers, **constants)
 
 
 def _key_and_values(

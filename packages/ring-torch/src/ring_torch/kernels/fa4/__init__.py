@@ -19,7 +19,7 @@ from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather
 from ring_torch.kernels.api import BackwardLaunch, OwnSpans
 from ring_torch.kernels.fa4 import compiled, private, public, split
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
     Direction,
     FlashLibrary,
@@ -37,6 +37,7 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
+    aligned,
     is_aligned,
 )
 
