@@ -178,6 +178,8 @@ class RingProgram:
         offload, shift = self.steps[step].offload, self.steps[step].shift
         if offload == "none":
             return ()
+        # Seen from the rank that is helped: its queries go `shift` ranks ahead, to the helper, and
+        # meet the helper's own keys there.
         if (rank, step) not in self._remote:
             helper = np.array([(rank + shift) % self.plan.cp_size])
             _, rectangles = step_rectangles(offload, self.plan.geometry, helper, np.array([rank]))
@@ -197,8 +199,12 @@ class RingProgram:
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
         kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
+        # Rank r meets the K/V of rank r - shift, which have moved that far ahead. Offloaded rows
+        # have the same two ranks with their parts exchanged: the queries moved, the keys stayed.
         own, remote = step_rectangles(self.steps[step].offload, self.plan.geometry, ranks, kv_ranks)
         parts = [_table_of(own, ranks, kv_ranks)]
+        # The result of such a row belongs to the rank whose queries they are, and travels back to
+        # it.
         parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
         # Live rows of each rank first, as many as the busiest rank has: one at least.
@@ -216,6 +222,7 @@ class RingProgram:
             q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
             live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
             no_hi = hi == TABLE_UNBOUNDED
+            # A square that shows i >= j is what kernels call causal; every other cut is a band.
             full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
             counts += [
                 x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
@@ -253,12 +260,16 @@ class RingProgram:
             steps = [n for n, step in enumerate(self.steps) if step.offload == offload]
             if not steps:
                 continue
+            # All steps with this kind of offload at once. The K/V of a step are those of the rank
+            # `shift` behind.
             kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
             own, remote = step_rectangles(
                 offload, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks
             )
             for pair, n in enumerate(steps):
                 items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
+                # Items for another rank come last: its queries travel in pieces, and all but the
+                # first arrive while the piece before them is computed.
                 if remote is not None:
                     items[n] += plan.work_items(remote, pair, int(kv_ranks[pair]), rank)
         return tuple(items)

@@ -43,6 +43,8 @@ def active_steps(
     ``num_runs`` is the number of runs per rank in the layout. The step of shift 0, a rank's own
     block, is always there.
     """
+    # A step in which nobody computes is dropped on all ranks alike: K/V then hop over it in one
+    # move.
     steps = _STEPS[strategy](geometry, cp_size, num_runs)
     live = sorted(
         ((step, pairs) for step, pairs in steps if step.shift == 0 or pairs.any()),
@@ -66,6 +68,8 @@ def step_rectangles(
         Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
         ``ranks``' keys, or ``None`` where nothing is offloaded.
     """
+    # Each of two opposite ranks computes half of its own rows, and the other half of its peer's:
+    # together all rows of both, once.
     if offload == "half":
         return geometry.rectangles(ranks, kv_ranks, half=0), geometry.rectangles(
             kv_ranks, ranks, half=1
@@ -78,6 +82,7 @@ def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tup
     """Yield a step for every shift, with the visible pairs of each rank in it, ``[cp_size]``."""
     ranks = np.arange(cp_size)
     for shifts in _chunks(ranks, cp_size * num_runs**2):
+        # [shift, rank]: the rank whose K/V each rank holds after so many hops.
         kv_ranks = (ranks - shifts[:, None]) % cp_size
         yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, kv_ranks), strict=True)
 
@@ -92,7 +97,10 @@ def _balanced_steps(
     ``r - s``, whose queries come along with its K/V.
     """
     ranks = np.arange(cp_size)
+    # The own block needs nobody, so there is nothing to fold.
     yield Step(0), geometry.count(ranks, ranks)
+    # Half the shifts are enough: shift `cp_size - s` is the mirror of shift `s`, with the roles of
+    # each pair of ranks exchanged.
     for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
         kv_ranks = (ranks - shifts[:, None]) % cp_size
         own, mirrored = geometry.count(ranks, kv_ranks), geometry.count(kv_ranks, ranks)

@@ -53,6 +53,7 @@ def hosts_of(ranks: Ranks, device: torch.device, *, wait: bool) -> tuple[str, ..
     Raises:
         PeerError: A rank has not used the group.
     """
+    # Hosts do not change while a group lives: the store is asked once.
     if ranks.state.hosts is None:
         group, timeout = not_none(ranks.group), timedelta(0)
         if wait:

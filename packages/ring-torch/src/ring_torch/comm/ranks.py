@@ -122,6 +122,7 @@ class Ranks:
             return 0
         if self.size > 1:
             self.check_open()
+        # Also where the call fails later: the peers have counted it.
         self.state.calls += 1
         return self.state.calls
 
@@ -184,9 +185,11 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        # Round the ring everybody sends and receives one message, whatever the distance.
         ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         if sent.device.type == "cpu" or not self._runs_messages_together(sent.device):
             return self.start([(sent, ahead)], [(received, behind)])
+        # An all-to-all in which all parts but one are empty: NCCL sends nothing for these.
         sent_sizes, received_sizes = [0] * self.size, [0] * self.size
         sent_sizes[ahead] = received_sizes[behind] = sent.numel()
         return self._all_to_all(sent, received, sent_sizes, received_sizes, beside=beside)
@@ -241,6 +244,7 @@ class Ranks:
     def _sizes_in_group(self, sizes: Sequence[int]) -> list[int]:
         """Return numbers for each of these ranks as numbers for each rank of the group."""
         by_rank = dict(zip(not_none(self.members), sizes, strict=True))
+        # The backend counts all ranks of the group: those outside of this part get nothing.
         return [by_rank.get(rank, 0) for rank in range(not_none(self.group).size())]
 
 
@@ -326,6 +330,7 @@ def exchange(
     # All pairs of ranks exchange at the same time; buffers are this exchange's own.
     ranks.start(sends, receives).wait()
     received = {peer: spec.views(buffer) for buffer, peer in receives}
+    # This rank's own part has not travelled.
     received[ranks.rank] = [blocks[ranks.rank] for blocks in parts]
     return [[received[rank][n] for rank in range(ranks.size)] for n in range(len(parts))]
 
@@ -373,6 +378,7 @@ def ranks_of(group: Any) -> Ranks:
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
     rank = dist.get_rank(group)
+    # Kept, so that calls are counted on one object, whichever handle of the group the caller has.
     ranks = _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
     if ranks.size > 1:
         publish_host(group, rank)

@@ -70,6 +70,7 @@ def watch(
 
     def end() -> None:
         """Stop the thread: an interpreter that ends while it is inside the store's code aborts."""
+        # The thread looks at it between two looks at the store, never inside of one.
         stop.set()
         thread.join(timeout=5)
 

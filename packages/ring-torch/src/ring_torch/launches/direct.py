@@ -34,6 +34,7 @@ class _Compiled(NamedTuple):
         """Launch on the device's current stream; tensors are given by their addresses."""
         x_size, y_size, z_size = (*grid, 1, 1)[:3]
         kernel = self.kernel
+        # Asked at each launch: the caller may be on another stream than before, or capture a graph.
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
         self.run(
             x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
@@ -58,6 +59,7 @@ class PreparedLaunch(NamedTuple):
         They must be of the kind that the kernel is specialised for: tensors of the same dtype and
         alignment to 16 bytes, integers of the same width.
         """
+        # A copy: another thread may repeat the same launch with other tensors.
         values = [*self.values]
         for index, x in changes.items():
             values[index] = x
@@ -105,6 +107,7 @@ class DirectKernel:
             return None
         device = torch.cuda.current_device()
         key, values = _key_and_values(device, arguments, options)
+        # Keys hold all that Triton specialises for: an equal key has the same machine code.
         compiled = self._compiled.get(key)
         return None if compiled is None else PreparedLaunch(compiled, grid, device, tuple(values))
 
@@ -124,6 +127,7 @@ class DirectKernel:
         if kernel is None:  # a hook of Triton's compiler has kept it from compiling
             return
         if len(self._compiled) >= _MOST_LAUNCHES:
+            # Launches that were handed out keep their kernels alive; only later lookups begin anew.
             self._compiled = {}
         constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)

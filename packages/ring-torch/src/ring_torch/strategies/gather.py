@@ -93,6 +93,8 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     moved = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
     if moved > MIN_BYTES_PER_FLOP * flops:
+        # Every rank has the same plan and sizes, so all cut alike: their messages are of the same
+        # groups.
         most_groups = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
         groups = max(n for n in range(1, max(most_groups, 1) + 1) if sizes.kv_heads % n == 0)
     return HeadGroups(groups, groups, before_last_item=flops > EARLY_RETURN_FLOPS)
@@ -117,6 +119,7 @@ class Gather(GatheringStrategy):
         state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
         sinks = None
         if inputs.sinks is not None and self.adds_sinks:
+            # Launches see all keys of a row, so the sinks join its softmax there, once.
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
@@ -156,6 +159,7 @@ class Gather(GatheringStrategy):
             keep(self.launches.forward, key, launches)
         if len(results) == 1:
             state = results[0]
+        # Each group has widened its own copy: put the heads together again.
         elif results[0].out.dtype != state.out.dtype:
             outs, lses = zip(*results, strict=True)
             state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
@@ -180,6 +184,8 @@ class Gather(GatheringStrategy):
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
+        # Peers will read these sums; where they lie in memory of the session, it waits until nobody
+        # reads those of the pass before.
         grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
@@ -274,6 +280,8 @@ def _finish_own_grads(
     any. All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it
     holds all own keys, and are copied into a buffer of their own if not.
     """
+    # Two places may hold dK/dV of own keys: columns of the gathered buffer, and the sums of
+    # launches in place.
     keys, length = sums.keys, gather.length
     own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
     grads, own_sums = computed
@@ -306,6 +314,8 @@ def _finish_own_grads(
 
 def _shifted(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
+    # Own keys lie in the buffer in the spans in which they were fetched: find the one with this
+    # key.
     fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
     shift = fetch.target.start - fetch.source.start
     return slice(source.start + shift, source.stop + shift)

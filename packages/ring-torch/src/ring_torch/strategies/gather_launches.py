@@ -33,6 +33,7 @@ def attend_group(
     Returns ``state``, filled, or a wider copy of it if the kernel's results are wider; those are
     rounded at the end.
     """
+    # Rows that see own keys only go first: they run while the fetches are in flight.
     work = [(*item_and_count, 0) for item_and_count in in_place]
     work += [
         (columns, *item_and_count)
@@ -84,6 +85,7 @@ def differentiate_in_place(
     if not in_place:
         return None
     length = sums.keys.length
+    # Launches in place all add, and may leave keys out, so these sums begin with zeros.
     own_sums = torch.zeros(sums.numel(length), dtype=call.acc_dtype, device=call.device)
     if rows.q.shape[0] > 0:
         work = [(*keys_and_item, ()) for keys_and_item in reversed(in_place)]
@@ -132,6 +134,7 @@ def keys_by_group(
         return
     forward_groups, per_group = groups.forward, len(saved) // groups.forward
     cuts = groups.backward // forward_groups  # the forward's groups are cut once more
+    # Saved tensors have the heads of a group of the forward; views cut them for the backward's.
     keys = replace(keys, heads=cuts * keys.heads)
     for n in range(forward_groups):
         columns = call.gathered_columns(gather, keys, saved[n * per_group : (n + 1) * per_group])

@@ -58,6 +58,7 @@ class Hybrid(Ulysses):
             super().traffic(call, inputs, forward=forward, saved=saved),
             strategy.traffic(self.inner, inside, forward=forward, saved=inner_saved),
         )
+        # A rank's own trade and its part of the inner call follow each other: their bytes add up.
         return Traffic(*map(sum, zip(*passes, strict=True)))
 
     def _shapes_inside(self, call: Call, inputs: Inputs) -> Inputs:
@@ -100,6 +101,8 @@ def _grid(
     """
     hosts = None
     if config.ulysses_size is None and ranks.size > 1:
+        # A trade moves all of its bytes before and after kernels, so it stays on a host's links;
+        # the ring or gather between hosts hides behind kernels.
         hosts = hosts_of(ranks, torch.device(request.device), wait=probe)
     grid = rank_grid(
         ranks.size, request.q_heads, layout, outer=config.outer,

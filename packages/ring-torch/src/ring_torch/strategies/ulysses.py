@@ -61,6 +61,7 @@ class Ulysses(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
         layouts = exchanges_of(call, inputs, self.heads)
+        # The peers are found to make the same call before any of their tensors is used.
         carry = call.open_heads(call.forward_signature, layouts.most_bytes, self.members)
         tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
@@ -83,8 +84,12 @@ class Ulysses(Strategy):
         saved: Saved = ()
         if call.needs_grad:
             traded = inner_inputs._replace(sinks=None, slopes=None)
+            # The backward needs them by heads again, and trading them once more would cost as much
+            # as the forward.
             saved = (*[x for x in traded if x is not None], out, lse, *inner_saved)
         if tables.q_slots is not None:
+            # Results of places without a head are dropped here, after the exchange: messages have
+            # equal sizes.
             own_out, own_lse = (x.index_select(2, tables.q_slots) for x in (own_out, own_lse))
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
@@ -127,6 +132,7 @@ class Ulysses(Strategy):
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
         orders = tables.rows, tables.columns, tables.columns
         dq, dk, dv = to_tokens(carry, layouts.grads, sent, orders)
+        # Copies of a K/V head were differentiated on different ranks: here their parts are summed.
         dq, dk, dv = tables.without_padding(dq, dk, dv)
         dbias = None
         if grads.dbias is not None:
@@ -330,6 +336,8 @@ def _bias_grad(
     carry: HeadCarrier, layout: HeadBuffer, tables: Tables, inputs: Inputs, dbias: Tensor
 ) -> Tensor:
     """Return the gradient of this rank's rows of the bias, of ``[B, H_local or 1, T, T_kv]``."""
+    # A bias that heads share gets a part from each rank's heads: the parts travel wide, and are
+    # summed at home.
     sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
     (grad,) = to_tokens(carry, layout, (sent,), (tables.rows,))
     if not_none(inputs.bias).shape[1] == 1:
