@@ -366,12 +366,12 @@ def _groups_swapped() -> Patches:
     gathered = _torch("strategies.gather")
     if gathered is None:
         return []
-    right = gathered._keys_by_group
+    right = gathered.keys_by_group
 
     def wrong(*args: Any) -> Any:
         return reversed(list(right(*args)))
 
-    return [*_in_groups(), (gathered, "_keys_by_group", wrong)]
+    return [*_in_groups(), (gathered, "keys_by_group", wrong)]
 
 
 def _in_groups() -> Patches:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ring_core import Mask, make_plan
-from ring_core.choose.trading import MOST_TRADED, trades_heads
+from ring_core import LayoutName, Mask, make_plan
+from ring_core.choose.trading import MOST_TRADED, trades_heads, untraded_reason
 from ring_core.cost import Model, bytes_sent
 
 CAUSAL = Mask(causal=True)
@@ -54,3 +54,24 @@ def test_launches_span_no_more_documents_than_elsewhere(end: int, trades: bool) 
     mask = Mask(causal=True, cu_seqlens=(0, end, 64))
     plan = make_plan(mask, seq_len=64, cp_size=8)
     assert trades_heads(plan, q_heads=8, kv_heads=8) == trades
+    reason = untraded_reason(plan, q_heads=8, kv_heads=8)
+    assert trades or "would span several documents" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "heads", "words"),
+    [
+        (CAUSAL, "zigzag", (32, 32), None),
+        (CAUSAL, "zigzag", (32, 8), "at least 125 % of the bytes of a gather, and 'auto' takes it up to 55 %"),
+        (Mask(causal=True, window=(63, 0)), "zigzag", (32, 32), " 1220 % of the bytes"),
+        (Mask(causal=True, cu_seqlens=tuple(range(0, 4097, 1024))), "contiguous", (32, 32), "fetch no keys"),
+        (CAUSAL, "striped", (32, 32), "layout 'striped' assigns tokens one by one"),
+        (CAUSAL, "zigzag", (30, 30), "30 and 30 of K/V on 4 ranks"),
+    ],
+)  # fmt: skip
+def test_why_ranks_do_not_trade_is_said(
+    mask: Mask, layout: LayoutName, heads: tuple[int, int], words: str | None
+) -> None:
+    plan = make_plan(mask, seq_len=4096, cp_size=4, layout=layout)
+    reason = untraded_reason(plan, q_heads=heads[0], kv_heads=heads[1])
+    assert reason is None if words is None else words in str(reason)

@@ -32,7 +32,7 @@ from ring_core import (
 )
 from ring_torch import prepare
 from ring_torch.kernels.api import Selection
-from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
     Direction,
     FlashLibrary,
@@ -49,6 +49,7 @@ from ring_torch.records import (
     KeyGrads,
     QueryBlock,
     QueryGrads,
+    aligned,
     empty_state,
 )
 

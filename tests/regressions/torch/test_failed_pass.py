@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ring_torch import ContextParallel, ring_attention
 from ring_torch.comm import handshake
-from ring_torch.comm.ranks import QueuedPass, ranks_of, watch
+from ring_torch.comm.ranks import ranks_of
+from ring_torch.comm.state import QueuedPass
 from ring_torch.kernels import eager, sdpa
 from ring_torch.local import LocalRanks
 
@@ -136,7 +137,7 @@ class _Played:
 def _stuck(rank: int, ended: bool) -> list[str]:
     ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
-    watch(ring, timedelta(seconds=1))
+    ring.watch(timedelta(seconds=1))
     since = time.monotonic() + (-100 if rank else 100)
     ring.state.queued = QueuedPass("call 7 (backward)", since, _Played(ended=ended))
     until = time.monotonic() + 15
@@ -166,7 +167,7 @@ def _watched(rank: int, ends: str) -> tuple[list[str], str | None]:
     ring, kept = ranks_of(None), _Kept()
     logging.getLogger("ring_torch").addHandler(kept)
     _attend(8)
-    thread = watch(ring, timedelta(seconds=1))
+    thread = ring.watch(timedelta(seconds=1))
     state = ring.state
     if ends == "destroyed":
         dist.destroy_process_group()

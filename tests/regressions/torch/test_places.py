@@ -52,3 +52,22 @@ def test_explain_says_why_keys_are_not_gathered() -> None:
     assert said.startswith(f"strategy ring, transport p2p\n  not gather over symm_mem: {reason}")
     assert "need CUDA tensors and a nccl group" in said
     assert "one rank: nothing travels" in ContextParallel().explain(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("heads", "biased", "reason"),
+    [
+        (8, False, "trading heads moves at least 75 % of the bytes of a gather, and 'auto' takes it up to 55 %"),
+        (4, True, "the bias would travel, too"),
+        (4, False, None),
+    ],
+)  # fmt: skip
+def test_explain_says_why_heads_are_not_traded(
+    heads: int, biased: bool, reason: str | None
+) -> None:
+    q, k = torch.zeros(1, 8, heads, 8), torch.zeros(1, 8, 4, 8)
+    options = CallOptions(causal=True, bias=torch.zeros(1, heads, 8, 32) if biased else None)
+    said = describe_strategy(*check_call(Ranks(None, 0, 4), 0, "zigzag", q, k, k, options))
+    lines = [line for line in said.split("\n") if "ulysses" in line]
+    of_machine = "copies out of the peers' memory need CUDA tensors and a nccl group"
+    assert lines == [f"  not ulysses over symm_mem: {reason or of_machine}"]

@@ -16,8 +16,7 @@ from views import OPERANDS, VIEWS, Entry, Given, Known, differences, entries, ma
 from ring_torch import prepare, ring_attention
 from ring_torch.kernels.api import Selection
 from ring_torch.kernels.eager import EagerKernel
-from ring_torch.kernels.flash import aligned
-from ring_torch.records import has_unit_stride
+from ring_torch.records import aligned, has_unit_stride
 
 #: What travels how, over how many ranks.
 WAYS = {

@@ -47,8 +47,8 @@ from ring_core.programs.gather import (
 from ring_core.programs.heads import HeadPlan as HeadPlan, head_plan as head_plan
 from ring_core.programs.ring import (
     RingProgram as RingProgram,
-    Step as Step,
     ring_program as ring_program,
 )
+from ring_core.programs.steps import Step as Step
 
 __version__ = "0.1.0"

@@ -101,6 +101,7 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
     if error_message is not None:
         raise WrongResultError(error_message)
     if inputs.bias_shift is not None:
+        # The backward needs the lse of the scores that it computes again, which are shifted.
         saved = (inputs.bias_shift, lse, *saved)
         lse = lse + inputs.bias_shift
     return out, lse, saved
@@ -144,7 +145,9 @@ def backward_pass(
         shift, lse, *remaining = saved
         inputs, saved = inputs._replace(bias_shift=shift), tuple(remaining)
     if dlse is not None:
+        # Some kernels cannot take a gradient of lse. Another one then runs this backward.
         call = call.with_lse_grad()
+    # A loss of lse alone leaves out without a gradient.
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     if False in [x is None or x.stride(-1) == 1 for x in inputs]:
         inputs = with_unit_strides(inputs)
@@ -158,6 +161,7 @@ def backward_pass(
         delta = _delta(dout, out, dlse, call.acc_dtype) if call.kernel.needs_delta else None
         upstream = BackwardInputs(dout, out, lse, delta)
         with Watch(call.device) if call.checked else _NO_CONTEXT as watch:
+            # All ranks are here, or fail: K/V and gradients of peers move inside.
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:
@@ -212,6 +216,7 @@ def _delta(dout: Tensor, out: Tensor, dlse: Tensor | None, acc_dtype: torch.dtyp
     else:
         batch, length, heads, _ = out.shape
         delta = torch.empty(batch, heads, length, dtype=acc_dtype, device=out.device)
+        # Rows are independent, and the temporaries of one block are freed before the next.
         for start in range(0, length, _DELTA_ROWS):
             rows = slice(start, start + _DELTA_ROWS)
             products = dout[:, rows].to(acc_dtype) * out[:, rows].to(acc_dtype)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ring_core import (
+    ChunkLayout,
     GatherProgram,
     LayoutSpec,
     Plan,
     Request,
     RingProgram,
     StrategyConfig,
+    UnsupportedError,
     longest_gather,
 )
 from ring_core.checks import Sizes
 from ring_core.choose.gathering import MAX_SAVED_BYTES
+from ring_core.choose.rates import default as rates_in_use
 from ring_core.programs.grid import RankGrid
 from ring_core.triton.tile_configs import positions_aligned8
 from ring_torch.buffers import HeadCarrier, KVPayload, Shapes
@@ -28,6 +32,7 @@ from ring_torch.comm.handshake import agree
 from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels.api import Kernel, Selection
+from ring_torch.options import CallOptions
 from ring_torch.positions import (
     gathered_positions,
     gathered_runs,
@@ -47,8 +52,10 @@ from ring_torch.records import (
     folded,
     zero_bias_grad,
 )
+from ring_torch.tensor_specs import Described
 from ring_torch.transports.api import GatherSession, Refusals, SessionSpec, Traffic, Transport
 
+_LONGEST = 48  # characters of a list of numbers in an error message
 Saved = tuple[Tensor, ...]  # tensors that a forward saves beside inputs and results
 
 
@@ -88,9 +95,8 @@ class Strategy(Protocol):
         """Return the number of visible (query, key) pairs that this rank computes for each head."""
         return float(call.program.work()[:, call.ranks.rank].sum())
 
-    def notes(self, call: Call) -> tuple[str, ...]:
+    def notes(self, _call: Call) -> tuple[str, ...]:
         """Return lines for ``explain`` that say what is special about this call."""
-        del call
         return ()
 
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
@@ -139,6 +145,24 @@ class Call(NamedTuple):
             call = call._replace(backward_signature=self.backward_signature)
         params = replace(call.params, dropout_seed=self.params.dropout_seed)
         return call._replace(number=self.number, checked=self.checked, params=params)
+
+    def check_capture(self) -> None:
+        """Refuse a call that a CUDA graph cannot hold.
+
+        Raises:
+            UnsupportedError: An option needs positions or a seed, which come from the host and
+                would be frozen, or the kernel looks at numbers on the host.
+        """
+        if self.needs_index:
+            raise UnsupportedError(
+                "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
+                "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
+            )
+        if self.kernel.reads_on_host:
+            raise UnsupportedError(
+                f"kernel {self.kernel.capabilities.name!r} looks at numbers on the host, so it cannot be captured into a CUDA "
+                f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
+            )
 
     def positions(self, rank: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return query indices, query positions and key positions of a rank, int64 each.
@@ -261,6 +285,37 @@ class Resolution(NamedTuple):
         return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
 
 
+def agreed_fields(
+    layout: LayoutSpec, plan: Plan, tensors: Described, options: CallOptions, params: KernelParams,
+    grads: tuple[bool, bool],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
+    padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
+    return {
+        "seq_len": [plan.seq_len, plan.kv_seq_len] if padded else None,
+        "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
+        "cu_seqlens": _shortened(plan.mask.cu_seqlens),
+        "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
+        "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
+        "deterministic": options.deterministic, "return_lse": options.return_lse,
+        "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
+        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest,
+        **{
+            name: None if x is None else [*x.shape, x.dtype]
+            for name, x in tensors._asdict().items() if not name.endswith("_ids")
+        },
+    }  # fmt: skip
+
+
+def _shortened(numbers: tuple[object, ...] | None) -> str | None:
+    """Return numbers as text that fits an error message: if long, the first and a digest."""
+    if numbers is None:
+        return None
+    text = str(numbers)
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
+
+
 @dataclass(frozen=True)
 class StrategySpec:
     """Self-description of a strategy that ``strategy=`` can name.
@@ -280,8 +335,8 @@ class StrategySpec:
             to wait for other ranks. It raises an ``UnsupportedError`` if there are no such groups,
             on all ranks alike.
         is_automatic: Returns True if ``strategy="auto"`` considers it over a transport.
-        suits: Returns False for a call that ``strategy="auto"`` leaves to the strategies after it,
-            which move fewer bytes; the same on all ranks.
+        unsuited: Returns reasons for which ``strategy="auto"`` leaves a call to the strategies
+            after it, which move fewer bytes; the same on all ranks.
         automatic_refusals: Returns reasons for which a call that names neither strategy nor
             transport does not take it, though it could.
     """
@@ -293,7 +348,7 @@ class StrategySpec:
     splits_heads: bool = False
     grid: Callable[[Ranks, LayoutSpec, Request, StrategyConfig, bool], RankGrid] | None = None
     is_automatic: Callable[[Transport], bool] = lambda _transport: False
-    suits: Callable[[Plan, Request], bool] = lambda _plan, _request: True
+    unsuited: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
     automatic_refusals: Callable[[Plan, Request], Refusals] = lambda _plan, _request: ()
 
     def runs_over(self, transport: Transport) -> bool:

@@ -24,8 +24,9 @@ from torch.utils.weak import TensorWeakRef
 
 from ring_core import UnsupportedError
 from ring_torch.capture import is_capturing, on_device
+from ring_torch.comm.groups import check_device, default_device
 from ring_torch.comm.handshake import agree, with_peer_errors
-from ring_torch.comm.ranks import Ranks, check_device, default_device, peer_errors
+from ring_torch.comm.ranks import Ranks, peer_errors
 from ring_torch.comm.store import CallSignature
 
 _BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time

@@ -6,9 +6,9 @@ values of its options.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ring_core import (
-    ChunkLayout,
     KernelConfig,
     LayoutSpec,
     Mask,
@@ -32,14 +31,16 @@ from ring_core import (
     make_plan,
     ring_program,
 )
+from ring_core.base.arguments import not_none
 from ring_core.base.config import kernel_config, strategy_config
-from ring_core.choose.rates import default as rates_in_use
+from ring_core.programs.grid import RankGrid
 from ring_core.tripwire import VARIABLE, every_of
 from ring_torch.buffers import KVPayload
-from ring_torch.call import Call, Resolution
+from ring_torch.call import Call, Resolution, agreed_fields
 from ring_torch.capture import is_capturing, on_device
 from ring_torch.checking.settings import SETTING, number_checked
-from ring_torch.comm.ranks import Ranks, warn_if_alone
+from ring_torch.comm.groups import warn_if_alone
+from ring_torch.comm.ranks import Ranks
 from ring_torch.comm.store import CallSignature
 from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
@@ -47,8 +48,8 @@ from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
 from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, facts_of_heads
 from ring_torch.transports import transport_names
+from ring_torch.transports.api import Transport
 
-_LONGEST = 48  # characters of a list of numbers in an error message
 _QKV = ("q", "k", "v")
 #: The name of each field of :class:`Inputs` in the public function.
 _NAMES = (*_QKV, "segment_ids", "segment_ids", "sinks", "bias", "alibi_slopes")
@@ -145,7 +146,7 @@ def check_call(
     with on_device(q.device) if q.is_cuda else _NO_DEVICE:
         call = prepare(*arguments)
     if q.is_cuda and is_capturing():
-        _check_capture(call)
+        call.check_capture()
     changes: dict[str, Any] = {
         "number": number,
         "checked": (call.check_every and number_checked(call.check_every, number))
@@ -201,25 +202,6 @@ def _in_normal_form(options: CallOptions) -> CallOptions:
     )
 
 
-def _check_capture(call: Call) -> None:
-    """Refuse a call that a CUDA graph cannot hold.
-
-    Raises:
-        UnsupportedError: An option needs positions or a seed, which come from the host and would
-            be frozen, or the kernel looks at numbers on the host.
-    """
-    if call.needs_index:
-        raise UnsupportedError(
-            "bias, masks that are tensors or predicates, alibi_slopes and dropout_p cannot be "
-            "captured into a CUDA graph. Instead: leave the call out of the graph, or the option out of the call"
-        )
-    if call.kernel.reads_on_host:
-        raise UnsupportedError(
-            f"kernel {call.kernel.capabilities.name!r} looks at numbers on the host, so it cannot be captured into a CUDA "
-            f"graph. Instead: leave the call out of the graph, or use kernel='triton'"
-        )
-
-
 @lru_cache(maxsize=256)
 def _prepare(
     ranks: Ranks,
@@ -261,10 +243,8 @@ def _prepare(
         )
     warn_if_alone()
     request, config = _check_options(sizes, tensors, options, grads, lse_grad=lse_grad)
-    if options.seq_len is None:
-        checks.check_causal(options.causal, sizes.q_len, sizes.k_len)
-    else:
-        checks.check_causal(options.causal, *lengths)
+    given_lengths = sizes.q_len, sizes.k_len
+    checks.check_causal(options.causal, *(given_lengths if options.seq_len is None else lengths))
     strategy_setting = strategy_config(options.strategy, strategy_names())
     assert isinstance(options.mask, Mask)
     plan = make_plan(
@@ -275,8 +255,7 @@ def _prepare(
     )  # fmt: skip
     program = ring_program(plan, strategy_setting.ring_strategy)
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
-    assert facts[0] is not None
-    dtype, device = facts[0].dtype, facts[0].device
+    dtype, device = not_none(facts[0]).dtype, not_none(facts[0]).device
     spec, transport = choose_strategy(
         strategy_setting.name,
         options.transport,
@@ -291,22 +270,13 @@ def _prepare(
     grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)
     inner = None
     if grid is not None and ranks.size > 1:
-        split = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
-        outer, ways = ranks.part(grid.outer_ranks(ranks.rank)), ("auto", "auto")
-        if outer.size > 1:
-            ways = strategy_setting.outer, transport.name
-        try:
-            inner = _prepare(
-                outer, grid.outer_layout(layout), facts_of_heads(facts, split),
-                options._replace(strategy=ways[0], transport=ways[1]), False, types, grads, setting, False,
-                lse_grad=lse_grad, lengths=lengths,
-            )  # fmt: skip
-        except UnsupportedError as error:
-            if outer.size == 1:
-                raise
-            raise UnsupportedError(
-                f"strategy {spec.name!r}, outer={strategy_setting.outer!r}: {error}"
-            ) from error
+        prepare = partial(
+            _prepare, as_given=False, types=types, grads=grads, setting=setting, probe=False,
+            lse_grad=lse_grad, lengths=lengths,
+        )  # fmt: skip
+        inner = _inner_call(
+            prepare, grid, ranks, layout, facts, options, request, transport, strategy_setting
+        )
     choice = choose(config, request, program) if inner is None else inner.choice
     needs_index = (
         request.bias or request.alibi or request.dropout or plan.mask.predicate is not None
@@ -322,7 +292,7 @@ def _prepare(
     )  # fmt: skip
     strategy = resolve(spec, resolution, sinks=tensors.sinks is not None)
     params = _params(plan, request, config, options, grads, device, sinks=tensors.sinks is not None)
-    fields = _fields(layout, plan, tensors, options, params, grads) | {
+    fields = agreed_fields(layout, plan, tensors, options, params, grads) | {
         "check": check_every,
         "kernel": choice.kernel.capabilities.name, "strategy": spec.name, "transport": transport.name,
     }  # fmt: skip
@@ -333,6 +303,33 @@ def _prepare(
         grads[0], strategy, transport, 0, CallSignature.of(fields, "forward"),
         CallSignature.of(fields, "backward"), check_every=check_every,
     )  # fmt: skip
+
+
+def _inner_call(
+    prepare: Callable[..., Call], grid: RankGrid, ranks: Ranks, layout: LayoutSpec,
+    facts: tuple[TensorSpec | None, ...], options: CallOptions, request: Request,
+    transport: Transport, setting: StrategyConfig,
+) -> Call:  # fmt: skip
+    """Prepare the call that a rank makes for its heads, after a trade of tokens for heads.
+
+    Raises:
+        UnsupportedError: The ranks of other groups, with the same heads, cannot make that call.
+    """
+    split = head_plan(request.q_heads, request.kv_heads, grid.ulysses_size)
+    outer = ranks.part(grid.outer_ranks(ranks.rank))
+    is_alone = outer.size == 1
+    options = options._replace(
+        strategy="auto" if is_alone else setting.outer,
+        transport="auto" if is_alone else transport.name,
+    )
+    try:
+        return prepare(outer, grid.outer_layout(layout), facts_of_heads(facts, split), options)
+    except UnsupportedError as error:
+        if is_alone:
+            raise
+        raise UnsupportedError(
+            f"strategy {setting.name!r}, outer={setting.outer!r}: {error}"
+        ) from error
 
 
 def _check_options(
@@ -376,37 +373,6 @@ def _params(
         shifts_bias=request.bias and options.bias_role != "mask" and not sinks,
         needs_lse=grads[0] or sinks or options.return_lse,
     )  # fmt: skip
-
-
-def _fields(
-    layout: LayoutSpec, plan: Plan, tensors: Described, options: CallOptions, params: KernelParams,
-    grads: tuple[bool, bool],
-) -> dict[str, Any]:  # fmt: skip
-    """Return the fields that ranks have to agree on, but for the kernel and strategy chosen."""
-    padded = plan.q_layout.pad_to is not None or plan.k_layout.pad_to is not None
-    return {
-        "seq_len": [plan.seq_len, plan.kv_seq_len] if padded else None,
-        "layout": str(layout), "mask": plan.mask.describe(), "plan": plan.digest.hex(),
-        "cu_seqlens": _shortened(plan.mask.cu_seqlens),
-        "chunks": _shortened(layout.chunks) if isinstance(layout, ChunkLayout) else None,
-        "softmax_scale": params.scale, "softcap": params.softcap, "dropout_p": params.dropout_p,
-        "deterministic": options.deterministic, "return_lse": options.return_lse,
-        "segment_ids": tensors.q_ids is not None, "needs_grad": grads[0], "bias_grad": grads[1],
-        "shifts_bias": params.shifts_bias, "rates": rates_in_use().digest,
-        **{
-            name: None if x is None else [*x.shape, x.dtype]
-            for name, x in tensors._asdict().items() if not name.endswith("_ids")
-        },
-    }  # fmt: skip
-
-
-def _shortened(numbers: tuple[object, ...] | None) -> str | None:
-    """Return numbers as text that fits an error message: if long, the first and a digest."""
-    if numbers is None:
-        return None
-    text = str(numbers)
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... (all: {digest})"
 
 
 def _boundaries(plan: Plan, device: torch.device) -> Tensor | None:

@@ -337,3 +337,34 @@ def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return sinks ``[H]`` or ``[H, n]`` as one equivalent logit for each head, ``[H]``."""
     sinks = sinks.to(dtype)
     return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
+
+
+def padded(x: Tensor, dim: int) -> Tensor:
+    """Return a tensor as libraries take it: padded with zeros to ``dim``, and 16-byte aligned.
+
+    Zeros in the last dimension change no score and no output.
+    """
+    x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+    return aligned(x)
+
+
+def with_own_rows(q: Tensor) -> Tensor:
+    """Return queries without strides of 0, for which FlashAttention-4 does not compile."""
+    if 0 in q.stride() and any(
+        stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)
+    ):
+        return q.clone(memory_format=torch.contiguous_format)
+    return q
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return a tensor whose rows all begin at multiples of 16 bytes, as libraries need.
+
+    Rows are contiguous already (:func:`with_unit_strides`).
+    """
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def narrowed(x: Tensor, dim: int) -> Tensor:
+    """Return a tensor without the columns that were added as padding."""
+    return x if x.shape[-1] == dim else x[..., :dim].contiguous()

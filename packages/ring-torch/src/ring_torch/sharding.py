@@ -16,18 +16,9 @@ from ring_core import Layout, LayoutSpec, checks, divisor_of, row_checks
 from ring_core.base.arguments import check_size
 from ring_core.layouts.layout import Run, check_layout
 from ring_torch.capture import constant_in_graphs, on_device
+from ring_torch.comm.groups import Members, check_device, members_of, warn_if_alone
 from ring_torch.comm.handshake import agree, check_graph, with_peer_errors
-from ring_torch.comm.ranks import (
-    Group,
-    Members,
-    Ranks,
-    check_device,
-    is_foreign,
-    members_of,
-    peer_errors,
-    ranks_of,
-    warn_if_alone,
-)
+from ring_torch.comm.ranks import Group, Ranks, is_foreign, peer_errors, ranks_of
 from ring_torch.comm.store import CallSignature
 from ring_torch.derivatives import check_no_batch
 

@@ -184,6 +184,64 @@ def check_choice(name: str, value: object, known: Sequence[str]) -> None:
         raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
 
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """Return the scale of the scores as a float; ``head_dim ** -0.5`` by default.
+
+    Raises:
+        ValueError: It is no finite number.
+    """
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    if not _is_real(softmax_scale):
+        raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale!r}")
+    return float(softmax_scale)
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    """Return the soft cap of the scores as a float, or ``None``.
+
+    Raises:
+        ValueError: It is no finite number above 0.
+    """
+    if softcap is not None and (not _is_real(softcap) or softcap <= 0):
+        raise ValueError(f"softcap must be a finite number > 0 or None, got {softcap!r}")
+    return None if softcap is None else float(softcap)
+
+
+def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
+    """Check dropout's probability, and that there is a seed where it is not 0.
+
+    Raises:
+        ValueError: ``dropout_p`` is not in ``[0, 1)``, or the seed is missing.
+    """
+    if not _is_real(dropout_p) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if dropout_p > 0 and dropout_seed is None:
+        raise ValueError(
+            f"dropout_p={dropout_p} needs dropout_seed, an integer that is the same on every rank and new "
+            f"in every call, so that all ranks drop the same elements"
+        )
+
+
+def check_seed(dropout_seed: int | None) -> None:
+    """Check that dropout's seed is an integer in ``[0, 2**64)``; traced ones are checked elsewhere.
+
+    Raises:
+        ValueError: It is no integer, or outside of this range.
+    """
+    if dropout_seed is not None and (
+        not isinstance(dropout_seed, int)
+        or isinstance(dropout_seed, bool)
+        or not 0 <= dropout_seed < 2**64
+    ):
+        raise ValueError(f"dropout_seed must be an integer in [0, 2**64), got {dropout_seed!r}")
+
+
+def _is_real(value: object) -> bool:
+    """Return True for a finite Python number; a boolean is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
+
+
 def with_options_of[F: Callable[..., object]](function: Callable[..., object]) -> Callable[[F], F]:
     """Make a decorator that shows a function's options in the signature of a method.
 

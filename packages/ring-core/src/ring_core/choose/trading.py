@@ -51,18 +51,41 @@ def trades_heads(plan: Plan, *, q_heads: int, kv_heads: int) -> bool:
         q_heads: Number of query heads.
         kv_heads: Number of K/V heads.
     """
+    return untraded_reason(plan, q_heads=q_heads, kv_heads=kv_heads) is None
+
+
+def untraded_reason(plan: Plan, *, q_heads: int, kv_heads: int) -> str | None:
+    """Return why ranks gather keys, or pass them on, rather than trade tokens for heads.
+
+    It is ``None`` if they trade (:func:`trades_heads`, which has the same arguments).
+    """
     ranks, queries, keys = plan.cp_size, plan.q_layout.local_len, plan.k_layout.local_len
-    if q_heads % ranks or kv_heads % ranks or gather_refusals(plan):
-        return False
+    if q_heads % ranks or kv_heads % ranks:
+        return f"a trade would pad or copy heads: {q_heads} and {kv_heads} of K/V on {ranks} ranks"
+    if refusals := gather_refusals(plan):
+        return f"there is no gather that a trade could save: {'; '.join(refusals)}"
     traded = (ranks - 1) * (q_heads * queries + kv_heads * keys)  # times P
     most_fetched = (ranks - 1) * keys
     if traded > MOST_TRADED * ranks * kv_heads * most_fetched:
-        return False  # whatever the mask hides: no plan is asked
+        # Whatever the mask hides: no plan is asked.
+        return _share_text(traded, ranks * kv_heads * most_fetched, "at least ")
     fetched = longest_gather(plan).length - keys
     if traded > MOST_TRADED * ranks * kv_heads * fetched:
-        return False
+        return _share_text(traded, ranks * kv_heads * fetched)
     of_all_tokens = make_plan(
         plan.mask, seq_len=plan.seq_len, cp_size=1, kv_seq_len=plan.kv_seq_len,
     )  # fmt: skip
     split, whole = (ring_program(x).item_counts for x in (plan, of_all_tokens))
-    return split.several_documents > 0 or whole.several_documents == 0
+    if split.several_documents == 0 < whole.several_documents:
+        return "launches over all tokens would span several documents or chunks, and now none does"
+    return None
+
+
+def _share_text(traded: int, gathered: int, least: str = "") -> str:
+    """Return the part of a gather's bytes that a trade moves, as a reason against the trade."""
+    if gathered <= 0:
+        return "ranks that gather fetch no keys here"
+    return (
+        f"trading heads moves {least}{-(-100 * traded // gathered)} % of the bytes of a gather, and "
+        f"'auto' takes it up to {100 * MOST_TRADED:.0f} %"
+    )

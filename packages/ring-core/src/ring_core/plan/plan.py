@@ -87,6 +87,10 @@ class WorkItem:
         ``None`` is unbounded. Trimming makes both sides non-negative.
         """
         d = (self.k_stop - self.k_start) - (self.q_stop - self.q_start)
+        return self._window_with(d)
+
+    def _window_with(self, d: int) -> Window:
+        """Return the band as a window aligned at a corner ``d`` columns right of its row."""
         return None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
 
     @cached_property
@@ -98,14 +102,11 @@ class WorkItem:
         elsewhere; the result is ``None`` where no window fits all documents of the item.
         """
         assert self.cu_q is not None and self.cu_k is not None
-        if self.lo is None and self.hi is None:
-            return None, None
         both = (np.diff(self.cu_q) > 0) & (np.diff(self.cu_k) > 0)
         ends = (self.cu_k[1:] - self.cu_q[1:])[both]
-        if ends.size and (ends != ends[0]).any():
+        if (self.lo, self.hi) != (None, None) and ends.size and (ends != ends[0]).any():
             return None
-        d = int(ends[0]) if ends.size else 0
-        window = None if self.hi is None else self.hi + d, None if self.lo is None else -self.lo - d
+        window = self._window_with(int(ends[0]) if ends.size else 0)
         return window if all(side is None or side >= 0 for side in window) else None
 
     @cached_property
@@ -127,12 +128,9 @@ class WorkItem:
 
     def each_document(self) -> Iterator[WorkItem]:
         """Yield an item for each document, trimmed, which counts from this item's corner."""
-        assert self.cu_q is not None and self.cu_k is not None
-        sides = (pairwise(cu.tolist()) for cu in (self.cu_q, self.cu_k))
-        for q, k in zip(*sides, strict=True):
-            document = self._part((0, 0), *q, *k)
-            if document is not None:
-                yield document
+        sides = (pairwise(not_none(cu).tolist()) for cu in (self.cu_q, self.cu_k))
+        documents = (self._part((0, 0), *q, *k) for q, k in zip(*sides, strict=True))
+        yield from (document for document in documents if document is not None)
 
     def rows(self, start: int, stop: int) -> WorkItem | None:
         """Return the part of the item between two local query rows, trimmed; ``None`` if empty.
@@ -203,19 +201,17 @@ class WorkItem:
         """Return the part of the rows ``start:stop``, counted from the corner; see ``cut``."""
         cu_q, tiles = self.cu_q, self.tiles
         if cu_q is None and tiles is None:
-            corner = (self.q_start, self.k_start)
-            part = self._part(corner, start, stop, 0, self.k_stop - self.k_start)
+            columns = self.k_stop - self.k_start
+            part = self._part((self.q_start, self.k_start), start, stop, 0, columns)
             assert part is not None and part.q_stop - part.q_start == stop - start
             return part
         return replace(
-            self,
-            q_start=self.q_start + start,
-            q_stop=self.q_start + stop,
+            self, q_start=self.q_start + start, q_stop=self.q_start + stop,
             lo=None if self.lo is None else self.lo - start,
             hi=None if self.hi is None else self.hi - start,
             cu_q=None if cu_q is None else np.clip(cu_q, start, stop) - start,
             tiles=None if tiles is None else tiles[start // TILE : -(-stop // TILE)],
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,11 +303,11 @@ class Plan:
     @cached_property
     def digest(self) -> bytes:
         """Hash of 8 bytes by which ranks check that they made the same plan."""
-        padded = self.q_layout.padded_len, self.k_layout.padded_len
-        sizes = self.seq_len, self.kv_seq_len, *padded, self.cp_size
-        parts = [str((*sizes, self.q_layout.name, self.mask.band)).encode()]
-        if isinstance(self.q_layout.name, ChunkLayout):
-            parts.append(self.q_layout.name.table.tobytes())
+        q, k = self.q_layout, self.k_layout
+        sizes = self.seq_len, self.kv_seq_len, q.padded_len, k.padded_len, self.cp_size
+        parts = [str((*sizes, q.name, self.mask.band)).encode()]
+        if isinstance(q.name, ChunkLayout):
+            parts.append(q.name.table.tobytes())
         if self.boundaries is not None:
             parts.append(self.boundaries.tobytes())
         if self.blocks is not None:
@@ -350,14 +346,9 @@ class Plan:
 
 
 def make_plan(
-    mask: Mask,
-    *,
-    seq_len: int,
-    cp_size: int,
-    layout: LayoutSpec = "contiguous",
-    kv_seq_len: int | None = None,
-    pad_to: int | tuple[int, int] | None = None,
-) -> Plan:
+    mask: Mask, *, seq_len: int, cp_size: int, layout: LayoutSpec = "contiguous",
+    kv_seq_len: int | None = None, pad_to: int | tuple[int, int] | None = None,
+) -> Plan:  # fmt: skip
     """Plan a call: decide for every pair of ranks what the one's queries see of the other's keys.
 
     >>> from ring_core import Mask, make_plan
@@ -380,15 +371,14 @@ def make_plan(
         The plan; equal arguments return the same object, from a bounded cache.
 
     Raises:
-        ValueError: Unknown layout, or chunks for other than ``cp_size`` ranks; a length
-            the layout cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with
-            other keys than queries; a predicate over more than ``2 ** 34`` pairs, or one that does
-            not return booleans.
+        ValueError: Unknown layout, or chunks for other than ``cp_size`` ranks; a length the layout
+            cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with other keys
+            than queries; a predicate over more than ``2 ** 34`` pairs, or not of booleans.
     """
     check_kind("mask", mask, Mask)
     check_layout(layout)
     seq_len, cp_size = check_size("seq_len", seq_len), check_size("cp_size", cp_size)
-    keys = None if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
+    keys = seq_len if kv_seq_len is None else check_size("kv_seq_len", kv_seq_len)
     padded = pad_to if isinstance(pad_to, tuple) else (pad_to, pad_to)
     if len(padded) != 2:
         raise ValueError(f"pad_to must be an integer or a pair (queries', keys'), got {pad_to!r}")
@@ -398,16 +388,10 @@ def make_plan(
 
 @lru_cache(maxsize=128)
 def _make_plan(
-    mask: Mask,
-    seq_len: int,
-    cp_size: int,
-    layout: LayoutSpec,
-    kv_seq_len: int | None,
-    q_padded: int | None,
+    mask: Mask, seq_len: int, cp_size: int, layout: LayoutSpec, keys: int, q_padded: int | None,
     k_padded: int | None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Make a plan; :func:`make_plan` has checked the types, so that arguments can be hashed."""
-    keys = seq_len if kv_seq_len is None else kv_seq_len
     q_layout = Layout(layout, seq_len, cp_size, q_padded)
     k_layout = Layout(layout, keys, cp_size, k_padded)
     check_documents(mask, seq_len, keys)

@@ -106,6 +106,7 @@ class GatherProgram:
         overwritten = []
         # Until a launch writes its columns, they hold gradients of an earlier call, or garbage.
         for item in reversed(self.items):
+            # What is in `written` holds sums of this backward already: there the item adds.
             columns = Interval(item.k_start, item.k_stop)
             overwritten.append(tuple(slice(*span) for span in subtract(columns, written)))
             written = union([*written, columns])
@@ -129,6 +130,7 @@ def column_segments(item: WorkItem, overwrite: Iterable[slice]) -> Iterator[tupl
         item.k_stop,
     ]
     for n, (start, stop) in enumerate(pairwise(edges)):
+        # Two overwritten spans may touch, or lie at an end of the item: nothing is added between.
         if start < stop:
             yield start, stop, n % 2 == 0
 
@@ -186,6 +188,8 @@ def gather_program(
 def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -> GatherProgram:
     """Make the program of :func:`gather_program`, which has checked the arguments."""
     assert not gather_refusals(plan)
+    # Columns are positions of the whole sequence so far. Then the spans that some item needs are
+    # laid into the buffer one behind the other, and items count columns of that.
     by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits, tile=tile)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
@@ -205,6 +209,8 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
         # share its links.
         fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
         fetched = union([*fetched, columns])
+        # Fetches are waited for in this order, so the item waits for all that earlier items needed,
+        # too; those have been waited for already.
         waits_for.append(len(fetches))
     return GatherProgram(
         own, tuple(fetches), tuple(items), tuple(waits_for), tuple(spans), tuple(in_place), splits,
@@ -229,6 +235,7 @@ def moved_keys(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[int, int]
     sent, received = 0, 0
     for peer in range(plan.cp_size):
         program = gather_program(plan, peer, own=like.own, splits=like.splits, tile=like.tile)
+        # Each rank knows every rank's program, so both ends count the same messages without asking.
         for fetch in program.fetches:
             keys = fetch.source.stop - fetch.source.start
             sent += keys if fetch.rank == rank != peer else 0
@@ -280,12 +287,16 @@ def _work_and_keys(
     Items over positions have global positions as columns, items in place have local indices. The
     keys to gather are spans of positions, in order.
     """
+    # Without own keys a two-stage gather attends to them apart, in the shard, before anything
+    # arrives.
     left_out = [] if own else [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
     items = [
         item
         for span in subtract(Interval(0, plan.kv_seq_len), left_out)
         for item in _items(plan, rank, span)
     ]
+    # Rows that see own keys only can run while the first fetch is in flight. They are taken off
+    # before the keys to fetch are known, so that what only they see is not copied into the buffer.
     items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
     if plan.k_layout.run_length % tile == 0:  # else positions and local indices count other tiles
         items, in_place = ([_from_tile(item, tile) for item in work] for work in (items, in_place))
@@ -341,35 +352,32 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
 
     Fewer items are fewer launches, and an item that needs few columns can start early.
     """
-    # First join items of the same rows whose keys are neighbours ...
-    rows: list[WorkItem] = []
-    for item in sorted(items, key=lambda item: (item.q_start, item.k_start)):
-        previous = rows[-1] if rows else None
-        if (
-            previous
-            and previous.is_full
-            and item.is_full
-            and previous.q_slice == item.q_slice
-            and previous.k_stop == item.k_start
-        ):
-            rows[-1] = replace(previous, k_stop=item.k_stop)
-        else:
-            rows.append(item)
-    # ... then items of the same keys whose rows are neighbours.
+    # First join items of the same rows whose keys are neighbours, then the other way round.
+    joined = sorted(items, key=lambda item: (item.q_start, item.k_start))
+    joined = _joined(joined, "q_slice", "k_start", "k_stop")
+    joined = _joined(joined, "k_slice", "q_start", "q_stop")
+    return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
+
+
+def _joined(items: Sequence[WorkItem], shared: str, start: str, stop: str) -> list[WorkItem]:
+    """Join full items that follow each other, have one side in common, and touch at the other.
+
+    ``shared`` is the field of the common side; ``start`` and ``stop`` are those of the other.
+    """
     joined: list[WorkItem] = []
-    for item in rows:
+    for item in items:
         previous = joined[-1] if joined else None
         if (
             previous
             and previous.is_full
             and item.is_full
-            and previous.k_slice == item.k_slice
-            and previous.q_stop == item.q_start
+            and getattr(previous, shared) == getattr(item, shared)
+            and getattr(previous, stop) == getattr(item, start)
         ):
-            joined[-1] = replace(previous, q_stop=item.q_stop)
+            joined[-1] = replace(previous, **{stop: getattr(item, stop)})
         else:
             joined.append(item)
-    return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
+    return joined
 
 
 def _fetches(

@@ -61,6 +61,8 @@ class RankGrid:
             return "contiguous"
         if not isinstance(layout, ChunkLayout):
             return layout
+        # A group holds what its ranks hold: the inner call sees the group as one rank with these
+        # chunks, in ascending order.
         groups = (
             layout.chunks[first : first + self.ulysses_size]
             for first in range(0, self.ranks, self.ulysses_size)
@@ -74,6 +76,8 @@ class RankGrid:
         other's: int64 ``[ulysses_size * layout.local_len]``.
         """
         positions = np.concatenate([layout.positions(peer) for peer in self.inner_ranks(rank)])
+        # The rank of each token among the sorted ones, which is its local index in the group: the
+        # message of rank n goes to the n-th stretch of these places.
         return np.argsort(np.argsort(positions, kind="stable"), kind="stable")
 
 

@@ -126,6 +126,8 @@ def _head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
         kv_places = -(-kv_heads * copies // ranks)
         return kv_places * -(-group // copies), kv_places
 
+    # A rank's time is that of the fullest rank, so places count, not heads. Among equals fewer K/V
+    # places mean fewer bytes in the exchange.
     copies = min(range(1, min(group, ranks) + 1), key=places)
     # The copies of a K/V head are dealt out, so that no rank has two. Heads without copies stay
     # side by side: a rank then has a range of them.
@@ -141,6 +143,8 @@ def _head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
         for index, number in enumerate(numbers.tolist()):
             head = number // copies
             kv[rank, index] = head
+            # Query heads of one K/V head are shared out over its copies; each has a place on one
+            # rank only, so outputs are never summed. dK/dV of the copies are.
             served = np.array_split(np.arange(head * group, (head + 1) * group), copies)
             heads = served[number % copies]
             q[rank, index, : len(heads)] = heads
@@ -156,6 +160,8 @@ def too_many_ranks(q_heads: int, ranks: int) -> str:
 
 def _filled(heads: Heads) -> Heads:
     """Return heads with the one before, in the order of slots, in place of each ``PADDING``."""
+    # A place without a head computes with the head before it: its results are not read, and zeros
+    # are sent for its gradients.
     flat = heads.ravel()
     last = np.maximum.accumulate(np.where(flat == PADDING, 0, np.arange(flat.size)))
     return _constant(flat[last].reshape(heads.shape))
@@ -164,6 +170,7 @@ def _filled(heads: Heads) -> Heads:
 def _slots(heads: Heads) -> Heads:
     """Return the slots of each head, int32 ``[heads, copies]``, ascending."""
     flat = heads.ravel()
+    # PADDING is -1 and sorts first: those slots are skipped.
     order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == PADDING) :]
     return _constant(order.reshape(int(flat.max()) + 1, -1).astype(np.int32))
 

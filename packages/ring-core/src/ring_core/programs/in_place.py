@@ -51,6 +51,8 @@ def split_own_key_rows(
         for run in runs
     )
     num_still_needed = sum(part.stop - part.start for part in parts)
+    # The rows that remain fetch own keys into the buffer after all. If those are most of the shard,
+    # the split has saved no copy and cost a launch.
     if 2 * num_still_needed > plan.k_layout.local_len:
         return list(items), []
     return remaining, in_place
@@ -66,6 +68,7 @@ def _own_key_runs(plan: Plan, rank: int) -> list[Run]:
             and last.global_start + last.length == run.global_start
             and last.local_start + last.length == run.local_start
         ):
+            # One launch can read both runs where they lie.
             joined[-1] = last._replace(length=last.length + run.length)
         else:
             joined.append(run)
@@ -91,8 +94,10 @@ def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
     first = int(np.searchsorted(first_seen, start - item.k_start))
     last = int(np.searchsorted(stop_seen, stop - item.k_start, side="right"))
     cuts = _cuts(item, tile)
+    # Cuts move inwards, so no row is taken off that sees a foreign key.
     first = int(cuts[np.searchsorted(cuts, first)])
     last = int(cuts[np.searchsorted(cuts, last, side="right") - 1])
+    # Fewer rows than that are not worth a launch of their own.
     if 2 * (last - first) <= item.q_stop - item.q_start:
         return None
     part = item.rows(item.q_start + first, item.q_start + last)

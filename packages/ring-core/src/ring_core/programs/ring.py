@@ -18,12 +18,10 @@ and hides the last hop of dK/dV home::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +31,7 @@ from ring_core.base.config import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.base.errors import UnsupportedError
 from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.plan import Plan, WorkItem
-from ring_core.plan.tile_mask import Geometry
+from ring_core.programs.steps import Offload, Step, active_steps, step_rectangles
 
 _MOST_PIECES = 4  # in which offloaded queries travel
 _PIECE_ROWS = 256  # least query rows of a shard for each of them: smaller launches are mostly cost
@@ -69,27 +67,6 @@ def offload_pieces(rows: int) -> int:
     (1, 2, 4)
     """
     return min(max(rows // _PIECE_ROWS, 1), _MOST_PIECES)
-
-
-Offload = Literal["none", "mirror", "half"]
-_PAIRS_AT_ONCE = 1 << 15
-
-
-@dataclass(frozen=True)
-class Step:
-    """A live step of a ring: rank ``r`` works with the K/V of rank ``r - shift``.
-
-    Attributes:
-        shift: Number of ranks that the K/V have moved ahead; 0 is each rank's own block.
-        offload: Work that ranks do besides, for the queries of rank ``r - shift``, which travel to
-            them by the same shift and meet their own K/V. ``none``: no such work. ``mirror``: all
-            that rank ``r - shift`` would compute in the step with shift ``cp_size - shift``, which
-            is left out then. ``half``: where the two shifts are equal, half of that, in exchange
-            for half of its own.
-    """
-
-    shift: int
-    offload: Offload = "none"
 
 
 StepRows = npt.NDArray[np.int32]
@@ -201,6 +178,8 @@ class RingProgram:
         offload, shift = self.steps[step].offload, self.steps[step].shift
         if offload == "none":
             return ()
+        # Seen from the rank that is helped: its queries go `shift` ranks ahead, to the helper, and
+        # meet the helper's own keys there.
         if (rank, step) not in self._remote:
             helper = np.array([(rank + shift) % self.plan.cp_size])
             _, rectangles = step_rectangles(offload, self.plan.geometry, helper, np.array([rank]))
@@ -220,8 +199,12 @@ class RingProgram:
         check_index("step", step, self.num_steps)
         ranks = np.arange(self.plan.cp_size)
         kv_ranks = (ranks - self.steps[step].shift) % self.plan.cp_size
+        # Rank r meets the K/V of rank r - shift, which have moved that far ahead. Offloaded rows
+        # have the same two ranks with their parts exchanged: the queries moved, the keys stayed.
         own, remote = step_rectangles(self.steps[step].offload, self.plan.geometry, ranks, kv_ranks)
         parts = [_table_of(own, ranks, kv_ranks)]
+        # The result of such a row belongs to the rank whose queries they are, and travels back to
+        # it.
         parts += [_table_of(remote, kv_ranks, ranks)] if remote is not None else []
         table = np.concatenate(parts, axis=1)
         # Live rows of each rank first, as many as the busiest rank has: one at least.
@@ -239,6 +222,7 @@ class RingProgram:
             q_start, q_stop, k_start, k_stop, lo, hi, _, doc_stop = rows[:, 3:].T
             live, same_len = q_stop > q_start, q_stop - q_start == k_stop - k_start
             no_hi = hi == TABLE_UNBOUNDED
+            # A square that shows i >= j is what kernels call causal; every other cut is a band.
             full, causal = no_hi & (lo == -TABLE_UNBOUNDED), no_hi & same_len & (lo == 0)
             counts += [
                 x.sum() for x in (live & full, live & causal, live & ~full & ~causal, doc_stop > 0)
@@ -276,12 +260,16 @@ class RingProgram:
             steps = [n for n, step in enumerate(self.steps) if step.offload == offload]
             if not steps:
                 continue
+            # All steps with this kind of offload at once. The K/V of a step are those of the rank
+            # `shift` behind.
             kv_ranks = (rank - np.array([self.steps[n].shift for n in steps])) % plan.cp_size
             own, remote = step_rectangles(
                 offload, plan.geometry, np.full_like(kv_ranks, rank), kv_ranks
             )
             for pair, n in enumerate(steps):
                 items[n] = plan.work_items(own, pair, rank, int(kv_ranks[pair]))
+                # Items for another rank come last: its queries travel in pieces, and all but the
+                # first arrive while the piece before them is computed.
                 if remote is not None:
                     items[n] += plan.work_items(remote, pair, int(kv_ranks[pair]), rank)
         return tuple(items)
@@ -325,96 +313,3 @@ def _ring_program(plan: Plan, strategy: RingStrategy) -> RingProgram:
     """Make the program of :func:`ring_program`, which has checked the arguments."""
     steps, work = active_steps(strategy, plan.geometry, plan.cp_size, plan.q_layout.num_runs)
     return RingProgram(plan, strategy, steps, work)
-
-
-def active_steps(
-    strategy: RingStrategy, geometry: Geometry, cp_size: int, num_runs: int
-) -> tuple[tuple[Step, ...], Ints]:
-    """Return the steps in which some rank has work, and how much: visible pairs ``[step, rank]``.
-
-    ``num_runs`` is the number of runs per rank in the layout. The step of shift 0, a rank's own
-    block, is always there.
-    """
-    steps = _STEPS[strategy](geometry, cp_size, num_runs)
-    live = sorted(
-        ((step, pairs) for step, pairs in steps if step.shift == 0 or pairs.any()),
-        key=lambda step_and_pairs: step_and_pairs[0].shift,
-    )
-    return tuple(step for step, _ in live), np.stack([pairs for _, pairs in live])
-
-
-def step_rectangles(
-    offload: Offload, geometry: Geometry, ranks: Ints, kv_ranks: Ints
-) -> tuple[RectangleTable, RectangleTable | None]:
-    """Return what ``ranks`` compute in a step: for their own queries, and for those they help.
-
-    Args:
-        offload: The kind of offload of the step.
-        geometry: That of the plan.
-        ranks: Ranks that compute.
-        kv_ranks: For each of them the rank whose K/V, and offloaded queries, it works with.
-
-    Returns:
-        Rectangles of ``ranks``' queries and ``kv_ranks``' keys; and of ``kv_ranks``' queries and
-        ``ranks``' keys, or ``None`` where nothing is offloaded.
-    """
-    if offload == "half":
-        return geometry.rectangles(ranks, kv_ranks, half=0), geometry.rectangles(
-            kv_ranks, ranks, half=1
-        )
-    remote = geometry.rectangles(kv_ranks, ranks) if offload == "mirror" else None
-    return geometry.rectangles(ranks, kv_ranks), remote
-
-
-def _ring_steps(geometry: Geometry, cp_size: int, num_runs: int) -> Iterator[tuple[Step, Ints]]:
-    """Yield a step for every shift, with the visible pairs of each rank in it, ``[cp_size]``."""
-    ranks = np.arange(cp_size)
-    for shifts in _chunks(ranks, cp_size * num_runs**2):
-        kv_ranks = (ranks - shifts[:, None]) % cp_size
-        yield from zip(map(Step, shifts.tolist()), geometry.count(ranks, kv_ranks), strict=True)
-
-
-def _balanced_steps(
-    geometry: Geometry, cp_size: int, _num_runs: int
-) -> Iterator[tuple[Step, Ints]]:
-    """Yield steps that fold the far half of the ring onto the near half where that is faster.
-
-    At shift ``s`` rank ``r`` meets the keys of ``r - s``; at shift ``cp_size - s`` rank ``r - s``
-    meets those of ``r``. The pair of ranks can do both in one step: ``r`` computes the second for
-    ``r - s``, whose queries come along with its K/V.
-    """
-    ranks = np.arange(cp_size)
-    yield Step(0), geometry.count(ranks, ranks)
-    for shifts in _chunks(np.arange(1, cp_size // 2 + 1), cp_size):
-        kv_ranks = (ranks - shifts[:, None]) % cp_size
-        own, mirrored = geometry.count(ranks, kv_ranks), geometry.count(kv_ranks, ranks)
-        for n, shift in enumerate(shifts.tolist()):
-            # Opposite ranks: both steps are one and the same, so each rank helps with half of the
-            # other's rows, if the busiest has less to do then.
-            if 2 * shift == cp_size:
-                halves = geometry.count(ranks, kv_ranks[n], half=0) + geometry.count(
-                    kv_ranks[n], ranks, half=1
-                )
-                pays = halves.max() < own[n].max()
-                yield Step(shift, "half" if pays else "none"), halves if pays else own[n]
-            # One step that lasts as long as the rank with the largest sum, or two steps that last
-            # as long as the slowest rank of each?
-            elif (own[n] + mirrored[n]).max() < own[n].max() + mirrored[n].max():
-                yield Step(shift, "mirror"), own[n] + mirrored[n]
-            else:
-                yield Step(shift), own[n]
-                # ``mirrored[n][r]`` is the work of rank ``r - shift`` when it is not offloaded.
-                yield Step(cp_size - shift), np.roll(mirrored[n], -shift)
-
-
-#: All steps of each strategy, with the pairs that each rank computes in them.
-_STEPS: Mapping[RingStrategy, Callable[[Geometry, int, int], Iterator[tuple[Step, Ints]]]] = (
-    MappingProxyType({"ring": _ring_steps, "balanced": _balanced_steps})
-)
-
-
-def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
-    """Yield shifts a few at a time, so that arrays over all their ``pairs`` stay in cache."""
-    size = max(1, _PAIRS_AT_ONCE // pairs)
-    for start in range(0, shifts.size, size):
-        yield shifts[start : start + size]

@@ -235,7 +235,10 @@ def _forward(program: RingProgram, ranks: list[Rank], params: Params) -> list[Me
                 assert kv.owner == item.kv_rank
                 q, rows = ranks[item.q_rank].queries_of(item)
                 k, v, columns = kv.keys_of(item)
+                # K/V are only read here: they may be in flight to the next rank at the same time.
                 out, lse = item_kernel.forward(q, k, v, rows, columns, item, params)
+                # Merging is exact in any order, so helpers may deliver at any time before the pass
+                # ends.
                 _merge_into(ranks[item.out_rank], item.q_slice, out, lse)
         # The K/V that were read are not needed any more; the next step reads those that arrived.
         held = arriving
@@ -250,6 +253,8 @@ def _backward(
     own_grads = [_zero_grad(rank.own) for rank in ranks]
     for stage in program.backward:
         own_block = program.steps[stage.step].shift == 0
+        # K/V go back the way they came. A rank reads `held` while it sends it: no one overwrites it
+        # before the stage ends.
         arriving = _hop(held, stage.kv_hop)
         # dK/dV of the K/V at hand go into fresh zeros; those of own keys stay at home.
         step_grads = own_grads if own_block else [_zero_grad(message) for message in held]
@@ -281,6 +286,7 @@ def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: 
     dq, dk, dv, dlogits = item_kernel.backward(
         dout, q, k, v, lse, delta, rows, columns, item, params
     )
+    # dQ stays with its rank; dK/dV are added to sums that travel.
     not_none(rank.dq)[:, item.q_slice] += dq
     grad.dk[:, item.k_slice] += dk
     grad.dv[:, item.k_slice] += dv
@@ -292,6 +298,8 @@ def _item_backward(rank: Rank, kv: Message, grad: Grad, item: WorkItem, params: 
 def _merge_into(rank: Rank, rows: slice, out: Floats, lse: Floats) -> None:
     """Merge a partial result into some of a rank's query rows."""
     heads_first = rank.out[:, rows].swapaxes(1, 2)
+    # Rows of different items may be the same: what is there is the softmax over the keys seen so
+    # far.
     merged, rank.lse[:, :, rows] = merge(heads_first, rank.lse[:, :, rows], out.swapaxes(1, 2), lse)
     rank.out[:, rows] = merged.swapaxes(1, 2)
 
@@ -351,6 +359,8 @@ def _start_backward(
     for r, rank in enumerate(ranks):
         queries = plan.positions(r)
         rank.dout = item_kernel.round_to(dout[:, queries], precision)
+        # With the final output, so a block of keys needs no partial result of another in the
+        # backward.
         rank.delta = (rank.dout * rank.out).sum(axis=-1).swapaxes(1, 2)
         if dlse is not None:
             rank.delta = rank.delta - dlse.astype(rank.delta.dtype)[:, :, queries]
@@ -362,6 +372,7 @@ def _sink_grads(ranks: list[Rank], sinks: Floats) -> Floats:
     """Sum the ranks' parts of the gradient of sinks: ``dsink = -sum(exp(sink - lse) * delta)``."""
     total = np.zeros(sinks.shape, sinks.dtype)
     for rank in ranks:
+        # lse includes the sinks: where it is -inf, they are, too, and their share is 0.
         safe = np.where(np.isneginf(rank.lse), 0, rank.lse)
         share = np.exp(sinks.reshape(len(sinks), -1)[None, :, None, :] - safe[..., None])
         total -= (share * not_none(rank.delta)[..., None]).sum(axis=(0, 2)).reshape(sinks.shape)
@@ -381,5 +392,6 @@ def _padded(x: npt.NDArray[Any], layout: Layout, *, axis: int, fill: float) -> n
 def _gather(layout: Layout, parts: Sequence[Floats], axis: int) -> Floats:
     """Put the ranks' local arrays back into one global array, along ``axis``, without padding."""
     order = np.concatenate([layout.positions(r) for r in range(len(parts))])
+    # Padding has the largest positions, so it is cut off behind.
     tokens = np.argsort(order)[: layout.seq_len]
     return np.take(np.concatenate(parts, axis=axis), tokens, axis=axis)

@@ -119,6 +119,7 @@ def bwd_loop_over_k(
     v = of_head(v, batch, head // group, strides.v_batch, strides.v_head, consts.TMA)
     queries = load_queries(q, flat, row_start, x.q_len, consts)
     gradient = load_gradient(dout, flat, row_start, x.q_len, consts)
+    # lse is final, over all keys of all ranks: weights of this block need no other block.
     lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED), tl.float32)
     # Q, dO and the sum of dQ stay on the chip while blocks of keys stream past.
@@ -233,6 +234,8 @@ def bwd_dkv(
                 group, ADD=True,
             )  # fmt: skip
     elif consts.FUSED:
+        # dQ is dproducts @ K, with zeros in hidden cells: only keys that are not finite can spoil
+        # it. Look at them before anything is added.
         if has_nonfinite(load_keys(k, flat, block * consts.BLOCK_K, k_len, consts)):
             bwd_dkv_nan_safe(
                 x, strides, consts, nan_safe, q_pointer, k_pointer, v_pointer, dout_pointer, lse,
@@ -396,11 +399,14 @@ def bwd_dkv_block(
         row_delta = tl.zeros_like(row_delta)
     else:
         dweights = tl.dot(values, gradient.T, input_precision=EXACT)
+    # With dropout `weights` are those after it, as V was multiplied with them in the forward;
+    # dproducts come from those before.
     weights, _, dproducts = score_gradients(
         x, consts, products, dweights, bias_block, lse_log2[None, :], row_delta[None, :], batch, head,
         start, col_start, row, col, visible, MASKED, ROWS=False,
     )  # fmt: skip
     dv = add_product(dv, weights, visible, gradient, NAN_SAFE)
+    # The scale of dK is applied once, when the sum is stored.
     dk = add_product(dk, dproducts, visible, queries, NAN_SAFE)
     # Thread blocks of other keys add to the same rows of dQ at the same time.
     if ADD:
@@ -473,6 +479,7 @@ def bwd_dbias(
     )
     pointers = first + row.to(tl.int64) * dbias_row + bias_columns(x, consts, col)
     inside = (row < q_len) & (col < k_len)
+    # Items and ranks' steps come one launch after the other, and each adds its own cells.
     tl.store(pointers, acc + tl.load(pointers, mask=inside), mask=inside)
 
 
@@ -495,6 +502,7 @@ def score_gradients(
         The weights that multiply V (probabilities after dropout), the gradients at the logits, and
         those at the products of queries and keys but for the scale.
     """
+    # Scores were not kept: they are computed again, and P = exp(S - lse) of them.
     scores, cap_slope = modified_scores(x, consts, products, bias_block, batch, head, rows, cols)
     weights = tl.exp2(scores - lse_log2)
     if MASKED:
@@ -504,6 +512,7 @@ def score_gradients(
         factor = dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROWS)
         dweights *= factor
         kept = weights * factor
+    # dS = P * (dP - delta), with delta = rowsum(dO * O) - dlse for the whole row.
     dlogits = weights * (dweights - row_delta)
     if MASKED:
         dlogits = tl.where(visible, dlogits, 0.0)
@@ -524,6 +533,7 @@ def load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len):
     lse = of_head(lse, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
     delta = of_head(delta, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
     lse_log2 = tl.load(lse + rows, mask=rows < q_len, other=-float("inf")) * LOG2E
+    # exp2(score - inf) is 0 without a comparison in the loops.
     lse_log2 = tl.where(lse_log2 == -float("inf"), float("inf"), lse_log2)
     return lse_log2, tl.load(delta + rows, mask=rows < q_len, other=0.0)
 
@@ -534,15 +544,9 @@ def add_query_rows(dq, part, strides, flat, heads, start, q_len, consts):
     rows = start + tl.arange(0, consts.BLOCK_Q)
     dq = of_head(dq, flat // heads, flat % heads, strides.dq_batch, strides.dq_head, TMA=False)
     add_rows(
-        dq,
-        part * consts.SCALE,
-        rows,
-        q_len,
-        consts.D,
-        consts.PADDED,
-        consts.DQ_STEP,
+        dq, part * consts.SCALE, rows, q_len, consts.D, consts.PADDED, consts.DQ_STEP,
         consts.OVERWRITE,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -553,15 +557,9 @@ def add_key_rows(dk, dv, k_part, v_part, strides, flat, kv_heads, start, k_len, 
     dk = of_head(dk, batch, head, strides.dk_batch, strides.dk_head, TMA=False)
     dv = of_head(dv, batch, head, strides.dv_batch, strides.dv_head, TMA=False)
     add_rows(
-        dk,
-        k_part * consts.SCALE,
-        cols,
-        k_len,
-        consts.D,
-        consts.PADDED,
-        consts.DK_STEP,
+        dk, k_part * consts.SCALE, cols, k_len, consts.D, consts.PADDED, consts.DK_STEP,
         consts.OVERWRITE,
-    )
+    )  # fmt: skip
     add_rows(dv, v_part, cols, k_len, consts.DV, consts.PADDED_V, consts.DV_STEP, consts.OVERWRITE)
 
 
@@ -574,6 +572,8 @@ def add_rows(
     dims = tl.arange(0, PADDED)
     offsets = rows.to(tl.int64)[:, None] * STEP + dims[None, :]
     inside = (rows < length)[:, None] & (dims < DIM)[None, :]
+    # One thread block has these rows in a launch, and launches that add to them run one after the
+    # other: no addition is lost.
     if not OVERWRITE:
         part += tl.load(into + offsets, mask=inside)
     tl.store(into + offsets, part, mask=inside)

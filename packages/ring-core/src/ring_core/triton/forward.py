@@ -93,6 +93,7 @@ def fwd(
                     )  # fmt: skip
     else:
         blocks = (q_len + consts.BLOCK_Q - 1) // consts.BLOCK_Q
+        # The last block of queries has most keys under a causal mask: it starts first.
         swizzled, flat = swizzled_block_and_head(blocks, heads_per_swizzle)
         block = blocks - 1 - swizzled
         start = block * consts.BLOCK_Q
@@ -100,6 +101,9 @@ def fwd(
             x, strides, consts, q, k, v, block_index, counts, block_index_batch, block, flat, heads,
             group, start, NAN_SAFE=False,
         )  # fmt: skip
+        # Hidden weights are 0, and 0 * NaN is NaN: the block may be spoilt by values that no row
+        # sees. It was not stored yet, so it is simply computed again. Every thread block decides
+        # that for itself.
         if has_nan(acc):
             fwd_nan_safe(
                 x, strides, nan_safe, q_pointer, k_pointer, v_pointer, before, out, lse,
@@ -143,6 +147,7 @@ def fwd_loop_over_k(
     k = of_head(k, batch, head // group, strides.k_batch, strides.k_head, consts.TMA)
     v = of_head(v, batch, head // group, strides.v_batch, strides.v_head, consts.TMA)
     queries = load_queries(q, flat, row_start, x.q_len, consts)
+    # The identity of the running softmax: rescaling by exp2(-inf - x) = 0 then does no harm.
     top = tl.full((consts.BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((consts.BLOCK_Q,), tl.float32)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED_V), tl.float32)
@@ -156,6 +161,7 @@ def fwd_loop_over_k(
             block_list, full_start, num_full = indexed_blocks(
                 block_index, counts, block_index_batch, batch, block, num_k_blocks
             )
+            # Unused: blocks of a list take the intervals of all items in `visible_cells`.
             first, stop = rows, rows
             start, full_stop, end = 0, full_start + num_full, full_start + num_full
         else:
@@ -215,6 +221,7 @@ def online_softmax_step(
             )  # fmt: skip
             scores = tl.where(visible, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet would subtract -inf from -inf.
         safe = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - safe[:, None])
         rescale = tl.exp2(top - safe)
@@ -241,8 +248,11 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     offsets = rows.to(tl.int64)[:, None] * consts.OUT_STEP + dims[None, :]
     real = rows < q_len
     inside = real[:, None] & (dims < consts.DV)[None, :]
+    # The lse of this launch's keys alone; -inf says that the row saw none, and weighs 0 in every
+    # merge.
     part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
     factor = 1.0 / tl.where(total == 0, 1.0, total)
+    # A launch that is the first to its rows writes them, so nobody has to clear the buffers.
     if consts.OVERWRITE:
         result, merged = acc * factor[:, None], part
     else:
@@ -257,4 +267,6 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
         result = acc * (tl.exp(part - safe) * factor)[:, None]
         result += tl.load(before + offsets, mask=known, other=0.0) * tl.exp(old - safe)[:, None]
     tl.store(out + offsets, result, mask=inside)
+    # Kernels on a stream run one after the other: the next launch reads this lse as the earlier
+    # one.
     tl.store(lse + rows, merged, mask=real)

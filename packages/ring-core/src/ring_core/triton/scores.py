@@ -292,10 +292,12 @@ def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, consts):
         ``(start, full_start, full_stop, end)``.
     """
     start = tl.min(first) // BLOCK
+    # A token outside of the item has stop = 0 and the length as first: it widens neither end.
     end = tl.maximum((tl.max(stop) + BLOCK - 1) // BLOCK, start)
     if consts.ALL_PARTIAL:
         full_start, full_stop = start, start
     else:
+        # Whole blocks lie between the latest first and the earliest stop of all outer tokens.
         full_start = (tl.max(tl.where(is_real, first, 0)) + BLOCK - 1) // BLOCK
         full_stop = tl.min(tl.where(is_real, stop, _FAR)) // BLOCK
         full_start = tl.minimum(tl.maximum(full_start, start), end)
@@ -337,6 +339,7 @@ def visible_cells(
     if consts.INDEXED:
         visible = (outer < 0) & (inner < 0)
         limit = x.k_len if ROWS else x.q_len
+        # Items show disjoint cells, so their intervals are joined by or.
         for n in tl.static_range(consts.ITEMS):
             begin, end = interval(x, n, outer, limit, ROWS)
             visible |= (inner >= begin) & (inner < end)
@@ -345,6 +348,8 @@ def visible_cells(
     if x.q_ids is not None:
         q_id = tl.load(x.q_ids + batch * x.q_len + rows, mask=rows < x.q_len, other=-1)
         k_id = tl.load(x.k_ids + batch * x.k_len + cols, mask=cols < x.k_len, other=-1)
+        # Of two equal ids either both are negative or none is: one comparison hides the padding of
+        # both sides.
         visible &= (q_id == k_id) & (q_id >= 0)
     if x.bias is not None:
         # The tiles are added to the bias, as 0 or -inf: Triton 3.9 cannot move single bits about.
@@ -457,6 +462,8 @@ def dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROW
         i = tl.load(x.q_index + rows, mask=rows < x.q_len, other=0)
         j = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
         zeros = (rows + cols) * 0  # broadcasts the others
+        # The counter is (key // 4, query, head, batch), all global: every rank, kernel and block
+        # size draws the same number for a cell.
         word0, word1, word2, word3 = tl.philox(
             seed, (j >> 2) + zeros, i + zeros, h + zeros, b + zeros
         )
@@ -507,6 +514,7 @@ def add_product(acc, weights, visible, x, NAN_SAFE: tl.constexpr):
         shown, nonfinite = tl.where(visible, 1.0, 0.0).to(x.dtype), tl.where(finite, 0.0, 1.0)
         # For each result count the elements it sees that are not finite, count the infinities with
         # a weight that is not 0, and sum the signs of the products of the latter.
+        # The factors are 0, 1 and -1, so these products are exact in every dtype.
         num_nonfinite = tl.dot(shown, nonfinite.to(x.dtype), input_precision=EXACT)
         num_infinite = tl.dot(tl.abs(sign), tl.abs(infinite).to(x.dtype), input_precision=EXACT)
         net = tl.dot(sign, infinite.to(x.dtype), input_precision=EXACT)

@@ -22,13 +22,8 @@ import torch.distributed as dist
 from ring_core import RankMismatchError
 from ring_core.base.arguments import not_none
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import (
-    PeerError,
-    QueuedPass,
-    Ranks,
-    peer_errors,
-    watch,
-)
+from ring_torch.comm.ranks import PeerError, Ranks, peer_errors
+from ring_torch.comm.state import QueuedPass
 from ring_torch.comm.store import (
     LONGEST_FIELD,
     CallSignature,
@@ -180,7 +175,7 @@ def agree(
         _note_agreed(ranks, signature, agreement, digest)
     if device.type != "cpu" and not state.is_watched:
         state.is_watched = True
-        watch(ranks, timeout_of(not_none(ranks.group), device))
+        ranks.watch(timeout_of(not_none(ranks.group), device))
 
 
 def _compare(
@@ -283,6 +278,7 @@ def _note_agreed(
     # All ranks have come to this agreement, so all have read the one before.
     if state.last is not None and ranks.rank == 0:
         last_agreement, last_digest = state.last
+        # So the store does not grow with the number of calls.
         last_agreement.clear(last_digest)
     state.last = agreement, digest
     state.agreed[signature.digest] = None
@@ -326,7 +322,7 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
     if ranks.size == 1:
         yield
         return
-    ranks.state.check()
+    ranks.check_open()
     name = signature.fields["pass"]
     try:
         yield
@@ -340,6 +336,8 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
         note = _agreement(ranks, number, signature).read_report() if has_nonce else None
         failure = read_failure(not_none(ranks.group))
         own_message = f"call {number} ({name}): rank {ranks.rank} {error}"
+        # A message of this pass may still arrive, and would be taken for one of the next call:
+        # close the group.
         fail(ranks, note or failure or own_message, report=False)
         if note is not None:
             raise RankMismatchError(note) from error
@@ -348,6 +346,8 @@ def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Ite
         ) from error
     except BaseException as error:
         context = f"call {number} ({name}) failed on rank {ranks.rank} of the group"
+        # The others wait for this rank's tensors, up to the timeout: the note tells them why they
+        # do not come.
         fail(ranks, f"{context}: {type(error).__name__}: {error}")
         raise
 
@@ -368,6 +368,8 @@ def _note_queued(ranks: Ranks, name: str) -> None:
         identity = torch._C._cuda_getCurrentStream(device)  # noqa: SLF001 - its id alone
         if (stream := state.streams.get(identity)) is None:
             stream = state.streams[identity] = torch.cuda.current_stream()
+        # The event is behind all that the pass has queued on this stream, transfers it waits for
+        # included.
         ended.record(stream)
         state.queued = QueuedPass(name, time.monotonic(), ended)
 

@@ -136,6 +136,7 @@ def move(
         elif order is None:
             x.unflatten(dim, (layout.ranks, -1)).movedim(dim, 0).copy_(block)
         else:
+            # All ranks' tokens together are the sequence: every row of `x` is written once.
             x.index_copy_(1, order, block.transpose(0, 1).flatten(1, 2))
 
 

@@ -46,8 +46,7 @@ def move_on_gpu(
         layout.parts[0].batch, layout.ranks, layout.message.size,
     )  # fmt: skip
     constants = arguments.constants | {"BY_HEADS": by_heads, "PACKS": packs}
-    _move_tensors[grid](*values, **constants)
-    keep(layout.launches, key, _move_tensors.prepared(grid, *values, **constants))
+    keep(layout.launches, key, _move_tensors.launch(grid, *values, **constants))
 
 
 class HeadArguments(NamedTuple):
@@ -105,6 +104,7 @@ def _move_tensors(
 ):  # fmt: skip
     """Copy between a buffer ``[P, bytes]`` and up to three tensors; grid row n copies tensor n."""
     tensor_index = tl.program_id(1)
+    # Neighbouring programs serve different ranks.
     rank, block = tl.program_id(0) % ranks, tl.program_id(0) // ranks
     message = buffer + rank.to(tl.int64) * size
     if tensor_index == 0:
@@ -147,6 +147,8 @@ def move_block(
         starts = x + b * x_batch + token.to(tl.int64) * x_row
         starts += rank.to(tl.int64) * (width // DIM) * x_head
     else:
+        # Tokens of the whole sequence are in rank order in the messages; `order` says where each
+        # belongs.
         position = rank * length + token
         if order is not None:
             position = tl.load(order + position, mask=is_row, other=0)

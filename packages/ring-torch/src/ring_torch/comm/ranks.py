@@ -1,25 +1,17 @@
-"""Ranks of a process group, messages between them, and the detection of peers that fail.
+"""Ranks of a process group, and the messages between them.
 
-Nothing here knows of attention. With gloo a rank that has waited in vain reads the error message of
-the rank that failed. The host of a GPU waits for nothing: NCCL's watchdog ends its process with a
-message that names neither call nor cause. So a thread logs these before that: the error message of
-a rank that failed, and a pass that does not end.
+Nothing here knows of attention. A message that a peer does not answer ends in a :class:`PeerError`.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from threading import Event, Thread
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -28,17 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
-from ring_torch.comm.store import (
-    StoreAgreement,
-    publish_host,
-    read_failure,
-    read_hosts,
-    timeout_of,
-)
+from ring_torch.comm.state import GroupState, watch
+from ring_torch.comm.store import publish_host, read_failure
 
 Group = dist.ProcessGroup | DeviceMesh | None
-_LOG = logging.getLogger("ring_torch")
-_LEAST_WAIT, _LONGEST = timedelta(seconds=0.25), timedelta(seconds=15)
 
 
 class PeerError(RuntimeError):
@@ -47,44 +32,6 @@ class PeerError(RuntimeError):
     def __init__(self, peers: Sequence[int], reason: object) -> None:
         ranks = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
         super().__init__(f"waited in vain for {ranks} of the group: {reason}")
-
-
-class QueuedPass(NamedTuple):
-    """A pass that the host has queued on its GPU and does not wait for."""
-
-    name: str  # the call's number and the pass
-    start: float  # when it was queued, seconds of ``time.monotonic``
-    ended: Any  # a CUDA event after the pass; the next pass records it again
-
-
-@dataclass
-class GroupState:
-    """Mutable state of a group: calls counted, signatures compared, failures."""
-
-    calls: int = 0
-    nonce: int | None = None  # drawn by rank 0, and passed on with the first header
-    agreed: dict[bytes, None] = field(default_factory=dict)  # signatures compared, oldest first
-    last: tuple[StoreAgreement, bytes] | None = None  # the last agreement, and the digest it used
-    failure: str | None = None  # error message of a failed pass; the group is closed then
-    is_watched: bool = False  # True once a thread looks for failures of other ranks
-    queued: QueuedPass | None = None  # the last pass, until the thread has looked at it
-    ended: dict[int, Any] = field(default_factory=dict)  # CUDA event by device
-    streams: dict[Any, Any] = field(default_factory=dict)  # by torch's id of each
-    runs_together: dict[str, bool] = field(default_factory=dict)  # messages, by type of device
-    hosts: tuple[str, ...] | None = None  # name of each rank's host, once it was asked for
-
-    def check(self) -> None:
-        """Refuse to send anything on a group on which a pass has failed.
-
-        Raises:
-            RuntimeError: An earlier call failed.
-        """
-        if self.failure is not None:
-            raise RuntimeError(
-                f"an earlier call on this process group failed, and its messages may still be "
-                f"under way: {self.failure}. Make a new group (torch.distributed.new_group, or "
-                f"destroy_process_group and init_process_group) and go on with that"
-            )
 
 
 @dataclass(frozen=True)
@@ -149,6 +96,19 @@ class Ranks:
             self, rank=members.index(self.rank), size=len(members), members=tuple(members)
         )
 
+    def check_open(self) -> None:
+        """Refuse to send anything on a group on which a pass has failed.
+
+        Raises:
+            RuntimeError: An earlier call failed.
+        """
+        if self.state.failure is not None:
+            raise RuntimeError(
+                f"an earlier call on this process group failed, and its messages may still be "
+                f"under way: {self.state.failure}. Make a new group (torch.distributed.new_group, or "
+                f"destroy_process_group and init_process_group) and go on with that"
+            )
+
     def next_call(self) -> int:
         """Count a new call on this group and return its number, from 1; 0 without a group.
 
@@ -161,9 +121,20 @@ class Ranks:
         if self.group_ref is None:
             return 0
         if self.size > 1:
-            self.state.check()
+            self.check_open()
+        # Also where the call fails later: the peers have counted it.
         self.state.calls += 1
         return self.state.calls
+
+    def watch(self, timeout: timedelta) -> Thread:
+        """Start the thread that logs failed ranks, and passes that do not end."""
+
+        def failure() -> str | None:
+            """Return the error message that a rank has left in the store of the group."""
+            ranks_of(self.group)
+            return read_failure(not_none(self.group))
+
+        return watch(self.state, self.rank, self.peers, failure, timeout)
 
     def start(
         self,
@@ -214,9 +185,11 @@ class Ranks:
         Raises:
             PeerError: A peer is gone.
         """
+        # Round the ring everybody sends and receives one message, whatever the distance.
         ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
         if sent.device.type == "cpu" or not self._runs_messages_together(sent.device):
             return self.start([(sent, ahead)], [(received, behind)])
+        # An all-to-all in which all parts but one are empty: NCCL sends nothing for these.
         sent_sizes, received_sizes = [0] * self.size, [0] * self.size
         sent_sizes[ahead] = received_sizes[behind] = sent.numel()
         return self._all_to_all(sent, received, sent_sizes, received_sizes, beside=beside)
@@ -271,6 +244,7 @@ class Ranks:
     def _sizes_in_group(self, sizes: Sequence[int]) -> list[int]:
         """Return numbers for each of these ranks as numbers for each rank of the group."""
         by_rank = dict(zip(not_none(self.members), sizes, strict=True))
+        # The backend counts all ranks of the group: those outside of this part get nothing.
         return [by_rank.get(rank, 0) for rank in range(not_none(self.group).size())]
 
 
@@ -327,7 +301,7 @@ def collective(ranks: Ranks, name: str) -> Iterator[None]:
     Raises:
         RuntimeError: A pass of an earlier call failed, or a peer did.
     """
-    ranks.state.check()
+    ranks.check_open()
     try:
         with peer_errors(ranks.peers):
             yield
@@ -356,35 +330,9 @@ def exchange(
     # All pairs of ranks exchange at the same time; buffers are this exchange's own.
     ranks.start(sends, receives).wait()
     received = {peer: spec.views(buffer) for buffer, peer in receives}
+    # This rank's own part has not travelled.
     received[ranks.rank] = [blocks[ranks.rank] for blocks in parts]
     return [[received[rank][n] for rank in range(ranks.size)] for n in range(len(parts))]
-
-
-class Members(NamedTuple):
-    """A group as any rank knows it, also one that it has no part in.
-
-    Attributes:
-        group: Process group, one-dimensional ``DeviceMesh``, or ``None``.
-        ranks: Global ranks of its members, in the order of the group.
-    """
-
-    group: Any
-    ranks: tuple[int, ...]
-
-
-def members_of(group: Any) -> Members:
-    """Return the members of a group, or of a one-dimensional ``DeviceMesh`` of any ranks.
-
-    Raises:
-        ValueError: It is neither, or a process group that this rank is not in.
-    """
-    if is_foreign(group):
-        # Torch orders the ranks of a group.
-        return Members(group, tuple(sorted(group.mesh.flatten().tolist())))
-    ranks = ranks_of(group)
-    if ranks.group is None:
-        return Members(None, (0,))
-    return Members(group, tuple(dist.get_process_group_ranks(ranks.group)))
 
 
 def is_foreign(group: Any) -> bool:
@@ -430,131 +378,8 @@ def ranks_of(group: Any) -> Ranks:
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
     rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(
-            "group must be a process group that this rank belongs to; this rank is not in it"
-        )
+    # Kept, so that calls are counted on one object, whichever handle of the group the caller has.
     ranks = _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
     if ranks.size > 1:
         publish_host(group, rank)
     return ranks
-
-
-def hosts_of(ranks: Ranks, device: torch.device, *, wait: bool) -> tuple[str, ...]:
-    """Return the name of each rank's host. Ranks leave it in the store when they first use a group.
-
-    Args:
-        ranks: All ranks of a group.
-        device: Device whose messages have the timeout.
-        wait: True to wait for ranks that have not used the group yet, up to the group's timeout.
-
-    Raises:
-        PeerError: A rank has not used the group.
-    """
-    if ranks.state.hosts is None:
-        group, timeout = not_none(ranks.group), timedelta(0)
-        if wait:
-            timeout = timeout_of(group, device)
-        with peer_errors(ranks.peers):
-            ranks.state.hosts = read_hosts(group, ranks.size, timeout)
-    return ranks.state.hosts
-
-
-def default_device(ranks: Ranks) -> torch.device:
-    """Return the device on which the backend of a group communicates."""
-    return torch.device(
-        "cuda" if ranks.group and dist.get_backend(ranks.group) == "nccl" else "cpu"
-    )
-
-
-def check_device(ranks: Ranks, device: torch.device) -> None:
-    """Refuse a device whose tensors the backend of the group cannot send.
-
-    Raises:
-        ValueError: The group has no backend for the device.
-    """
-    assert ranks.group is not None
-    try:
-        ranks.group._get_backend(device)  # noqa: SLF001 - no public way
-    except RuntimeError as error:
-        raise ValueError(
-            f"the process group ({dist.get_backend(ranks.group)}) sends no tensors of device "
-            f"{str(device)!r}: move them, or give a group that does"
-        ) from error
-
-
-def warn_if_alone() -> None:
-    """Warn if a launcher started several processes but no process group is initialised.
-
-    Under Python's default filters a process shows the warning once, as it has one source line.
-    """
-    size = os.environ.get("WORLD_SIZE", "")
-    if dist.is_available() and dist.is_initialized():
-        return
-    if size.isdecimal() and int(size) > 1:
-        warnings.warn(
-            f"WORLD_SIZE is {size}, but torch.distributed is not initialized: each process holds "
-            f"whole sequences and attends alone. Call torch.distributed.init_process_group() before "
-            f"the first use, or unset WORLD_SIZE if that is meant",
-            stacklevel=1,
-        )
-
-
-def watch(ranks: Ranks, timeout: timedelta) -> Thread:
-    """Start a thread that looks for failed ranks, several times within the group's timeout.
-
-    It logs failures of other ranks, and passes that do not end; a failure closes the group for
-    later calls. The thread ends with the group.
-    """
-    stop = Event()
-    thread = Thread(
-        target=_watch_group, args=(ranks, timeout, stop), daemon=True, name="ring_torch watch"
-    )
-
-    def end() -> None:
-        """Stop the thread: an interpreter that ends while it is inside the store's code aborts."""
-        stop.set()
-        thread.join(timeout=5)
-
-    atexit.register(end)
-    thread.start()
-    return thread
-
-
-def _watch_group(ranks: Ranks, timeout: timedelta, stop: Event) -> None:
-    """Look at the store and at the last queued pass until the group fails or is destroyed."""
-    patience = max(_LEAST_WAIT, min(timeout / 8, _LONGEST))
-    while not stop.wait(patience.total_seconds()):
-        try:
-            ranks_of(ranks.group)
-        except (RuntimeError, ValueError):  # it was destroyed
-            return
-        text, state = read_failure(not_none(ranks.group)), ranks.state
-        if state.failure is not None:
-            return
-        if text is not None:
-            state.failure = text
-            _LOG.error("%s", text)
-            return
-        # A pass is looked at once, after three quarters of the timeout: soon enough to log before
-        # the watchdog ends the process.
-        queued = state.queued
-        if queued is None or time.monotonic() - queued.start < 0.75 * timeout.total_seconds():
-            continue
-        # If the host is queueing another pass, the event is that one's, and the old one is past.
-        if not _has_ended(queued) and state.queued is queued:  # the watchdog will end the process
-            _LOG.error(
-                "%s, or one before it, has not ended on rank %d: it waits for ranks %s of the "
-                "group, or for what was queued before",
-                queued.name, ranks.rank, ", ".join(map(str, ranks.peers)),
-            )  # fmt: skip
-        if state.queued is queued:
-            state.queued = None  # each is looked at once
-
-
-def _has_ended(queued: QueuedPass) -> bool:
-    """Return True if the GPU has come to the end of a pass, or is in an error."""
-    try:
-        return bool(queued.ended.query())
-    except RuntimeError:  # the GPU is in an error, which says more
-        return True

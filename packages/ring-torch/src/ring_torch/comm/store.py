@@ -107,6 +107,8 @@ class StoreAgreement:
         """
 
         def wait() -> None:
+            # Counted per digest: ranks with another call add to another key, and the number is not
+            # reached.
             if self.store.add(self._count(digest), 1) == size:
                 self.store.set(self._key, _SAME)
             _poll(self.store, self._key, timeout)
@@ -117,6 +119,8 @@ class StoreAgreement:
             raise RuntimeError(
                 f"a rank of the group did not make call {self.number} within {timeout}"
             ) from error
+        # The key was set by the last rank or by one that found a difference; what it holds tells
+        # which.
         return self.read_report()
 
     def clear(self, digest: bytes) -> None:

@@ -18,7 +18,7 @@ from ring_core import LayoutSpec, divisor_of
 from ring_core.layouts.layout import check_layout
 from ring_core.row_checks import check_halo, check_steps, offsets_of
 from ring_torch.capture import constant_in_graphs
-from ring_torch.comm.ranks import members_of
+from ring_torch.comm.groups import members_of
 from ring_torch.compiled.static import (
     as_documents,
     from_json,

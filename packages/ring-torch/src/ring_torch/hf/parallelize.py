@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ring_core import StrategyConfig, UnsupportedError, checks
+from ring_core.base.arguments import not_none
 from ring_core.base.config import strategy_config
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.hf.models.check import (
@@ -33,7 +33,7 @@ from ring_torch.hf.models.hooks import (
     replace_attribute,
 )
 from ring_torch.hf.models.releases import lacks, warn_of_untested
-from ring_torch.hf.register import is_ring, register, strategy_of
+from ring_torch.hf.register import attention_of, is_ring, register, registered_name, strategy_of
 from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
 from ring_torch.hf.verification.runs import Target
 from ring_torch.hf.verification.verify import verify_target
@@ -229,12 +229,9 @@ def _trainer(
             _model(x, cp, logits, "mean", strategy).remove for x in models if x is not None
         )
         if (existing := trainer_hooks_of(trainer)) is not None:
-            assert isinstance(existing.owner, Handle)
-            return existing.owner
-        model_hooks = hooks_of(trainer.model)
-        assert model_hooks is not None
+            return cast("Handle", existing.owner)
+        model_hooks = not_none(hooks_of(trainer.model))
         hooks = TrainerHooks(trainer, model_hooks)
-        assert isinstance(model_hooks.owner, Handle)
         target = model_hooks.owner._target  # noqa: SLF001 - a class of this module
         handle = hooks.owner = Handle([*undo_functions, *hooks.install()], target)
     except ValueError:  # the second model or the rings were refused: undo the first model's changes
@@ -298,7 +295,6 @@ def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Calla
     yield split.register_forward_hook(hooks.join, with_kwargs=True).remove
     if hooks.joins_router:
         base = inner.base_model
-        assert isinstance(base, nn.Module) and base is not inner
         yield base.register_forward_pre_hook(hooks.split_mask, with_kwargs=True).remove
         yield base.register_forward_hook(hooks.join_router, with_kwargs=True).remove
 
@@ -319,8 +315,7 @@ def _handle_of(
             f"reduction={hooks.reduction!r}, strategy={hooks.strategy.name!r} and "
             f"{'this' if same else 'another'} ContextParallel: call remove() of the handle first"
         )
-    assert isinstance(hooks.owner, Handle)
-    return hooks.owner
+    return cast("Handle", hooks.owner)
 
 
 def _split_module(model: nn.Module) -> nn.Module:
@@ -346,48 +341,42 @@ def _set_ring_attention(model: Any, strategy: StrategyConfig) -> Callable[[], ob
         ValueError: It has ring attention that was registered with another strategy.
         UnsupportedError: ``set_attn_implementation`` does not reach the model's attention.
     """
-    if is_ring(_attention_of(model)):
-        own = strategy_of(_attention_of(model))
+    if is_ring(attention_of(model)):
+        own = strategy_of(attention_of(model))
         if strategy not in (own, StrategyConfig("auto")):
             raise ValueError(
-                f"strategy={strategy.name!r}: the model's attention {_attention_of(model)!r} was "
+                f"strategy={strategy.name!r}: the model's attention {attention_of(model)!r} was "
                 f"registered with strategy={own.name!r}. Instead: leave strategy out here, or "
                 f"register the attention with this one, under a name of its own"
             )
         # Loaded with ring attention everywhere: towers get whole inputs, which it cannot attend to.
         with_ring = [
             x for x in towers(model)
-            if is_ring(_attention_of(x)) and x.config is not model.config
+            if is_ring(attention_of(x)) and x.config is not model.config
         ]  # fmt: skip
-        tower_attention = [(x.config, _attention_of(x)) for x in with_ring]
+        tower_attention = [(x.config, attention_of(x)) for x in with_ring]
         _set_attention((x.config, _whole_attention(x)) for x in with_ring)
         return partial(_set_attention, tower_attention)
     attention_before = [
         (config, config._attn_implementation)  # noqa: SLF001 - transformers has no other name
         for config in _configs(model)
     ]
-    tower_attention = [(module.config, _attention_of(module)) for module in towers(model)]
+    tower_attention = [(module.config, attention_of(module)) for module in towers(model)]
     set_attention = model.set_attn_implementation
     # transformers refuses to set attention on a model that writes out its own: set the field.
     if has_eager_attention(model):
         set_attention = partial(setattr, model.config, "_attn_implementation")
-    set_attention(register(_name_for(strategy), strategy=strategy))
+    set_attention(register(registered_name(strategy), strategy=strategy))
     # In some models, set_attn_implementation changes the text part only. So look at all text
     # modules that attend, not at the model's own config.
     attending = [x for _, x in text_modules(model) if has_attention(x) and hasattr(x, "config")]
-    if not all(is_ring(_attention_of(x)) for x in attending or [model]):
+    if not all(is_ring(attention_of(x)) for x in attending or [model]):
         _set_attention(attention_before)
         raise UnsupportedError(lacks(name_of(model), "attention that set_attn_implementation sets"))
     _set_attention(
         [(config, name) for config, name in tower_attention if config is not model.config]
     )
     return partial(_set_attention, attention_before)
-
-
-def _name_for(strategy: StrategyConfig) -> str:
-    """Return the name under which attention of a strategy is registered, as ``ring-hybrid-2``."""
-    pairs = zip(astuple(strategy), astuple(StrategyConfig("auto")), strict=True)
-    return "-".join(["ring", *(str(value) for value, default in pairs if value != default)])
 
 
 def _whole_attention(tower: Any) -> str:
@@ -409,9 +398,3 @@ def _set_attention(attention: Iterable[tuple[Any, str]]) -> None:
     """Set the attention of configs in the order given; each also sets those nested in it."""
     for config, name in attention:
         config._attn_implementation = name  # noqa: SLF001 - transformers has no other name
-
-
-def _attention_of(model: Any) -> str:
-    """Return the name of a model's attention implementation."""
-    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
-    return name

@@ -5,7 +5,7 @@ The registered function refuses, by name, every argument that it cannot honour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -330,3 +330,15 @@ def _as_autocast(x: Tensor) -> Tensor:
     """Cast float32 to the dtype of autocast where it is on, as torch's own attention does."""
     is_cast = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
     return x.to(torch.get_autocast_dtype(x.device.type)) if is_cast else x
+
+
+def registered_name(strategy: StrategyConfig) -> str:
+    """Return the name under which attention of a strategy is registered, as ``ring-hybrid-2``."""
+    pairs = zip(astuple(strategy), astuple(StrategyConfig("auto")), strict=True)
+    return "-".join(["ring", *(str(value) for value, default in pairs if value != default)])
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of a model's attention implementation."""
+    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other name
+    return name

@@ -116,7 +116,7 @@ class TrainerHooks:
         self.trainer = trainer
         self.accelerator = trainer.accelerator
         self.hooks = hooks
-        self.owner: object = None
+        self.owner: Any = None
         self.evaluated: Any = None  # the model, while it is prepared for evaluation only
         self.firsts, self.ring_index = _first_ranks(hooks)
         self.cp_size = hooks.sharding.ranks.size

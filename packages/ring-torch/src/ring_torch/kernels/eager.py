@@ -44,13 +44,9 @@ class EagerKernel(AccumulatingKernel):
     reads_on_host = True
 
     def attend_into(
-        self,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        item: WorkItem,
-        params: KernelParams,
+        self, rows: QueryBlock, columns: KeyBlock, item: WorkItem, params: KernelParams,
         into: AttentionState,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Attend to the item's keys and merge into ``into``, one block of rows after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         v_clean = is_clean(columns.v)
@@ -96,20 +92,12 @@ class EagerKernel(AccumulatingKernel):
         """Add the item's gradients to the accumulators, one block of scores after the other."""
         blocks = ScoreBlocks(rows, columns, item, params)
         kv_heads, dtype = columns.k.shape[2], row_grads.dq.dtype
-        clean = {
-            "q": is_clean(rows.q),
-            "k": is_clean(columns.k),
-            "do": is_clean(upstream.dout),
-        }
+        q_clean, k_clean, do_clean = map(is_clean, (rows.q, columns.k, upstream.dout))
         for i in _row_blocks(rows, params):
-            q, dout = (
-                _to_groups(rows.q[:, i], kv_heads, dtype),
-                _to_groups(upstream.dout[:, i], kv_heads, dtype),
-            )
+            q, dout = (_to_groups(x[:, i], kv_heads, dtype) for x in (rows.q, upstream.dout))
             lse = upstream.lse[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
-            safe = torch.where(
-                lse == -torch.inf, torch.inf, lse
-            )  # probabilities of such rows are 0
+            # Probabilities of rows that see nothing become 0.
+            safe = torch.where(lse == -torch.inf, torch.inf, lse)
             delta = not_none(upstream.delta)[:, :, i].reshape(q.shape[:-1]).unsqueeze(-1)
             # dQ of these rows is summed apart, and added once. dK and dV are added to in place:
             # later blocks of rows add to the same columns.
@@ -135,14 +123,14 @@ class EagerKernel(AccumulatingKernel):
                     dscores.mul_(slope)
                     if visible is not None:  # the slope of a masked score may be NaN
                         dscores.masked_fill_(~visible, 0.0)
-                dq += _masked_matmul(dscores, visible, k, clean=clean["k"])
+                dq += _masked_matmul(dscores, visible, k, clean=k_clean)
                 weights = probs if keep is None else probs * keep
                 visible_t = None if visible is None else visible.mT
                 column_grads.dk[:, j] += _masked_matmul(
-                    dscores.mT, visible_t, q, clean=clean["q"]
+                    dscores.mT, visible_t, q, clean=q_clean
                 ).transpose(1, 2)
                 column_grads.dv[:, j] += _masked_matmul(
-                    weights.mT, visible_t, dout, clean=clean["do"]
+                    weights.mT, visible_t, dout, clean=do_clean
                 ).transpose(1, 2)
             row_grads.dq[:, i] += _from_groups(dq, row_grads.dq[:, i].shape)
 

@@ -43,7 +43,10 @@ from ring_torch.records import (
     KeyBlock,
     QueryBlock,
     is_aligned,
+    narrowed,
+    padded,
     unseen_state,
+    with_own_rows,
 )
 
 
@@ -60,9 +63,7 @@ class FlashKernel(Kernel):
 
     Attributes:
         flash: The calls of the library.
-        capabilities: Capabilities, as of every kernel.
-        needs_delta: True if its backward takes ``delta``, as of every kernel.
-        split_backward: Split backward, as of every kernel.
+        capabilities, needs_delta, split_backward, adds_sinks: As of every kernel.
         head_dims: Returns the head dims at which a pass of a call is computed: those of the call,
             or larger ones at which the library is right or faster, reached by padding with zeros;
             ``None`` if there are none.
@@ -73,7 +74,6 @@ class FlashKernel(Kernel):
             there are more queries than keys. FlashAttention-2 takes a right side that is at least
             the number of keys, or an open one beside a left side, for the number of keys, or
             ignores it; then rows see fewer keys, or more. Such items are launched in pieces.
-        adds_sinks: True if a launch can add sinks, as of every kernel.
         predicate_compile_seconds: About how many seconds the first call with a predicate compiles.
         prepares: True, as the library may have a shorter way to repeat a launch.
     """
@@ -232,10 +232,10 @@ class FlashKernel(Kernel):
         dims, v_dim = self._dims("forward", q, v), v.shape[-1]
         if dims.v != v_dim:
             dst = None
-        q = _ready(_with_own_rows(q), dims.qk)
-        k, v = _ready(k, dims.qk), _ready(v, dims.v)
+        q = padded(with_own_rows(q), dims.qk)
+        k, v = padded(k, dims.qk), padded(v, dims.v)
         out, lse = self.flash.forward(q, k, v, options, dst)
-        return _narrow(out, v_dim), lse
+        return narrowed(out, v_dim), lse
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -245,10 +245,10 @@ class FlashKernel(Kernel):
         dims, qk_dim, v_dim = self._dims("backward", q, v), q.shape[-1], v.shape[-1]
         if dims.qk != qk_dim:
             dst = None
-        q, k = _ready(_with_own_rows(q), dims.qk), _ready(k, dims.qk)
-        dout, v, out = (_ready(x, dims.v) for x in (dout, v, out))
+        q, k = padded(with_own_rows(q), dims.qk), padded(k, dims.qk)
+        dout, v, out = (padded(x, dims.v) for x in (dout, v, out))
         dq, dk, dv = self.flash.backward(dout, q, k, v, out, lse, options, dst)
-        return _narrow(dq, qk_dim), _narrow(dk, qk_dim), _narrow(dv, v_dim)
+        return narrowed(dq, qk_dim), narrowed(dk, qk_dim), narrowed(dv, v_dim)
 
     def _dims(self, direction: Direction, q: Tensor, v: Tensor) -> HeadDims:
         """Return the head dims at which a pass is computed; calls without any were refused."""
@@ -315,37 +315,6 @@ class FlashKernel(Kernel):
             dk[:, piece.k_slice].add_(grads.dk)
             dv[:, piece.k_slice].add_(grads.dv)
         return Grads(dq, dk, dv, None)
-
-
-def _ready(x: Tensor, dim: int) -> Tensor:
-    """Return a tensor as libraries take it: padded with zeros to ``dim``, and 16-byte aligned.
-
-    Zeros in the last dimension change no score and no output.
-    """
-    x = x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
-    return aligned(x)
-
-
-def _with_own_rows(q: Tensor) -> Tensor:
-    """Return queries without strides of 0, for which FlashAttention-4 does not compile."""
-    if 0 in q.stride() and any(
-        stride == 0 and size > 1 for stride, size in zip(q.stride(), q.shape, strict=True)
-    ):
-        return q.clone(memory_format=torch.contiguous_format)
-    return q
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return a tensor whose rows all begin at multiples of 16 bytes, as libraries need.
-
-    Rows are contiguous already (:func:`ring_torch.records.with_unit_strides`).
-    """
-    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _narrow(x: Tensor, dim: int) -> Tensor:
-    """Return a tensor without the columns that were added as padding."""
-    return x if x.shape[-1] == dim else x[..., :dim].contiguous()
 
 
 def _mark_nonfinite_where_seen(out: Tensor, lse: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ def keep[T](launches_by_key: dict[object, T], key: object, launches: T | None) -
     """Keep launches under a key, if there are any; a full cache is emptied first."""
     if launches is None:
         return
+    # Strides that change with every call would otherwise keep launches without end.
     if len(launches_by_key) >= _MOST:
         launches_by_key.clear()
     launches_by_key[key] = launches

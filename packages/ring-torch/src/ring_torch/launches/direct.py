@@ -34,6 +34,7 @@ class _Compiled(NamedTuple):
         """Launch on the device's current stream; tensors are given by their addresses."""
         x_size, y_size, z_size = (*grid, 1, 1)[:3]
         kernel = self.kernel
+        # Asked at each launch: the caller may be on another stream than before, or capture a graph.
         stream = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - as Triton asks
         self.run(
             x_size, y_size, z_size, stream, kernel.function, kernel.packed_metadata, None, None, None,
@@ -58,6 +59,7 @@ class PreparedLaunch(NamedTuple):
         They must be of the kind that the kernel is specialised for: tensors of the same dtype and
         alignment to 16 bytes, integers of the same width.
         """
+        # A copy: another thread may repeat the same launch with other tensors.
         values = [*self.values]
         for index, x in changes.items():
             values[index] = x
@@ -93,17 +95,19 @@ class DirectKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return partial(self._launch, grid) if self._is_direct else self.kernel[grid]
 
-    def prepared(
+    def launch(
         self, grid: tuple[int, ...], *arguments: Tensor | int | None, **options: Any
     ) -> PreparedLaunch | None:
-        """Return an equal launch that was made before, to be repeated with other tensors.
+        """Launch, and return the launch, to be repeated with other tensors.
 
-        It is ``None`` if none was made, and where kernels are not launched directly.
+        It is ``None`` where kernels are not launched directly.
         """
+        self[grid](*arguments, **options)
         if not self._is_direct:
             return None
         device = torch.cuda.current_device()
         key, values = _key_and_values(device, arguments, options)
+        # Keys hold all that Triton specialises for: an equal key has the same machine code.
         compiled = self._compiled.get(key)
         return None if compiled is None else PreparedLaunch(compiled, grid, device, tuple(values))
 
@@ -123,6 +127,7 @@ class DirectKernel:
         if kernel is None:  # a hook of Triton's compiler has kept it from compiling
             return
         if len(self._compiled) >= _MOST_LAUNCHES:
+            # Launches that were handed out keep their kernels alive; only later lookups begin anew.
             self._compiled = {}
         constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)
@@ -153,8 +158,7 @@ class RepeatedLaunch:
             self._launch(dict(enumerate([x.data_ptr() for x in tensors])))
             return
         grid, integers, constants = self._arguments_of(*tensors)
-        self._kernel[grid](*tensors, *integers, **constants)
-        self._launch = self._kernel.prepared(grid, *tensors, *integers, **constants)
+        self._launch = self._kernel.launch(grid, *tensors, *integers, **constants)
 
 
 def _key_and_values(

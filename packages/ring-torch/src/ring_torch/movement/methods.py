@@ -18,7 +18,8 @@ from ring_core.movement import halo_ids
 from ring_core.row_checks import check_halo, check_rows, check_steps, offsets_of
 from ring_torch.capture import capture_safe_cache
 from ring_torch.checking.settings import checked_every, number_checked
-from ring_torch.comm.ranks import Members, Ranks, ranks_of
+from ring_torch.comm.groups import Members
+from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.movement.rows import (
     HaloMove,
     MoveCall,

@@ -15,7 +15,8 @@ from ring_core import LayoutSpec, Request, RingProgram, StrategyConfig, Unsuppor
 from ring_core.programs.grid import RankGrid
 from ring_torch import transports
 from ring_torch.call import Call, Resolution, Strategy, StrategySpec
-from ring_torch.comm.ranks import Ranks, default_device
+from ring_torch.comm.groups import default_device
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies.balanced import BALANCED
 from ring_torch.strategies.gather import GATHER
@@ -103,7 +104,7 @@ def choose_strategy(
     if ranks.size == 1:
         return next(ways(program.strategy))
     for spec, candidate in candidates:
-        is_left_out = (spec.splits_heads and not trades) or not spec.suits(program.plan, request)
+        is_left_out = (spec.splits_heads and not trades) or spec.unsuited(program.plan, request)
         if strategy == "auto" and is_left_out:
             continue
         reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
@@ -183,8 +184,8 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
         return f"{lines[0]} (one rank: nothing travels)"
     if transport.refusals(ranks, call.device, False) is None:
         lines[0] += f", if {transport.asks}"
-    suited = (way for way in ways() if way[0].suits(call.plan, call.request))
-    spec, fastest = next(suited)
+    unsuited = {spec.name: spec.unsuited(call.plan, call.request) for spec, _ in ways()}
+    spec, fastest = next(way for way in ways() if not unsuited[way[0].name])
     if (call.strategy.name, transport) != (spec.name, fastest):
         reasons: list[str] | tuple[str, ...] = _reasons(
             spec, fastest, ranks, call.program, call.device, call.request, probe=False
@@ -192,6 +193,12 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
         reasons = reasons or spec.automatic_refusals(call.plan, call.request)
         reason_text = "; ".join(reasons) or "another one was named"
         lines.append(f"  not {spec.name} over {fastest.name}: {reason_text}")
+    lines += [
+        f"  not {spec.name} over {candidate.name}: {reason}"
+        for spec, candidate in ways()
+        for reason in unsuited[spec.name]
+        if spec.name != call.strategy.name
+    ]
     saves = bool(call.strategy.saved_shapes(call, inputs, plan_known=True))
     passes = {"forward": True, "backward": False} if call.needs_grad else {"forward": True}
     bytes_of_passes = [

@@ -47,6 +47,8 @@ def balanced_steps(
         if not stage.offloads:
             return ()
         helper = (rank + program.steps[stage.step].shift) % program.plan.cp_size
+        # A small item has fewer pieces than `count`: the others are empty, on both ranks alike, so
+        # that sends and receives still meet.
         offloaded = [item.cut(count) for item in program.remote_items(rank, stage.step)]
         for_others = [
             item.cut(count) for item in program.items(rank, stage.step) if item.q_rank != rank
@@ -121,6 +123,8 @@ class Balanced(Ring):
             if peer_rows.q.shape[0] > 0:
                 dout, out, lse, *delta = tensors[len(rows_tensors(rows)) :]
                 peer_upstream = BackwardInputs(dout, out, lse, delta[0] if delta else None)
+                # Own sums stay at home while this step's launches for own rows may add to them,
+                # too: both are on one stream.
                 into = own_grads.take(item.k_slice)
                 call.kernel.grads_into(
                     peer_rows, own.take(item.k_slice), peer_upstream, item, call.params, grads, into
@@ -130,6 +134,8 @@ class Balanced(Ring):
         def add(tokens: slice, tensors: list[Tensor]) -> None:
             """Add the gradients that a helper sent home for a slice of this rank's rows."""
             totals = [x for x in row_grads.take(tokens) if x is not None]
+            # A row may be helped in several steps; its sum grows in the order of the pieces on
+            # every run.
             for total, x in zip(totals, tensors, strict=True):
                 total.add_(x)
 
@@ -216,6 +222,7 @@ class RemoteQueries:
         """Wait for the results that helpers sent home, and add them to this rank's."""
         for transfer, expected in self.returning:
             transfer.wait()
+            # What a helper computed is complete for its keys, so it is added or merged once.
             for rows, tensors in expected:
                 self._add(rows, tensors)
         self.returning.clear()
@@ -228,6 +235,8 @@ class RemoteQueries:
         piece = next(self._to_send, None)
         if piece is None:
             return DONE, []
+        # Copies, where rows are not contiguous: the transfer keeps them alive, and the rows
+        # themselves are never written in a pass.
         sends = [
             (x.contiguous(), piece.helper) for rows in piece.sent_rows for x in self._take(rows)
         ]
@@ -244,6 +253,7 @@ class RemoteQueries:
 
         The transfer keeps what is sent alive; :meth:`finish` takes in what arrives.
         """
+        # Memory for the results comes before the send, so both directions start at once.
         expected = [
             (rows, [x.new_empty(x.shape) for x in self._like(rows)]) for rows in piece.sent_rows
         ]
@@ -268,6 +278,7 @@ def remote_rows(call: Call, item: WorkItem, local: QueryBlock, tensors: list[Ten
     Positions come from the plan, which every rank has, and slopes from ``local``, this rank's rows:
     both are never sent.
     """
+    # The sender has left out what is absent in the call, which is absent on every rank.
     q, *remaining = tensors
     segments = None if local.segments is None else remaining.pop(0)
     bias = None if local.bias is None else remaining.pop(0)

@@ -55,6 +55,7 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
     step = max(1, _BLOCK_BYTES // max(1, size))
     tops = []
+    # Rows are independent: what a block computed is final.
     for start_row in range(0, length, step):
         i = slice(start_row, start_row + step)
         visible, rows = _visible(call, inputs, k_ids, i), bias[:, :, i]
@@ -80,6 +81,8 @@ def _all_key_ids(call: Call, inputs: Inputs) -> Tensor | None:
         return None
     # The strategy checks the call with the peers as well, but later, when it sends K/V.
     agree(ranks, call.number, call.params.dropout_seed, call.forward_signature, call.device)
+    # Nothing of the strategy is in flight yet: its first messages come after this exchange on every
+    # rank, so none is taken for another.
     (ids_of_ranks,) = exchange(ranks, [[k_ids] * ranks.size], call.device)
     # Each rank's ids go to the columns of its keys, so that all are in natural order.
     ids = k_ids.new_empty(len(k_ids), call.plan.kv_seq_len)

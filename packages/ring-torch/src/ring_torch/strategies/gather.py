@@ -12,7 +12,7 @@ group is what nothing hides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +22,6 @@ from torch import Tensor
 from ring_core import (
     GatherProgram,
     RingProgram,
-    WorkItem,
     gather_program,
     gather_refusals,
     longest_gather,
@@ -38,27 +37,31 @@ from ring_torch.records import (
     BackwardInputs,
     Grads,
     Inputs,
-    KeyBlock,
     KeyGrads,
-    QueryBlock,
     QueryGrads,
     folded,
     head_group,
     unseen_state,
     zero_bias_grad,
 )
+from ring_torch.strategies.gather_launches import (
+    attend_group,
+    differentiate,
+    differentiate_in_place,
+    items_in_place,
+    keys_by_group,
+    launch_parts,
+)
 from ring_torch.strategies.prepared import (
     PreparedBackward,
     PreparedLaunches,
     prepare_backward,
     prepare_forward,
-    put_columns,
 )
 from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
     PendingGrads,
-    PendingKV,
     add_staged,
 )
 
@@ -90,6 +93,8 @@ def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGro
     moved = size if size <= MAX_SAVED_BYTES else 2 * size
     groups = 1
     if moved > MIN_BYTES_PER_FLOP * flops:
+        # Every rank has the same plan and sizes, so all cut alike: their messages are of the same
+        # groups.
         most_groups = min(MOST_GROUPS, int(flops / GROUP_FLOPS))
         groups = max(n for n in range(1, max(most_groups, 1) + 1) if sizes.kv_heads % n == 0)
     return HeadGroups(groups, groups, before_last_item=flops > EARLY_RETURN_FLOPS)
@@ -114,6 +119,7 @@ class Gather(GatheringStrategy):
         state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
         sinks = None
         if inputs.sinks is not None and self.adds_sinks:
+            # Launches see all keys of a row, so the sinks join its softmax there, once.
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
@@ -138,11 +144,11 @@ class Gather(GatheringStrategy):
         for n, arriving in enumerate(session.fetch(gather, inputs)):
             gathered += arriving.tensors
             columns = call.gathered_columns(gather, keys, arriving.tensors)
-            in_place = _in_place(call, gather, inputs, n, groups)
+            in_place = items_in_place(call, gather, inputs, n, groups)
             group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
             # Each launch waits for the fetches that it needs; later ones go on beside it.
             results.append(
-                _attend_group(call, group_rows, columns, in_place, gather, arriving, group_state)
+                attend_group(call, group_rows, columns, in_place, gather, arriving, group_state)
             )
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.
@@ -153,6 +159,7 @@ class Gather(GatheringStrategy):
             keep(self.launches.forward, key, launches)
         if len(results) == 1:
             state = results[0]
+        # Each group has widened its own copy: put the heads together again.
         elif results[0].out.dtype != state.out.dtype:
             outs, lses = zip(*results, strict=True)
             state = AttentionState(torch.cat(outs, dim=2), torch.cat(lses, dim=1))
@@ -177,6 +184,8 @@ class Gather(GatheringStrategy):
         items = range(len(gather.items) if rows.q.shape[0] > 0 else 0)
         # Split backwards only add, so they need zeros. Otherwise the launch that comes first to
         # some columns overwrites them, and memory need not be cleared.
+        # Peers will read these sums; where they lie in memory of the session, it waits until nobody
+        # reads those of the pass before.
         grad_sums = session.accumulators(gather, sums, zero=sums.head_major or len(items) == 0)
         dbias = zero_bias_grad(rows, call.params, call.acc_dtype)
         row_grads = QueryGrads(_dq(call, gather, rows.q), dbias)
@@ -197,19 +206,19 @@ class Gather(GatheringStrategy):
         # when that group's kernels are in line ahead of the wait. Peers read a group's sums until
         # their transfer ends, so nothing writes `grad_sums[n]` any more but own columns (`finish`).
         for n, columns in enumerate(
-            _keys_by_group(call, gather, inputs, session, saved, self.groups)
+            keys_by_group(call, gather, inputs, session, saved, self.groups)
         ):
             group_tensors = (
                 head_group(rows, n, groups), head_group(upstream, n, groups),
                 head_group(row_grads, n, groups),
             )  # fmt: skip
-            for part_items, before_last_item, overlapped in _launches(
+            for part_items, before_last_item, overlapped in launch_parts(
                 items, self.groups, last=n + 1 == groups
             ):
                 work = [
                     (columns, gather.items[m], gather.overwritten[m]) for m in reversed(part_items)
                 ]
-                _differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
+                differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
                 in_flight[n].append(
@@ -222,9 +231,9 @@ class Gather(GatheringStrategy):
                         overlapped=overlapped,
                     )
                 )
-            in_place = _in_place(call, gather, inputs, n, groups)
+            in_place = items_in_place(call, gather, inputs, n, groups)
             # Beside that: rows that see own keys only, whose gradients do not travel.
-            own_sums.append(_differentiate_in_place(call, in_place, *group_tensors, sums))
+            own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))
             # Only now add the gradients that came for the group before.
             if n > 0:
                 finish(n - 1)
@@ -261,120 +270,6 @@ class Gather(GatheringStrategy):
         return Grads(dq, dk, dv, None, delta)
 
 
-def _attend_group(
-    call: Call, rows: QueryBlock, columns: KeyBlock, in_place: Sequence[tuple[KeyBlock, WorkItem]],
-    gather: GatherProgram, arriving: PendingKV, state: AttentionState,
-) -> AttentionState:  # fmt: skip
-    """Run the forward launches of a group of heads; nothing is merged.
-
-    Returns ``state``, filled, or a wider copy of it if the kernel's results are wider; those are
-    rounded at the end.
-    """
-    work = [(*item_and_count, 0) for item_and_count in in_place]
-    work += [
-        (columns, *item_and_count)
-        for item_and_count in zip(gather.items, gather.waits_for, strict=True)
-    ]
-    for keys, item, waits_for in work:
-        # Let the launch wait for its own fetches. Those of later items write other columns of the
-        # buffer meanwhile; peers copy from this rank's memory and need nothing from this loop.
-        if waits_for > 0:
-            arriving.wait(waits_for)
-        if rows.q.shape[0] == 0:
-            break
-        operands = rows.take(item.q_slice), keys.take(item.k_slice)
-        dst = state.take(item.q_slice)
-        result = call.kernel.attend(*operands, item, call.params, dst)
-        if result.out.dtype != state.out.dtype:
-            state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
-            dst = state.take(item.q_slice)
-        # Kernels that cannot write into a given place return new tensors.
-        if result.out.data_ptr() != dst.out.data_ptr():
-            dst.out.copy_(result.out)
-            dst.lse.copy_(result.lse)
-    return state
-
-
-def _launches(
-    items: range, groups: HeadGroups, *, last: bool
-) -> list[tuple[range, bool | None, bool]]:
-    """Return the parts of a group's launches, after each of which gradients are sent home.
-
-    A part is ``(items, before_last_item, overlapped)``: the indices of its items; which gradients
-    are sent after it (``True``: those that ``items[0]``, the last launch, does not touch;
-    ``False``: the others; ``None``: all); and whether more launches follow that can hide the
-    transfer.
-    """
-    if last and groups.before_last_item:
-        return [(items[1:], True, True), (items[:1], False, False)]
-    return [(items, None, not last)]
-
-
-def _differentiate_in_place(
-    call: Call, in_place: Sequence[tuple[KeyBlock, WorkItem]], rows: QueryBlock, upstream: BackwardInputs,
-    row_grads: QueryGrads, sums: KeyGradBuffer,
-) -> Tensor | None:  # fmt: skip
-    """Run the backward launches over the rank's own K/V in place.
-
-    Returns the flat sums of dK/dV of all own keys, or ``None`` if there are no such launches.
-    """
-    if not in_place:
-        return None
-    length = sums.keys.length
-    own_sums = torch.zeros(sums.numel(length), dtype=call.acc_dtype, device=call.device)
-    if rows.q.shape[0] > 0:
-        work = [(*keys_and_item, ()) for keys_and_item in reversed(in_place)]
-        _differentiate(call, work, rows, upstream, row_grads, sums, own_sums, length)
-    return own_sums
-
-
-def _differentiate(
-    call: Call, work: Sequence[tuple[KeyBlock, WorkItem, Sequence[slice]]], rows: QueryBlock,
-    upstream: BackwardInputs, row_grads: QueryGrads, sums: KeyGradBuffer, grads: Tensor, length: int,
-) -> None:  # fmt: skip
-    """Run backward launches: write dQ into ``row_grads``, and put dK/dV into the sums ``grads``.
-
-    ``work`` is ``(columns, item, overwrite)`` of each launch; ``overwrite`` are the columns that no
-    launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
-    the sums of ``length`` tokens.
-    """
-    # Launches on a stream run one after the other, so each may add to what the one before wrote.
-    for columns, item, overwrite in work:
-        operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
-        query_grads = row_grads.take(item.q_slice)
-        if sums.head_major and call.kernel.split_backward is not None:
-            totals = sums.of(grads, length, item.k_slice)
-            call.kernel.split_backward.accumulate(
-                *operands, item, call.params, query_grads.dq, totals
-            )
-        else:
-            result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
-            if result.dq.data_ptr() != query_grads.dq.data_ptr():
-                query_grads.dq.copy_(result.dq)
-            if query_grads.dbias is not None and result.dbias is not None:
-                query_grads.dbias.add_(result.dbias)
-            put_columns((result.dk, result.dv), sums, grads, length, item, overwrite)
-
-
-def _keys_by_group(
-    call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved,
-    groups: HeadGroups,
-) -> Iterator[KeyBlock]:  # fmt: skip
-    """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again."""
-    keys = session.spec.keys
-    if not saved:
-        for arriving in session.fetch(gather, inputs):
-            arriving.wait(None)
-            yield call.gathered_columns(gather, keys, arriving.tensors)
-        return
-    forward_groups, per_group = groups.forward, len(saved) // groups.forward
-    cuts = groups.backward // forward_groups  # the forward's groups are cut once more
-    keys = replace(keys, heads=cuts * keys.heads)
-    for n in range(forward_groups):
-        columns = call.gathered_columns(gather, keys, saved[n * per_group : (n + 1) * per_group])
-        yield from (head_group(columns, n, cuts) for n in range(cuts))
-
-
 def _finish_own_grads(
     call: Call, gather: GatherProgram, sums: KeyGradBuffer, computed: tuple[Tensor, Tensor | None],
     in_flight: Sequence[PendingGrads], key_grads: KeyGrads,
@@ -385,6 +280,8 @@ def _finish_own_grads(
     any. All is added up in the latter if they exist. Otherwise own sums stay in the buffer if it
     holds all own keys, and are copied into a buffer of their own if not.
     """
+    # Two places may hold dK/dV of own keys: columns of the gathered buffer, and the sums of
+    # launches in place.
     keys, length = sums.keys, gather.length
     own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
     grads, own_sums = computed
@@ -417,6 +314,8 @@ def _finish_own_grads(
 
 def _shifted(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
+    # Own keys lie in the buffer in the spans in which they were fetched: find the one with this
+    # key.
     fetch = next(x for x in fetches if x.source.start <= source.start < x.source.stop)
     shift = fetch.target.start - fetch.source.start
     return slice(source.start + shift, source.stop + shift)
@@ -430,16 +329,6 @@ def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
     dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
     dq = torch.empty(q.shape, dtype=dtype, device=call.device)
     return dq if gather.num_rows == q.shape[1] else dq.zero_()
-
-
-def _in_place(
-    call: Call, gather: GatherProgram, inputs: Inputs, n: int, groups: int
-) -> list[tuple[KeyBlock, WorkItem]]:
-    """Return the launches over own K/V in place, each with the K/V of the group of heads."""
-    if not gather.in_place:
-        return []
-    own = call.columns(call.ranks.rank, head_group(inputs, n, groups).key_tensors())
-    return [(own, item) for item in gather.in_place]
 
 
 def _resolve(resolution: Resolution) -> Strategy:

@@ -22,7 +22,8 @@ from ring_core import LayoutSpec, Request, StrategyConfig, UnsupportedError
 from ring_core.programs.grid import RankGrid, rank_grid
 from ring_torch.buffers import Shapes
 from ring_torch.call import Call, StrategySpec
-from ring_torch.comm.ranks import Ranks, hosts_of
+from ring_torch.comm.groups import hosts_of
+from ring_torch.comm.ranks import Ranks
 from ring_torch.records import Inputs
 from ring_torch.strategies.ulysses import Ulysses, exchanges_of, shared_bias_refusals
 from ring_torch.transports.api import Traffic
@@ -57,6 +58,7 @@ class Hybrid(Ulysses):
             super().traffic(call, inputs, forward=forward, saved=saved),
             strategy.traffic(self.inner, inside, forward=forward, saved=inner_saved),
         )
+        # A rank's own trade and its part of the inner call follow each other: their bytes add up.
         return Traffic(*map(sum, zip(*passes, strict=True)))
 
     def _shapes_inside(self, call: Call, inputs: Inputs) -> Inputs:
@@ -99,6 +101,8 @@ def _grid(
     """
     hosts = None
     if config.ulysses_size is None and ranks.size > 1:
+        # A trade moves all of its bytes before and after kernels, so it stays on a host's links;
+        # the ring or gather between hosts hides behind kernels.
         hosts = hosts_of(ranks, torch.device(request.device), wait=probe)
     grid = rank_grid(
         ranks.size, request.q_heads, layout, outer=config.outer,

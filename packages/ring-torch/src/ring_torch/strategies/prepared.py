@@ -107,6 +107,8 @@ def prepare_forward(
 
     All of them have run on such tensors.
     """
+    # Later calls cut q, out and lse by these sizes in one go, which takes items that follow each
+    # other without a gap.
     sizes = _rows_in_turn([item for item, _ in items], rows.q.shape[1])
     if sizes is None:
         return None
@@ -197,6 +199,7 @@ class _Rounding:
 
     def __call__(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Round the sums of own keys in a buffer into ``dk`` and ``dv``."""
+        # The peers' sums have been added by now, and nobody else has these columns.
         for spans in self.spans:
             for x, grad in zip(self.sums.views(sums, spans.length), (dk, dv), strict=True):
                 _spans_of(grad, spans.source, spans.source_step, spans).copy_(
@@ -218,6 +221,8 @@ def put_columns(
     overwrite: Sequence[slice],
 ) -> None:  # fmt: skip
     """Put an item's dK/dV into flat sums of all columns: replace ``overwrite``, add to others."""
+    # The buffer holds nothing valid in columns that this backward has not written yet: the first to
+    # come overwrites, the others add.
     for start, stop, add in column_segments(item, overwrite):
         dk, dv = (x.narrow(1, start - item.k_start, stop - start) for x in grads)
         put_key_grads(sums, flat, length, slice(start, stop), dk, dv, add=add)

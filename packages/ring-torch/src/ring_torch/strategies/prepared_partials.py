@@ -69,8 +69,11 @@ class PartialLaunches(NamedTuple):
         """
         q, dout, out = (x.narrow(1, *self.rows) for x in tensors)
         k, v = (x.narrow(1, *self.columns) for x in kv)
+        # New tensors: they are read once more, to be put into the sums, and freed in the order of
+        # the stream.
         dq, dk, dv = self.backward(q, k, v, dout, out, lse.narrow(2, *self.rows))
         for start, offset, length, put in self.puts:
+            # Mostly one span has all columns: then nothing is sliced.
             if length < dk.shape[1]:
                 span = offset, length
                 put(dk.narrow(1, *span), dv.narrow(1, *span), sums.narrow(1, start, length))
@@ -112,6 +115,7 @@ class PreparedPartials(NamedTuple):
             wait(launch.waits_for)
             k, v = (x.narrow(1, *launch.columns) for x in gathered)
             results.append(launch.forward(q.narrow(1, *launch.rows), k, v))
+        # All fetches that launches needed have arrived; own K/V are read no more.
         self.merge(results)
         return AttentionState(*results[0])
 
@@ -155,6 +159,7 @@ def prepare_partials(
     """
     (own_columns, own_items), (columns, gather) = own, others
     num_rows, num_keys = rows.q.shape[1], own_columns.k.shape[1]
+    # The joins take one result over own keys and a few others; other plans are not prepared.
     if len(own_items) != 1 or 1 + len(gather.items) > _MOST_PARTIALS:
         return None
     (own_item,) = own_items

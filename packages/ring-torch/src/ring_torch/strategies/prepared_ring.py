@@ -93,6 +93,7 @@ class RingWork:
             q, (out, lse) = self._q, self.into
             state = AttentionState(out.narrow(1, *rows), lse.narrow(2, *rows))
             slices = self._rows[rows] = q.narrow(1, *rows), state
+        # Kernels write every row of it, so it needs no initial values.
         if (results := self._results.get(rows[1])) is None:
             results = self._results[rows[1]] = unseen_state(slices[0], v_dim, fully_written=True)
         return *slices, results
@@ -127,6 +128,8 @@ def prepare_ring(
             launch = kernel.prepare_forward(item_rows, item_columns, results, item, params)
             if launch is None:
                 return None
+            # Where the first step has all rows, its merge is a copy with the rounding of a merge:
+            # there is nothing before it.
             merge = merge_of_seen(q, first=starts_everywhere and n == 0)
             launches.append(
                 MergedLaunch(launch, span_of(item.q_slice), span_of(item.k_slice), merge)

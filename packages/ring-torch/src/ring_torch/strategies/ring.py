@@ -143,6 +143,7 @@ class Ring(Strategy):
             held_keys, spare_keys = packing.views(held), packing.views(spare)
             for view, x in zip(held_keys, keys, strict=True):
                 view.copy_(x)
+        # The first piece of queries for a helper leaves now, beside the steps before its own.
         remote = self.remote_forward(call, inputs, keys, rows, into) if self.offloads else None
         for n, step in enumerate(self.forward_steps):
             # Send the held K/V on, and receive the next into the spare buffer. Its former K/V were
@@ -173,6 +174,8 @@ class Ring(Strategy):
                 (call.columns(step.keys_of, keys if step.is_own else held_keys), step.items)
                 for step in self.forward_steps
             ]
+            # No transfer is in flight any more, and each step has run once on tensors of these
+            # strides.
             keep(self.launches, key, prepare_ring(call.kernel, rows, steps, call.params))
         return into, saved
 
@@ -191,11 +194,14 @@ class Ring(Strategy):
         own = call.columns(call.ranks.rank, keys)
         packing = packing_of(keys)
         row_grads = zero_row_grads(call, rows)
+        # Sums of dK/dV travel in the accumulators' dtype: rounded at each rank they would lose
+        # digits with the number of ranks.
         key_grads = RotatingKeyGrads(call, packing_of(keys[:2], call.acc_dtype))
         remote = own_grads = None
         if self.offloads:
             own_grads = key_grads.grads(own=True)
             remote = self.remote_backward(call, own, upstream, rows, row_grads, own_grads)
+        # Nothing was saved where only the own block has work: then nothing travels here either.
         held = next(iter(saved), None)
         for step in self.backward_steps:
             transfer, arriving = DONE, held
@@ -285,6 +291,7 @@ def attend_step(
     """Run a step's forward launches, and merge each partial result into ``into`` in place."""
     if rows.q.shape[0] == 0:
         return
+    # Each merge reads what the launch before has written; launches on one stream keep that order.
     for item in items:
         call.kernel.attend_into(
             rows.take(item.q_slice), columns.take(item.k_slice), item, call.params,
@@ -299,6 +306,7 @@ def differentiate_step(
     """Run a step's backward launches, and add their gradients to the accumulators."""
     if rows.q.shape[0] == 0:
         return
+    # dQ of a row and dK/dV of a column are added to by several items, one after the other.
     for item in items:
         q_slice, k_slice = item.q_slice, item.k_slice
         call.kernel.grads_into(

@@ -33,6 +33,8 @@ class Single(Strategy):
         q, k, v = inputs[:3]
         item, params, sinks = self.item, call.params, None
         fully_written = item.q_stop - item.q_start == q.shape[1]
+        # Rows outside of the item see nothing; where the launch writes every row, their initial
+        # values are left out.
         state = unseen_state(q, v.shape[3], fully_written=fully_written)
         if inputs.sinks is not None:
             sinks = folded(inputs.sinks, torch.float32)
@@ -47,6 +49,8 @@ class Single(Strategy):
         if sinks is not None:
             params = replace(params, sinks=sinks)
         dst, rows_in_item = state.take(item.q_slice), rows.take(item.q_slice)
+        # The kernel may write into `dst`, a part of `state`, or return tensors of its own, possibly
+        # wider.
         result = call.kernel.attend(rows_in_item, columns.take(item.k_slice), item, params, dst)
         if self.prepares and result.out.data_ptr() == dst.out.data_ptr():
             launches = prepare_forward(call.kernel, rows, columns, state, [(item, 0)], params)
@@ -67,6 +71,8 @@ class Single(Strategy):
         item = self.item
         rows, columns = call.rows(inputs), call.columns(0, inputs.key_tensors())
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
+        # One launch has all keys of its rows, so its gradients are final: there is nothing to add
+        # to.
         grads = call.kernel.grads(*operands, item, call.params)
         dbias = grads.dbias
         if dbias is not None and rows.bias is not None:

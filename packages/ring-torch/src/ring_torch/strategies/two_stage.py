@@ -145,6 +145,7 @@ class TwoStageGather(GatheringStrategy):
         own_results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def attend_to_own_keys() -> None:
+            # Runs while the session's fetches are in flight.
             own_results.append(prepared.own.forward(q, k, v))
 
         saved: Saved = ()
@@ -170,6 +171,7 @@ class TwoStageGather(GatheringStrategy):
         gather, rows, keys = self.gather, call.rows(inputs), session.spec.keys
         own = call.columns(call.ranks.rank, inputs.key_tensors())
         sums = KeyGradBuffer(keys, head_major=False)
+        # Both stages add to dQ, so it begins with zeros.
         row_grads = zero_row_grads(call, rows)
         # Sums of dK/dV of other ranks' keys, where these ranks can read them; and of own keys.
         (peer_sums,) = session.accumulators(gather, sums, zero=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
-from ring_core.choose.trading import trades_heads
+from ring_core.choose.trading import untraded_reason
 from ring_core.programs.grid import RankGrid, legal_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
-from ring_torch.buffers import HeadBuffer, HeadCarrier, HeadPart, Shapes
+from ring_torch.buffers import ExchangeLayouts, HeadBuffer, HeadCarrier, Shapes, head_exchanges
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
 from ring_torch.capture import capture_safe_cache
 from ring_torch.comm.head_exchange import to_heads, to_tokens
@@ -62,6 +61,7 @@ class Ulysses(Strategy):
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)``; ``out`` is rounded to the inputs' dtype before it travels."""
         layouts = exchanges_of(call, inputs, self.heads)
+        # The peers are found to make the same call before any of their tensors is used.
         carry = call.open_heads(call.forward_signature, layouts.most_bytes, self.members)
         tables = tables_of(call.plan, self.grid, self.heads, call.ranks.rank, call.device)
         # Ranks trade tokens for heads. Nothing else is in flight: each exchange has buffers of its
@@ -84,8 +84,12 @@ class Ulysses(Strategy):
         saved: Saved = ()
         if call.needs_grad:
             traded = inner_inputs._replace(sinks=None, slopes=None)
+            # The backward needs them by heads again, and trading them once more would cost as much
+            # as the forward.
             saved = (*[x for x in traded if x is not None], out, lse, *inner_saved)
         if tables.q_slots is not None:
+            # Results of places without a head are dropped here, after the exchange: messages have
+            # equal sizes.
             own_out, own_lse = (x.index_select(2, tables.q_slots) for x in (own_out, own_lse))
         return AttentionState(own_out, own_lse.squeeze(-1).transpose(1, 2)), saved
 
@@ -128,6 +132,7 @@ class Ulysses(Strategy):
         sent = [x.to(part.dtype) for x, part in zip(grads[:3], layouts.grads.parts, strict=True)]
         orders = tables.rows, tables.columns, tables.columns
         dq, dk, dv = to_tokens(carry, layouts.grads, sent, orders)
+        # Copies of a K/V head were differentiated on different ranks: here their parts are summed.
         dq, dk, dv = tables.without_padding(dq, dk, dv)
         dbias = None
         if grads.dbias is not None:
@@ -177,19 +182,18 @@ class Ulysses(Strategy):
         )
         return Traffic(size, size)
 
-    def visible_pairs(self, call: Call) -> float:
+    def visible_pairs(self, _call: Call) -> float:
         """Return the (query, key) pairs that a rank computes, per query head of the call.
 
         A rank computes those of the inner call for its heads, padding included.
         """
-        del call
         heads: float = self.heads.q.shape[1] / len(self.heads.q_slots)
         return self.inner.strategy.visible_pairs(self.inner) * heads
 
     def notes(self, call: Call) -> tuple[str, ...]:
         """Return how heads are padded and copied, if they are, and why ``auto`` takes the trade."""
         texts = [self.heads.describe()]
-        if self.grid.outer_size == 1 and _suits(call.plan, call.request):
+        if self.grid.outer_size == 1 and not _unsuited(call.plan, call.request):
             texts.append("trading heads moves at most 55 % of the bytes of a gather")
         return tuple(text for text in texts if text)
 
@@ -276,32 +280,6 @@ def tables_of(
     )  # fmt: skip
 
 
-class ExchangeLayouts(NamedTuple):
-    """Message layouts of the exchanges of a call, ``None`` for those that it has not.
-
-    Attributes:
-        qkv: Q, K and V from tokens to heads.
-        results: ``out`` and ``lse`` from heads to tokens.
-        upstream: ``dout``, and ``delta`` where the kernel takes it, from tokens to heads.
-        grads: dQ, dK and dV from heads to tokens.
-        ids: Segment ids of queries and keys, of which all ranks get all.
-        bias: The bias from tokens to heads; one for all heads goes to all ranks.
-        bias_shift: The shift of its rows, likewise.
-        bias_grad: Its gradient, from heads to tokens.
-        most_bytes: Bytes of the largest exchange: of the messages from one rank to all.
-    """
-
-    qkv: HeadBuffer
-    results: HeadBuffer
-    upstream: HeadBuffer
-    grads: HeadBuffer
-    ids: HeadBuffer | None
-    bias: HeadBuffer | None
-    bias_shift: HeadBuffer | None
-    bias_grad: HeadBuffer | None
-    most_bytes: int
-
-
 def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts:
     """Return the message layouts of a call's exchanges; equal calls share them."""
     q, k, v = inputs[:3]
@@ -309,51 +287,10 @@ def exchanges_of(call: Call, inputs: Inputs, heads: HeadPlan) -> ExchangeLayouts
     if inputs.bias is not None:
         shape = tuple(map(int, inputs.bias.shape))  # while traced they may be symbols
         bias = shape, inputs.bias.dtype, call.params.shifts_bias, call.params.bias_grad
-    return _exchanges(
+    return head_exchanges(
         heads, q.shape, k.shape, v.shape[3], call.dtype, call.acc_dtype, call.kernel.needs_delta,
         inputs.q_ids is not None, bias,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _exchanges(
-    heads: HeadPlan, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int,
-    dtype: torch.dtype, acc_dtype: torch.dtype, needs_delta: bool, has_ids: bool,
-    bias: tuple[tuple[int, ...], torch.dtype, bool, bool] | None,
-) -> ExchangeLayouts:  # fmt: skip
-    """Make the message layouts of a call from the shapes of its tensors.
-
-    ``bias`` are its shape and dtype, and if it is shifted and has a gradient.
-    """
-    (ranks, q_places), kv_places = heads.q.shape, heads.kv.shape[1]
-    (batch, length, _, dim), k_length = q_shape, k_shape[1]
-    q = HeadPart(batch, length, q_places, dim, dtype)
-    k = HeadPart(batch, k_length, kv_places, dim, dtype)
-    out = q._replace(dim=v_dim)
-    row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
-    # Gradients of a K/V head with copies are summed before they are rounded.
-    dk = k._replace(dtype=dtype if heads.copies == 1 else acc_dtype)
-    ids = [HeadPart(batch, n, 1, 1, torch.int32) for n in (length, k_length)]
-    traded_bias = traded_shift = bias_grad = None
-    if bias is not None:
-        (bias_batch, bias_heads, _, keys), bias_dtype, shifts, has_grad = bias
-        places = 1 if bias_heads == 1 else q_places
-        part = HeadPart(bias_batch, length, places, keys, bias_dtype, head_major=True)
-        shift = part._replace(batch=batch if has_ids else bias_batch, dim=1, dtype=acc_dtype)
-        # The gradient of a bias that all heads share is summed over ranks before it is rounded.
-        grad = part._replace(dtype=acc_dtype if bias_heads == 1 else bias_dtype)
-        traded_bias, traded_shift, bias_grad = (
-            HeadBuffer.of(ranks, x) if is_sent else None
-            for x, is_sent in ((part, True), (shift, shifts), (grad, has_grad))
-        )
-    layouts = ExchangeLayouts(
-        HeadBuffer.of(ranks, q, k, k._replace(dim=v_dim)), HeadBuffer.of(ranks, out, row),
-        HeadBuffer.of(ranks, out, *([row] if needs_delta else [])),
-        HeadBuffer.of(ranks, q, dk, dk._replace(dim=v_dim)),
-        HeadBuffer.of(ranks, *ids) if has_ids else None, traded_bias, traded_shift, bias_grad, 0,
-    )  # fmt: skip
-    sizes = [ranks * x.message.size for x in layouts if isinstance(x, HeadBuffer)]
-    return layouts._replace(most_bytes=max(sizes))
 
 
 def _with_options(
@@ -399,6 +336,8 @@ def _bias_grad(
     carry: HeadCarrier, layout: HeadBuffer, tables: Tables, inputs: Inputs, dbias: Tensor
 ) -> Tensor:
     """Return the gradient of this rank's rows of the bias, of ``[B, H_local or 1, T, T_kv]``."""
+    # A bias that heads share gets a part from each rank's heads: the parts travel wide, and are
+    # summed at home.
     sent = dbias.to(layout.parts[0].dtype).transpose(1, 2)
     (grad,) = to_tokens(carry, layout, (sent,), (tables.rows,))
     if not_none(inputs.bias).shape[1] == 1:
@@ -431,15 +370,16 @@ def shared_bias_refusals(request: Request, ranks: int) -> Refusals:
     return (reason,)
 
 
-def _suits(plan: Plan, request: Request) -> bool:
-    """Return True where a trade moves few bytes beside a gather; a bias would travel, too."""
-    return not request.bias and trades_heads(
-        plan, q_heads=request.q_heads, kv_heads=request.kv_heads
-    )
+def _unsuited(plan: Plan, request: Request) -> Refusals:
+    """Return why a gather may move fewer bytes than a trade."""
+    reason = untraded_reason(plan, q_heads=request.q_heads, kv_heads=request.kv_heads)
+    if request.bias:
+        reason = "the bias would travel, too"
+    return () if reason is None else (reason,)
 
 
 ULYSSES = StrategySpec(
     "ulysses", Ulysses.of, _refusals, splits_heads=True,
     is_automatic=lambda transport: not transport.sends_messages,  # between GPUs of one host
-    suits=_suits,
+    unsuited=_unsuited,
 )  # fmt: skip

@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 
 from ring_core import Mask, RankMismatchError, balanced_layout
 from ring_core.base.arguments import check_flag, check_size, is_integer
-from ring_torch.comm.ranks import Group, default_device, ranks_of
+from ring_torch.comm.groups import default_device
+from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.context import ContextParallel, check_context
 from ring_torch.sharding import Sharding
 from ring_torch.training.part import IGNORED

@@ -24,6 +24,7 @@ kernels may be replayed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,9 +111,7 @@ def exchange_keys(
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
         "WORDS": CHUNK // 8, **OPTIONS,
     }  # fmt: skip
-    grid = (setup.programs,)
-    _exchange_keys[grid](*arguments, **constants)
-    launch = _exchange_keys.prepared(grid, *arguments, **constants)
+    launch = _exchange_keys.launch((setup.programs,), *arguments, **constants)
     return None if launch is None else KeyExchange(launch)
 
 
@@ -127,8 +126,7 @@ def clear(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch |
     grid = (setup.programs if zero else 1,)
     size = sums.numel() if zero else 0
     arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    _clear[grid](*arguments, NUMBERS=NUMBERS, **OPTIONS)
-    return _clear.prepared(grid, *arguments, NUMBERS=NUMBERS, **OPTIONS)
+    return _clear.launch(grid, *arguments, NUMBERS=NUMBERS, **OPTIONS)
 
 
 def reduce_from_peers(
@@ -148,15 +146,26 @@ def reduce_from_peers(
     Returns:
         The same exchange for later calls, or ``None`` if it cannot be repeated directly.
     """
-    grid = (setup.programs,)
     arguments = (
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         table, table.shape[0], total,
     )  # fmt: skip
     constants = {"PARTS": table.shape[1] - 2, "NUMBERS": NUMBERS, **OPTIONS}
-    _add_peers[grid](*arguments, **constants)
-    launch = _add_peers.prepared(grid, *arguments, **constants)
+    launch = _add_peers.launch((setup.programs,), *arguments, **constants)
     return None if launch is None else SumExchange(launch)
+
+
+def interleaved(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
+    """Return the rows of several lists in one, evenly interleaved.
+
+    Programs take rows in turns: those that run at the same time then read from all ranks.
+    """
+    keyed = [
+        ((n + 0.5) / len(list_rows), list_number, row)
+        for list_number, list_rows in enumerate(rows)
+        for n, row in enumerate(list_rows)
+    ]
+    return [row for *_, row in sorted(keyed)]
 
 
 @triton.jit

@@ -79,9 +79,7 @@ def trade_heads(
     constants = sent.constants | {
         "HEADER": header, "SPLITS_HEADS": splits_heads, **OPTIONS, "num_warps": 8,
     }  # fmt: skip
-    grid = (setup.head_programs,)
-    _trade_heads[grid](*arguments, **constants)
-    launch = _trade_heads.prepared(grid, *arguments, **constants)
+    launch = _trade_heads.launch((setup.head_programs,), *arguments, **constants)
     return None if launch is None else PreparedHeadTrade(launch)
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ring_core import GatherProgram, Plan
+from ring_core import GatherProgram
+from ring_core.base.arguments import not_none
 from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
@@ -37,6 +36,7 @@ from ring_torch.transports.api import (
     nothing,
     program_of,
     requests_to,
+    sent_spans,
 )
 from ring_torch.transports.symm_buffer import SymmetricMemory
 
@@ -90,11 +90,10 @@ class ExchangeState:
     def _new_setup(self) -> exchange_kernel.ExchangeSetup:
         """Make the setup of this rank in new memory, whose first exchange has number 1."""
         headers, ranks = self.memory.headers(), self.memory.ranks
-        assert ranks.group is not None
         device = headers[ranks.rank].device
         headers[ranks.rank][_FIRST] = 1
         addresses = [x.data_ptr() for x in headers]
-        patience = timeout_of(ranks.group, device) // timedelta(microseconds=1)
+        patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
         header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
         return exchange_kernel.ExchangeSetup(
             header_addresses,
@@ -170,10 +169,10 @@ def _head_programs(device: torch.device) -> int:
 
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
-    assert ranks.group is not None
-    if ranks.group not in _state_of:
-        _state_of[ranks.group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
-    return _state_of[ranks.group]
+    group = not_none(ranks.group)
+    if group not in _state_of:
+        _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
+    return _state_of[group]
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class OneKernel:
         index_map: IndexMap,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        spans = _sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
+        spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         starts = tuple([index_map(span).start for span in spans])
         key = gather, sums, length, starts
         if (exchange := self.state.prepared(key)) is not None and total.data_ptr() % 16 == 0:
@@ -306,7 +305,7 @@ class OneKernel:
                     )
                     for start in range(0, size, exchange_kernel.CHUNK)
                 )
-        return _mixed(list(rows.values()))
+        return exchange_kernel.interleaved(list(rows.values()))
 
     def _sums_of_peers(
         self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
@@ -345,7 +344,7 @@ class OneKernel:
                 for row, *peers in zip(total_rows, *parts, strict=True)
                 for offset in range(0, row.numel(), exchange_kernel.NUMBERS)
             ])  # fmt: skip
-        return _mixed(rows)
+        return exchange_kernel.interleaved(rows)
 
     def _keys_of(self, rank: int) -> torch.Tensor:
         """Return where a rank's own K/V lie for its peers."""
@@ -395,31 +394,3 @@ class HeadTrade(HeadCarrier):
             start = rank * layout.message.size
             peers = (peer for peer in range(layout.ranks) if peer != rank)
             note_reads(self.state.memory.views(peer, start, message)[0] for peer in peers)
-
-
-def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
-    """Return the rows of several lists in one, evenly interleaved.
-
-    Programs take rows in turns: those that run at the same time then read from all ranks.
-    """
-    keyed = [
-        ((n + 0.5) / len(list_rows), list_number, row)
-        for list_number, list_rows in enumerate(rows)
-        for n, row in enumerate(list_rows)
-    ]
-    return [row for *_, row in sorted(keyed)]
-
-
-@lru_cache(maxsize=256)
-def _sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
-    """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
-
-    So each fetch covers a span wholly or not at all.
-    """
-    fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
-    edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
-    return tuple(
-        slice(a, b)
-        for a, b in pairwise(edges)
-        if any(fetch.source.start <= a and b <= fetch.source.stop for fetch in fetches)
-    )

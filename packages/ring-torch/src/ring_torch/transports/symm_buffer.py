@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
@@ -115,10 +116,10 @@ def symm_buffer_of(ranks: Ranks) -> SymmBuffer:
 
     That is a collective, so all ranks have to call it then.
     """
-    assert ranks.group is not None
-    if ranks.group not in _buffer_of:
-        _buffer_of[ranks.group] = SymmBuffer(ranks)
-    return _buffer_of[ranks.group]
+    group = not_none(ranks.group)
+    if group not in _buffer_of:
+        _buffer_of[group] = SymmBuffer(ranks)
+    return _buffer_of[group]
 
 
 def known_buffer(ranks: Ranks) -> SymmBuffer | None:

@@ -226,9 +226,8 @@ def key_sums(
         )
         for x in precisions
     ]
-    assert queries.dout is not None
     # One block of queries at a time, each added to the sums of all keys.
-    for i in _slices_of_rows(len(queries.indices), queries.q, queries.dout):
+    for i in _slices_of_rows(len(queries.indices), queries.q, not_none(queries.dout)):
         block_queries, block_results = _sliced(queries, i), _sliced(results, i)
         visible = _visible_pairs(rule, block_queries, keys)
         for total, precision in zip(sums, precisions, strict=True):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError
-from ring_torch.comm.ranks import Ranks, collective, default_device
+from ring_torch.comm.groups import default_device
+from ring_torch.comm.ranks import Ranks, collective
 from ring_torch.gradients import local_shard
 from ring_torch.verification.trace import Recorder, Tokens, Trace
 

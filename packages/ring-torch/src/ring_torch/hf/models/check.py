@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ring_torch.hf.models.classes import (
+    counts_real_tokens,
     has_attention,
     hooks_for,
     is_mask_function,
@@ -25,6 +26,8 @@ from ring_torch.hf.models.classes import (
     pair_reasons,
     pooling_of,
     pooling_reason,
+    position_offset,
+    shifts_labels,
     takes_positions,
 )
 from ring_torch.hf.models.code import (
@@ -38,8 +41,6 @@ from ring_torch.hf.models.missing import missing_names
 #: Kinds of layers, in a config's ``layer_types``, that ring attention can compute.
 SERVED_LAYERS = ("full_attention", "sliding_attention")
 
-#: Heads in which token ``i`` predicts label ``i``: their loss does not shift labels.
-_SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 #: Names of modules that process images or sound, not the sequence of tokens.
 _TOWERS = re.compile(r"vision|visual|image|img|audio|speech|video|tower|pixel|protein|codec")
@@ -184,11 +185,11 @@ def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     return ModelReport(
         exact=not reasons,
         reasons=tuple(dict.fromkeys(reasons)),
-        position_offset=_position_offset(modules),
-        counts_padding=not any(map(_counts_real_tokens, modules.values())),
+        position_offset=position_offset(modules),
+        counts_padding=not any(map(counts_real_tokens, modules.values())),
         pooling=pooling,
         layers=layers,
-        shifts_labels=_shifts(model),
+        shifts_labels=shifts_labels(model),
         hooks=hooks,
     )
 
@@ -379,31 +380,3 @@ def _mask_reasons(modules: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> I
                 f"{type(module).__name__} reads the attention_mask "
                 f"({', '.join(sorted(reads))}), and that of a split batch cannot be read"
             )
-
-
-def _position_offset(modules: Mapping[str, nn.Module]) -> int:
-    """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
-    paddings = (
-        getattr(x, "padding_idx", None)
-        for x in modules.values()
-        if "create_position_ids_from_input_ids" in names_in(type(x))
-    )
-    return next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)
-
-
-def _counts_real_tokens(module: nn.Module) -> bool:
-    """Return True if a module makes position ids from the attention mask, as OPT does."""
-    return "cumsum" in names_in_forward(type(module)) and (
-        {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(type(module))
-    )
-
-
-def _shifts(model: Any) -> bool:
-    """Return True if the model's loss shifts labels, False if it takes them as they are."""
-    if any(word in base.__name__ for word in _SAME_LABELS for base in type(model).__mro__):
-        return False
-    names = names_in_forward(type(model))
-    if "loss_function" in names:
-        loss = getattr(model, "loss_function", None)
-        return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
-    return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)

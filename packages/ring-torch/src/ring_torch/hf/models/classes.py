@@ -23,6 +23,9 @@ from ring_torch.hf.models.code import (
     reads_global,
 )
 
+#: Heads in which token ``i`` predicts label ``i``: their loss does not shift labels.
+_SAME_LABELS = ("ForMaskedLM", "ForTokenClassification")
+
 
 @dataclass(frozen=True)
 class EagerAttentionSpec:
@@ -300,3 +303,31 @@ def pooling_reason(model: Any, pooling: str) -> str:
         f"run the model without that head, pool ContextParallel.unshard(hidden states, grad='sum'), "
         f"and divide the loss by cp_size"
     )
+
+
+def position_offset(modules: Mapping[str, nn.Module]) -> int:
+    """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
+    paddings = (
+        getattr(x, "padding_idx", None)
+        for x in modules.values()
+        if "create_position_ids_from_input_ids" in names_in(type(x))
+    )
+    return next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)
+
+
+def counts_real_tokens(module: nn.Module) -> bool:
+    """Return True if a module makes position ids from the attention mask, as OPT does."""
+    return "cumsum" in names_in_forward(type(module)) and (
+        {"inputs_embeds", "attention_mask", "position_ids"} <= parameters_of(type(module))
+    )
+
+
+def shifts_labels(model: Any) -> bool:
+    """Return True if the model's loss shifts labels, False if it takes them as they are."""
+    if any(word in base.__name__ for word in _SAME_LABELS for base in type(model).__mro__):
+        return False
+    names = names_in_forward(type(model))
+    if "loss_function" in names:
+        loss = getattr(model, "loss_function", None)
+        return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
+    return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_core import StrategyConfig, UnsupportedError
+from ring_core.base.arguments import not_none
 from ring_torch.capture import untraced
 from ring_torch.comm.ranks import collective
 from ring_torch.gradients import ReductionChoice, hooks_in
@@ -20,11 +21,18 @@ from ring_torch.hf.models.batch import split_batch
 from ring_torch.hf.models.check import ModelReport, unwrapped
 from ring_torch.hf.models.code import by_name, names_in_forward, parameters_of
 from ring_torch.hf.models.documents import STATED
-from ring_torch.hf.models.parts import is_merged, split_labels, split_pair, split_text
+from ring_torch.hf.models.parts import (
+    is_merged,
+    split_labels,
+    split_pair,
+    split_text,
+    take_logit_rows,
+)
 from ring_torch.hf.models.placeholders import ShardedMask
 from ring_torch.hf.models.releases import lacks
 from ring_torch.hf.models.training import (
-    attention_dropout_rates,
+    asks_for_router_loss,
+    attention_dropout_seed,
     averaging_wrapper,
     router_loss_weight,
     weight_checksum,
@@ -95,7 +103,7 @@ class ModelHooks(ReductionChoice):
     logits: Logits
     reduction: Reduction
     strategy: StrategyConfig
-    owner: object = None
+    owner: Any = None
     is_pooling: bool = False
     joins_router: bool = False
     takes_merged: bool = False
@@ -161,8 +169,10 @@ class ModelHooks(ReductionChoice):
         """
         batch = self._checked(module, by_name(module, args, kwargs))
         switches = {name: batch.pop(name) for name in _SWITCHES if name in batch}
-        has_router_loss = self._has_router_loss(module, switches)
-        logit_rows = self._logit_rows(module, batch)
+        has_router_loss = asks_for_router_loss(
+            unwrapped(module), switches.get("output_router_logits"), joins_router=self.joins_router
+        )
+        logit_rows = take_logit_rows(unwrapped(module), batch, joins_logits=self.joins_logits)
         if not self.divides_by_items(module):
             batch.pop("num_items_in_batch", None)
         shard, mask, is_whole = self._shard(module, batch)
@@ -195,7 +205,7 @@ class ModelHooks(ReductionChoice):
         self, module: nn.Module, batch: dict[str, Any]
     ) -> tuple[dict[str, Any], ShardedMask, bool]:
         """Return this rank's batch, its mask, and True if embeddings are still to be split."""
-        seed, weight = self._dropout_seed(module), weight_checksum(module)
+        seed, weight = attention_dropout_seed(module), weight_checksum(module)
         arguments = self.sharding, unwrapped(module), batch, self.report, seed, weight
         if "recurrent" in self.report.hooks and (stated := {*STATED} & batch.keys()):
             raise UnsupportedError(
@@ -305,11 +315,7 @@ class ModelHooks(ReductionChoice):
     def _whole_loss(
         self, module: nn.Module, output: Mapping[str, Any], state: _ForwardState
     ) -> Tensor:
-        """Return the loss of the whole batch.
-
-        A router's loss in it is computed from the whole sequence on every rank, so it is not
-        summed.
-        """
+        """Return the loss of the whole batch; every rank has all of a router's loss in it."""
         loss: Tensor = output["loss"]
         if not (state.has_router_loss and state.has_labels):
             return self.total_of(loss)
@@ -321,8 +327,7 @@ class ModelHooks(ReductionChoice):
 
     def _take_state(self) -> _ForwardState:
         """Return the facts about the forward that has ended, and forget them."""
-        state, self.state = self.state, None
-        assert state is not None
+        state, self.state = not_none(self.state), None
         return state
 
     def _checked(self, module: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
@@ -343,47 +348,6 @@ class ModelHooks(ReductionChoice):
             )
         return batch
 
-    def _has_router_loss(self, module: nn.Module, switches: Mapping[str, Any]) -> bool:
-        """Return True if the call or the config asks for a router's loss.
-
-        Raises:
-            UnsupportedError: It does, and the loss cannot be computed from the whole sequence.
-        """
-        config = getattr(unwrapped(module), "config", None)
-        is_asked = switches.get("output_router_logits")
-        if is_asked is None:
-            is_asked = getattr(config and config.get_text_config(), "output_router_logits", False)
-        if is_asked and not self.joins_router:
-            raise UnsupportedError(
-                f"output_router_logits: {type(unwrapped(module)).__name__} has no router's loss that "
-                f"could be computed of the whole sequence; leave it out"
-            )
-        return bool(is_asked)
-
-    def _logit_rows(self, module: nn.Module, batch: dict[str, Any]) -> slice | Tensor | None:
-        """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
-
-        Raises:
-            UnsupportedError: Logits are not joined, or there are labels, whose loss needs all
-                logits.
-        """
-        logits_to_keep = batch.get("logits_to_keep")
-        if "logits_to_keep" not in parameters_of(type(unwrapped(module))):
-            return None  # `split_batch` refuses it then
-        batch.pop("logits_to_keep", None)
-        if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            return None
-        if not self.joins_logits:
-            raise UnsupportedError(
-                f"logits_to_keep={logits_to_keep!r} asks for logits of the whole sequence, and each rank has a "
-                f"part of them: give logits='gather' to hf.parallelize, or leave it out"
-            )
-        if batch.get("labels") is not None:
-            raise UnsupportedError(
-                "logits_to_keep beside labels: the loss is of all tokens; leave one of them out"
-            )
-        return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-
     def check_reduction(self) -> None:
         """Raise a ValueError in ``reduce_gradients`` if gradients were multiplied for a mean."""
         if self.reduction == "mean" and self.sharding.ranks.size > 1:
@@ -391,15 +355,6 @@ class ModelHooks(ReductionChoice):
                 "reduce_gradients sums gradients over the ranks, and hf.parallelize was given "
                 "reduction='mean': give reduction='sum', or leave it to DDP or fully_shard"
             )
-
-    def _dropout_seed(self, module: nn.Module) -> int | None:
-        """Return a new seed if attention dropout is on, else ``None``.
-
-        It is drawn from torch's CPU generator. Ranks compare it, as they must have seeded torch
-        alike.
-        """
-        is_dropping = module.training and any(attention_dropout_rates(module))
-        return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
 
 
 def refuse_generation(*_: object, **__: object) -> Never:

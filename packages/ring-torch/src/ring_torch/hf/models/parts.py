@@ -276,3 +276,28 @@ def text_model(model: Any) -> nn.Module | None:
     decoder = model.get_decoder()
     is_part = isinstance(decoder, nn.Module) and decoder not in (model, model.base_model)
     return decoder if is_part and "inputs_embeds" in parameters_of(type(decoder)) else None
+
+
+def take_logit_rows(
+    model: nn.Module, batch: dict[str, Any], *, joins_logits: bool
+) -> slice | Tensor | None:
+    """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
+
+    Raises:
+        UnsupportedError: Logits are not joined, or there are labels, whose loss needs all logits.
+    """
+    if "logits_to_keep" not in parameters_of(type(model)):
+        return None  # `split_batch` refuses it then
+    logits_to_keep = batch.pop("logits_to_keep", None)
+    if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        return None
+    if not joins_logits:
+        raise UnsupportedError(
+            f"logits_to_keep={logits_to_keep!r} asks for logits of the whole sequence, and each rank has a "
+            f"part of them: give logits='gather' to hf.parallelize, or leave it out"
+        )
+    if batch.get("labels") is not None:
+        raise UnsupportedError(
+            "logits_to_keep beside labels: the loss is of all tokens; leave one of them out"
+        )
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,15 @@ def weight_checksum(module: nn.Module) -> float:
     return total if math.isfinite(total) else 0.0
 
 
+def attention_dropout_seed(module: nn.Module) -> int | None:
+    """Return a new seed if attention dropout is on, else ``None``.
+
+    It is drawn from torch's CPU generator. Ranks compare it, as they must have seeded torch alike.
+    """
+    is_dropping = module.training and any(attention_dropout_rates(module))
+    return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
+
+
 def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
     """Return the attention dropout rates in the configs of a model's modules, nested ones too."""
     configs = (getattr(submodule, "config", None) for submodule in module.modules())
@@ -63,6 +73,28 @@ def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
         for name, value in vars(config).items()
         if _DROPOUT.fullmatch(name) and isinstance(value, int | float)
     )
+
+
+def asks_for_router_loss(model: Any, is_asked: bool | None, *, joins_router: bool) -> bool:
+    """Return True if a call or the config asks for a router's loss.
+
+    Args:
+        model: The model, without wrappers.
+        is_asked: The call's ``output_router_logits``; ``None`` leaves it to the config.
+        joins_router: True if that loss can be computed from the whole sequence.
+
+    Raises:
+        UnsupportedError: It is asked for, and cannot be computed from the whole sequence.
+    """
+    if is_asked is None:
+        config = getattr(model, "config", None)
+        is_asked = getattr(config and config.get_text_config(), "output_router_logits", False)
+    if is_asked and not joins_router:
+        raise UnsupportedError(
+            f"output_router_logits: {type(model).__name__} has no router's loss that "
+            f"could be computed of the whole sequence; leave it out"
+        )
+    return bool(is_asked)
 
 
 def router_loss_weight(module: nn.Module) -> float:

@@ -3,7 +3,7 @@
 On Hopper it also has a split backward. A backward of the library adds dK/dV up in float32, in an
 order of its own (tiles of keys, one head at a time), and rounds them at the end. Split, the sums of
 several launches, on several GPUs, are added up first and rounded once. Its two parts are compiled
-functions of the library (:mod:`ring_torch.kernels.fa4.private`).
+functions of the library (:mod:`ring_torch.kernels.fa4.compiled`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ring_core import Capabilities, Plan, Request, RingProgram, WorkItem, gather_program
 from ring_torch.kernels.api import BackwardLaunch, OwnSpans
-from ring_torch.kernels.fa4 import private, public, split
+from ring_torch.kernels.fa4 import compiled, private, public, split
 from ring_torch.kernels.fa4.options import modded_of
-from ring_torch.kernels.flash import FlashKernel, aligned
+from ring_torch.kernels.flash import FlashKernel
 from ring_torch.kernels.library import (
     Direction,
     FlashLibrary,
@@ -37,6 +37,7 @@ from ring_torch.records import (
     KernelParams,
     KeyBlock,
     QueryBlock,
+    aligned,
     is_aligned,
 )
 
@@ -49,7 +50,7 @@ class Flash4(FlashLibrary):
     """Calls of the library: by private functions if this version's are known, or else public."""
 
     def __init__(self) -> None:
-        self._compiled = private.CompiledFlash4()
+        self._compiled = compiled.CompiledFlash4()
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None

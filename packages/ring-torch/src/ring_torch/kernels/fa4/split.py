@@ -1,6 +1,6 @@
 """Backward of flash-attn-4 whose dK/dV are summed over several launches, and rounded once.
 
-It calls the library's compiled functions (:mod:`ring_torch.kernels.fa4.private`) one by one, with
+It calls the library's compiled functions (:mod:`ring_torch.kernels.fa4.compiled`) one by one, with
 sums in place of gradients.
 """
 
@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from ring_torch.kernels.api import OwnSpans
-from ring_torch.kernels.fa4.private import (
-    Function,
-    calls_of,
-    empty_floats,
-    interface,
-    prepare_arguments,
-)
+from ring_torch.kernels.fa4.compiled import empty_floats, prepare_arguments
+from ring_torch.kernels.fa4.private import Function, calls_of, interface
 from ring_torch.options import Window
 
 
