@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 
 from ring_core import KernelConfig
 from ring_jax_gpu import ContextParallel, operands, ring_attention
-from ring_jax_gpu.operands import block_index
+from ring_jax_gpu.block_index import block_index
 
 T, HEADS, BLOCK = 96, 2, 16
 KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)

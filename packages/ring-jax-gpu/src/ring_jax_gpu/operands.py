@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 
 from ring_core import Plan, UnsupportedError
-from ring_core.base.arguments import EMPTY, FULL, PARTIAL, TILE, not_none
+from ring_core.base.arguments import FULL, PARTIAL, not_none
 from ring_core.philox import dropout_threshold
 from ring_core.triton.tile_configs import (
     Blocks,
@@ -28,10 +27,9 @@ from ring_core.triton.tile_configs import (
     choose_blocks,
     heads_per_swizzle,
     padded,
-    parts_of_tiles,
     positions_aligned8,
 )
-from ring_jax.kernels.block_index import Flags, item_bounds, kinds_of, shown_in_blocks
+from ring_jax.kernels.block_index import item_bounds, kinds_of
 from ring_jax.records import (
     Array,
     AttentionState,
@@ -43,22 +41,11 @@ from ring_jax.records import (
     QueryBlock,
 )
 from ring_jax.search import searchsorted
+from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles
 from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, KernelName, Launch
 from ring_jax_gpu.primitive import launch_kernel
 
 _HOPPER_DIMS = (64, 128)
-
-
-class PredicateTiles(NamedTuple):
-    """The tiles of a predicate mask between one rank's queries and one rank's keys.
-
-    Attributes:
-        bits: The distinct partial tiles as bits, uint8 ``[n, 128, 16]``.
-        which: Index into ``bits`` of each tile, int32; -1 is a full tile, -2 an empty one.
-    """
-
-    bits: npt.NDArray[np.uint8]
-    which: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,18 +143,19 @@ class StepWork:
             per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
 
-    def _kinds(self, blocks: Blocks, array_mask: Array | None) -> Array:
+    def _kinds(self, blocks: Blocks) -> Array:
         """Return the kind of each block, int32 ``[1 or B, I, J]``.
 
-        ``array_mask`` is a bias that is ``-inf`` where an array mask hides. With a bias no block is
-        full: the kernel reads the bias in partial blocks only.
+        With a bias no block is full: the kernel reads the bias in partial blocks only.
         """
-        kinds = block_kinds(
-            self.rows, self.columns, self.work, self._predicate_tiles, blocks.q, blocks.k
-        )
-        if array_mask is not None:
-            kinds = jnp.where(shown_in_blocks(array_mask, blocks.q, blocks.k), kinds, EMPTY)
-        return kinds if self.rows.bias is None else jnp.where(kinds == FULL, PARTIAL, kinds)
+        rows, columns, tiles = self.rows, self.columns, self._predicate_tiles
+        lengths = rows.q.shape[2], columns.kv.shape[2]
+        kinds = kinds_of(
+            rows, columns, self.work,
+            None if tiles is None else in_tiles(tiles, lengths, blocks.q, blocks.k),
+            blocks.q, blocks.k, bias_masks=self.call.bias_masks,
+        )  # fmt: skip
+        return kinds if rows.bias is None else jnp.where(kinds == FULL, PARTIAL, kinds)
 
     def _plan(
         self,
@@ -200,7 +188,7 @@ class StepWork:
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
-            kinds = self._kinds(blocks, array_mask)
+            kinds = self._kinds(blocks)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             arrays["block_index"], arrays["counts"] = block_index(kinds)
             num_lists, *list_shape = arrays["block_index"].shape
@@ -354,59 +342,3 @@ class StepWork:
 def _positions_aligned8(plan: Plan) -> bool:
     """Return True if :func:`positions_aligned8` holds for the keys of every rank."""
     return all(positions_aligned8(plan.k_positions(rank)) for rank in range(plan.cp_size))
-
-
-def block_kinds(
-    rows: QueryBlock,
-    columns: KeyBlock,
-    work: ItemTable,
-    tiles: PredicateTiles | None,
-    block_q: int,
-    block_k: int,
-) -> Array:
-    """Return the kind of each block, int32 ``[1 or B, I, J]``."""
-    grid = (-(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k))
-    in_tiles = None if tiles is None else _in_tiles(tiles, grid, block_q, block_k)
-    return kinds_of(rows, columns, work, in_tiles, (block_q, block_k), grid)
-
-
-def block_index(kinds: Array) -> tuple[Array, Array]:
-    """List the inner blocks that each outer block visits, for kinds ``[1 or B, outer, inner]``.
-
-    Returns:
-        Their numbers, int32 ``[1 or B, outer, inner]``: partial ones, full ones, then empty ones,
-        which are not visited. And the counts of partial and of full ones, int32
-        ``[1 or B, outer, 2]``.
-    """
-    kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
-    blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
-    counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
-    return blocks, jnp.stack(counts, axis=2)
-
-
-def _in_tiles(tiles: PredicateTiles, grid: tuple[int, int], block_q: int, block_k: int) -> Flags:
-    """Return the flags of blocks under a predicate, ``[1, I, J]``.
-
-    Blocks smaller than a tile are told apart by the tile's bits.
-    """
-    num_q_parts = tiles.which.shape[0] * (TILE // min(TILE, block_q))
-    live, full = (
-        jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(num_q_parts, -1)
-        for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
-    )
-    for axis, size in enumerate((block_q, block_k)):
-        live, full = (_in_blocks(x, axis, grid[axis], size) for x in (live, full))
-        live, full = live.any(axis=axis + 1), full.all(axis=axis + 1)
-    return live[None], full[None]
-
-
-def _in_blocks(parts: Array, axis: int, blocks: int, size: int) -> Array:
-    """Group the flags of parts of tiles into blocks along an axis.
-
-    The axis becomes two: ``blocks``, and the parts of each. ``size`` is the length of a block.
-    """
-    per_block = max(1, size // TILE)
-    length, total = parts.shape[axis], blocks * per_block
-    parts = jnp.pad(parts, [(0, max(0, total - length) if n == axis else 0) for n in range(2)])
-    parts = parts[:total] if axis == 0 else parts[:, :total]
-    return parts.reshape((*parts.shape[:axis], blocks, per_block, *parts.shape[axis + 1 :]))

@@ -20,17 +20,8 @@ from ring_jax.records import Array, BackwardInputs, Grads
 from ring_jax_tpu.block_index import NONFINITE, for_every_batch, k_major, q_major
 from ring_jax_tpu.dq_pipeline import DqBlock, DqPipeline
 from ring_jax_tpu.forward import split
-from ring_jax_tpu.operands import (
-    Grid,
-    GridPoint,
-    Launch,
-    Operands,
-    bias_grid,
-    has_nonfinite,
-    key_head_grid,
-    pad,
-    query_head_grid,
-)
+from ring_jax_tpu.grids import Grid, GridPoint, bias_grid, key_head_grid, query_head_grid
+from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad
 from ring_jax_tpu.scores import LOG2E, Ref, Tile, add_visible, dot
 
 

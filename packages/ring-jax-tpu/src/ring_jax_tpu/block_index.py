@@ -58,10 +58,17 @@ def unpack(word: Any) -> Visit:
     )
 
 
-def block_kinds(rows: QueryBlock, columns: KeyBlock, work: ItemTable, blocks: Blocks) -> Array:
-    """Return the kind of each block, int32 ``[1 or B, I, J]``."""
+def block_kinds(
+    rows: QueryBlock,
+    columns: KeyBlock,
+    work: ItemTable,
+    blocks: Blocks,
+    *,
+    bias_masks: bool = False,
+) -> Array:
+    """Return the kind of each block, int32 ``[1 or B, I, J]``, as :func:`kinds_of`."""
     in_tiles = None if work.kinds is None else _in_tiles(work.kinds, blocks)
-    return kinds_of(rows, columns, work, in_tiles, (blocks.q, blocks.k), blocks.grid)
+    return kinds_of(rows, columns, work, in_tiles, blocks.q, blocks.k, bias_masks=bias_masks)
 
 
 def with_nonfinite(

@@ -15,7 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ring_core.base.arguments import FULL, PARTIAL
 from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import NONFINITE, q_major
-from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad, query_head_grid
+from ring_jax_tpu.grids import query_head_grid
+from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad
 from ring_jax_tpu.scores import ALL, LOG2E, SUBLANES, Ref, Scores, Tile, add_visible, dot
 
 

@@ -1,4 +1,4 @@
-"""Translate a step's operands into a Pallas call: padded arrays, block specs and grids."""
+"""Translate a step's operands into a Pallas call: padded arrays and their block specs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,11 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core.base.arguments import EMPTY
 from ring_jax.collectives import match_varying, varying_axes
-from ring_jax.kernels.block_index import item_bounds, shown_in_blocks
+from ring_jax.kernels.block_index import item_bounds
 from ring_jax.kernels.plugins import only_on
 from ring_jax.records import Array, CallSpec, Direction, ItemTable, KeyBlock, QueryBlock
-from ring_jax_tpu.block_index import (
-    BlockIndex,
-    Visit,
-    Walk,
-    block_kinds,
-    unpack,
-    with_nonfinite,
-)
+from ring_jax_tpu.block_index import BlockIndex, block_kinds, with_nonfinite
 from ring_jax_tpu.block_sizes import (
     LANES,
     WINDOWED_SPAN,
@@ -36,6 +28,7 @@ from ring_jax_tpu.block_sizes import (
     generation_of,
     span_of,
 )
+from ring_jax_tpu.grids import Grid, GridPoint
 from ring_jax_tpu.scores import Constants, ScalarOperands, Tile, TokenOperands
 
 _NO_ROW, _NO_COLUMN = -1, -2  # ids of padding: equal to nothing on the other side
@@ -50,14 +43,6 @@ class Operands(NamedTuple):
     columns: TokenOperands
     bias: Any  # [B or 1, H or 1, T, S], or None
     bias_shift: Any  # float32 [B or 1, H or 1, 1, T], or None
-
-
-class GridPoint(NamedTuple):
-    """The batch row, query head and block that a step of a grid computes."""
-
-    batch: Any
-    head: Any
-    visit: Visit
 
 
 @dataclass(frozen=True)
@@ -100,9 +85,7 @@ class Launch:
         span = span_of(call.plan.mask)
         part = generation.windowed_part if span < WINDOWED_SPAN else generation.part
         blocks = choose_blocks(call.config, direction, shape, q_len, k_len, span, generation, lists)
-        kinds = block_kinds(rows, columns, work, blocks)
-        if call.bias_masks and rows.bias is not None:
-            kinds = jnp.where(shown_in_blocks(rows.bias, blocks.q, blocks.k), kinds, EMPTY)
+        kinds = block_kinds(rows, columns, work, blocks, bias_masks=call.bias_masks)
         bounds = item_bounds(work)
         by_batch = rows.slopes is not None and rows.slopes.shape[0] == batch
         consts = Constants(
@@ -326,77 +309,6 @@ class Launch:
             None if x.bias is None else self.bias_block(grid),
             None if x.bias_shift is None else self.query_numbers(grid, x.bias_shift.shape),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """The grid of a kernel: its axes, and the block that each step visits.
-
-    Attributes:
-        walk: The blocks that it visits.
-        sizes: Sizes of the axes; ``None`` is the axis along the visits. A chip's cores may share
-            the first two axes, over batch rows and heads.
-        point: A function of the scalar operands and the index along each axis to the grid point.
-    """
-
-    walk: Walk
-    sizes: tuple[int | None, ...]
-    point: Callable[..., GridPoint]
-
-    def spec(
-        self, shape: tuple[int | None, ...], index: Callable[[GridPoint], tuple[Any, ...]]
-    ) -> pl.BlockSpec:
-        """Return a block spec whose index is a function of the grid point."""
-        return pl.BlockSpec(shape, lambda *ids: index(self.point(ids[-1], *ids[:-1])))
-
-
-def query_head_grid(walk: Walk, q: tuple[int, ...]) -> Grid:
-    """Return the grid of all visits for each query head of ``[B, H, ...]``."""
-
-    def point(scalars: ScalarOperands, batch: Any, head: Any, step: Any) -> GridPoint:
-        return GridPoint(batch, head, unpack(scalars.block_index[batch * walk.stride + step]))
-
-    return Grid(walk, (*q[:2], None), point)
-
-
-def key_head_grid(walk: Walk, kv: tuple[int, ...], group: int) -> Grid:
-    """Return the grid of all visits for each K/V head of ``[B, K, ...]``.
-
-    Each visit is repeated for all query heads of the group, so that their dK and dV are added up
-    on chip. For a block of keys the sums begin with the first head of its first visit, and are
-    written after the last head of its last.
-    """
-
-    def point(
-        scalars: ScalarOperands, batch: Any, kv_head: Any, step: Any, member: Any
-    ) -> GridPoint:
-        visit = unpack(scalars.block_index[batch * walk.stride + step])
-        visit = visit._replace(
-            is_first=visit.is_first & (member == 0), is_last=visit.is_last & (member == group - 1)
-        )
-        return GridPoint(batch, kv_head * group + member, visit)
-
-    return Grid(walk, (*kv[:2], None, group), point)
-
-
-def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
-    """Return the grid of all visits for each bias ``[B or 1, H or 1, ...]``.
-
-    Each visit is repeated for all batch rows and query heads that share the bias, so that the
-    gradient is added up on chip.
-    """
-    shared = q[0] // bias[0], q[1] // bias[1]
-
-    def point(
-        scalars: ScalarOperands, batch: Any, head: Any, step: Any, inner_batch: Any, inner_head: Any
-    ) -> GridPoint:
-        visit = unpack(scalars.block_index[step])._replace(
-            is_first=(inner_batch == 0) & (inner_head == 0),
-            is_last=(inner_batch == shared[0] - 1) & (inner_head == shared[1] - 1),
-        )
-        return GridPoint(batch * shared[0] + inner_batch, head * shared[1] + inner_head, visit)
-
-    return Grid(walk, (*bias[:2], None, *shared), point)
 
 
 def _result_type(x: Array, spec: pl.BlockSpec) -> Any:

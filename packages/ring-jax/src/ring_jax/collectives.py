@@ -88,12 +88,16 @@ def transfer(x: Array, mesh: AnyMesh, dim: int, axis: str) -> Array:
 
 def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
     """Reshard an array over the mesh, by ``reshard`` on explicit axes, else by a constraint."""
-    explicit = AxisType.Explicit in mesh.axis_types
-    reshard: Any = jax.reshard if explicit else lax.with_sharding_constraint
+    reshard: Any = jax.reshard if is_explicit(mesh) else lax.with_sharding_constraint
     return cast("Array", reshard(x, NamedSharding(mesh, spec)))
 
 
-def free(spec: PartitionSpec, x: Array, dims: tuple[int, ...]) -> PartitionSpec:
+def is_explicit(mesh: AnyMesh) -> bool:
+    """Return True if the mesh's axes are explicit: arrays' types say how they are sharded."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def free(spec: PartitionSpec, x: Array, dims: Sequence[int]) -> PartitionSpec:
     """Return ``spec`` with those of ``dims`` unconstrained that it does not shard."""
     return PartitionSpec(*(
         PartitionSpec.UNCONSTRAINED if dim in dims and part is None and x.shape[dim] > 1 else part
@@ -129,7 +133,7 @@ def _parts(x: Array, mesh: AnyMesh) -> list[Any]:
     returned as unconstrained.
     """
     traced = isinstance(x, jax.core.Tracer)
-    if traced and AxisType.Explicit not in mesh.axis_types:
+    if traced and not is_explicit(mesh):
         return [PartitionSpec.UNCONSTRAINED] * x.ndim
     sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else ()

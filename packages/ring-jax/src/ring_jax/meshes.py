@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ring_core import checks
+from ring_core import UnsupportedError, checks
 from ring_jax.collectives import AnyMesh
 
 
@@ -34,6 +34,26 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
             f"the axes of the mesh must be all explicit or all auto, got "
             f"{dict(zip(mesh.axis_names, map(str, mesh.axis_types), strict=True))}; make it with "
             f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)})"
+        )
+
+
+def check_not_in_shard_map(axis_name: str) -> None:
+    """Refuse calls inside ``shard_map``, where arrays are shards along some axes.
+
+    JAX cannot differentiate a ``shard_map`` over further axes in there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = [
+        name
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if axis_type is AxisType.Manual
+    ]
+    if manual:
+        raise UnsupportedError(
+            f"ContextParallel takes global arrays, and this is inside a jax.shard_map over "
+            f"{', '.join(manual)}. Instead: let that one split {axis_name!r} too, and call "
+            f"ring_jax.ring_attention(axis_name={axis_name!r}) here; or call ContextParallel "
+            f"outside of it, with batch_axis or head_axis for the other axes"
         )
 
 

@@ -23,14 +23,14 @@ def item_bounds(work: ItemTable) -> Array:
 
 def kinds_of(
     rows: QueryBlock, columns: KeyBlock, work: ItemTable, in_tiles: Flags | None,
-    sizes: tuple[int, int], grid: tuple[int, int],
+    block_q: int, block_k: int, *, bias_masks: bool = False,
 ) -> Array:  # fmt: skip
     """Return the kind of each block, int32 ``[1 or B, I, J]``: ``EMPTY``, ``PARTIAL`` or ``FULL``.
 
     ``in_tiles`` are the flags of a predicate, ``None`` without one. They account for documents and
-    chunks already. ``sizes`` are the rows and columns of a block, ``grid`` is ``(I, J)``.
+    chunks already. With ``bias_masks`` blocks that the bias hides entirely are empty.
     """
-    block_q, block_k = sizes
+    grid = -(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k)
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)
     cells = (rows.cells, columns.cells) if in_tiles is None else (None, None)
     for q_numbers, k_numbers in (cells, (rows.ids, columns.ids)):
@@ -41,7 +41,10 @@ def kinds_of(
             live, full = live & may_be_equal, full & all_equal
     if in_tiles is not None:
         live, full = live & in_tiles[0], full & in_tiles[1]
-    return jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+    kinds = jnp.where(live, jnp.where(full, FULL, PARTIAL), EMPTY).astype(jnp.int32)
+    if bias_masks and rows.bias is not None:
+        kinds = jnp.where(shown_in_blocks(rows.bias, block_q, block_k), kinds, EMPTY)
+    return kinds
 
 
 def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:

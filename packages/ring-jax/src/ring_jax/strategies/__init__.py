@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from ring_core import Request, RingProgram, StrategyName, UnsupportedError
+from ring_core import Request, RingProgram, StrategyName, UnsupportedError, viz
 from ring_jax.kernels import Selection
-from ring_jax.records import Devices
+from ring_jax.records import CallSpec, Devices
 from ring_jax.strategies.gather import GATHER
 from ring_jax.strategies.ring import RING
 from ring_jax.strategies.steps import Strategy
@@ -104,3 +104,15 @@ def named_strategy(name: str, program: RingProgram) -> StrategyName:
             f"strategy {name!r}: {'; '.join(reasons)}. Instead: use strategy='ring' or 'auto'"
         )
     return cast("StrategyName", name)
+
+
+def explained(call: CallSpec, way: Way) -> str:
+    """Return the text of :meth:`ContextParallel.explain`, for a call that was checked."""
+    launches = STRATEGIES[call.strategy].launches(call.program)
+    tables = sum(x.table.nbytes for x in launches if x.table is not None)
+    return (
+        f"{way.describe()}\n"
+        f"program            {len(launches)} launches or loops of them, forward and backward; "
+        f"{tables:,} bytes of work items of all ranks\n"
+        f"{viz.describe(call.program, pictures=False)}"
+    )
