@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ring_core.triton.tile_configs import padded
+from ring_core.triton.tile_configs import padded_head_dim
 from ring_jax.records import (
     Array,
     BackwardInputs,
@@ -40,7 +40,7 @@ class HeadDims(NamedTuple):
     @property
     def fast(self) -> HeadDims:
         """Head dims after zero padding."""
-        return HeadDims(*(padded(dim) if dim > _MIN_PADDED else dim for dim in self))
+        return HeadDims(*(padded_head_dim(dim) if dim > _MIN_PADDED else dim for dim in self))
 
     def split(self, kv: Array) -> tuple[Array, Array]:
         """Split ``[..., D + Dv]`` into keys and values, or into their gradients."""

@@ -163,7 +163,7 @@ class Rates:
     @cached_property
     def digest(self) -> str:
         """Hash by which ranks check that they choose by the same table."""
-        return hashlib.blake2s(written(self).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2s(to_text(self).encode(), digest_size=8).hexdigest()
 
     def of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
         """Return the cases of a framework on GPUs of one generation (major compute capability)."""
@@ -271,7 +271,7 @@ def read(path: str) -> Rates:
 _read_rates_once = lru_cache(maxsize=8)(read)
 
 
-def written(rates: Rates) -> str:
+def to_text(rates: Rates) -> str:
     """Return a table as the text of a file, with a case in each line."""
     entries = []
     for case in rates.cases:

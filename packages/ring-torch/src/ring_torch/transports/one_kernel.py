@@ -181,7 +181,8 @@ class OneKernel:
     """A :class:`ring_torch.transports.api.GatherSession` for short passes of one group of heads.
 
     A rank's memory holds its K/V, and behind them its dK/dV of the keys that it fetched. A pass is
-    one exchange for K/V and, in a backward, one for dK/dV.
+    one exchange for K/V and, in a backward, one for dK/dV. Ranks whose digests differ end in a
+    device assert: the host has gone on.
     """
 
     spec: SessionSpec
@@ -228,7 +229,7 @@ class OneKernel:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Return the place of dK/dV, where the owners of the keys will read them.
+        """Return the buffer of dK/dV, where the owners of the keys will read them.
 
         It is filled with zeros if ``zero``, and uninitialised otherwise.
         """
@@ -306,7 +307,7 @@ class OneKernel:
                     )
                     for start in range(0, size, exchange_kernel.CHUNK)
                 )
-        return _mixed(list(rows.values()))
+        return _interleaved(list(rows.values()))
 
     def _sums_of_peers(
         self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
@@ -345,7 +346,7 @@ class OneKernel:
                 for row, *peers in zip(total_rows, *parts, strict=True)
                 for offset in range(0, row.numel(), exchange_kernel.NUMBERS)
             ])  # fmt: skip
-        return _mixed(rows)
+        return _interleaved(rows)
 
     def _keys_of(self, rank: int) -> torch.Tensor:
         """Return where a rank's own K/V lie for its peers."""
@@ -397,7 +398,7 @@ class HeadTrade(HeadCarrier):
             note_reads(self.state.memory.views(peer, start, message)[0] for peer in peers)
 
 
-def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
+def _interleaved(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
     """Return the rows of several lists in one, evenly interleaved.
 
     Programs take rows in turns: those that run at the same time then read from all ranks.
@@ -414,7 +415,8 @@ def _mixed(rows: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[int]]:
 def _sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
     """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
 
-    So each fetch covers a span wholly or not at all.
+    So each fetch covers a span wholly or not at all. ``like`` is this rank's program, see
+    :func:`requests_to`.
     """
     fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
     edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})
