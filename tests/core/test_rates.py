@@ -78,11 +78,15 @@ def test_each_pass_has_its_own_times() -> None:
 
 def test_another_generation_of_gpus_has_no_times() -> None:
     table = Rates((case(capability=90, a=2.0, b=1.0),))
-    assert table.of("torch", 90) == table.of("torch", 91) == table.cases
-    for other in (table.of("torch", 100), table.of("jax", 90), table.of("torch", None)):
+    assert table.cases_of("torch", 90) == table.cases_of("torch", 91) == table.cases
+    for other in (
+        table.cases_of("torch", 100),
+        table.cases_of("jax", 90),
+        table.cases_of("torch", None),
+    ):
         assert other == ()
     host = Rates((case(capability=0, a=1.0),))
-    assert host.of("torch", 0) == host.cases and host.of("torch", 90) == ()
+    assert host.cases_of("torch", 0) == host.cases and host.cases_of("torch", 90) == ()
 
 
 def test_times_are_of_halves_on_a_gpu_and_of_float32_on_the_host() -> None:

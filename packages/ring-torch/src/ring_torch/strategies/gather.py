@@ -342,7 +342,7 @@ def _differentiate(
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.split_backward is not None:
-            totals = sums.of(grads, length, item.k_slice)
+            totals = sums.span_views(grads, length, item.k_slice)
             call.kernel.split_backward.accumulate(
                 *operands, item, call.params, query_grads.dq, totals
             )
@@ -405,7 +405,7 @@ def _finish_own_grads(
         pending(grads, length, partial(_fetched_columns, own_fetches))
     # The sums are complete: round each once.
     for fetch in own_fetches:
-        fetched_sums = sums.of(grads, length, fetch.target)
+        fetched_sums = sums.span_views(grads, length, fetch.target)
         dst = key_grads.take(fetch.source)
         if sums.head_major and call.kernel.split_backward is not None:
             call.kernel.split_backward.round(fetched_sums, dst, call.params)
