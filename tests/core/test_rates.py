@@ -78,11 +78,15 @@ def test_each_pass_has_its_own_times() -> None:
 
 def test_another_generation_of_gpus_has_no_times() -> None:
     table = Rates((case(capability=90, a=2.0, b=1.0),))
-    assert table.of("torch", 90) == table.of("torch", 91) == table.cases
-    for other in (table.of("torch", 100), table.of("jax", 90), table.of("torch", None)):
+    assert table.cases_of("torch", 90) == table.cases_of("torch", 91) == table.cases
+    for other in (
+        table.cases_of("torch", 100),
+        table.cases_of("jax", 90),
+        table.cases_of("torch", None),
+    ):
         assert other == ()
     host = Rates((case(capability=0, a=1.0),))
-    assert host.of("torch", 0) == host.cases and host.of("torch", 90) == ()
+    assert host.cases_of("torch", 0) == host.cases and host.cases_of("torch", 90) == ()
 
 
 def test_times_are_of_halves_on_a_gpu_and_of_float32_on_the_host() -> None:
@@ -181,7 +185,7 @@ def test_an_empty_batch() -> None:
 
 
 def as_json(**changed: Any) -> dict[str, Any]:
-    written = rates.written(Rates((case(a=(1.0, None), b=2.0),)))
+    written = rates.to_text(Rates((case(a=(1.0, None), b=2.0),)))
     row: dict[str, Any] = json.loads(written)["rates"][0]
     return row | changed
 
@@ -194,7 +198,7 @@ def file_of(path: Path, *cases: Any, schema: Any = rates.SCHEMA) -> str:
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "rates.json"
     table = Rates((case(a=(1.0, None), b=2.0), case("bias", c=3.0)))
-    path.write_text(rates.written(table))
+    path.write_text(rates.to_text(table))
     assert rates.read(str(path)) == table
     assert rates.read(str(path)).digest == table.digest != Rates(table.cases[:1]).digest
 
@@ -250,6 +254,6 @@ def test_the_packages_own_table() -> None:
     """It is as it would be written, and no two cases are of the same calls."""
     path = Path(rates.__file__).with_name("rates.json")
     table = rates.read(str(path))
-    assert rates.written(table) == path.read_text()
+    assert rates.to_text(table) == path.read_text()
     calls = [(x.framework, x.capability, x.heads, x.dims, x.option) for x in table.cases]
     assert len(set(calls)) == len(calls)

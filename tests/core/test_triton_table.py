@@ -12,13 +12,13 @@ from ring_core import KernelConfig
 from ring_core.triton import tile_configs as table
 from ring_core.triton.tile_configs import Blocks, Row, choose_blocks
 
-OURS = table.default()
+OURS = table.default_table()
 
 
 def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "blocks.json"
-    path.write_text(table.written(OURS))
-    assert table.read(str(path)) == OURS
+    path.write_text(table.to_text(OURS))
+    assert table.read_table(str(path)) == OURS
     assert path.read_text() == Path(table._OWN_TABLE).read_text(), "the package's own is written so"
 
 
@@ -29,7 +29,7 @@ def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
 def test_every_call_has_a_row(
     kernel: table.KernelPass, per_score_inputs: bool, itemsize: int, dim: int
 ) -> None:
-    row = table.find(OURS, kernel, itemsize, dim, per_score_inputs=per_score_inputs)
+    row = table.find_row(OURS, kernel, itemsize, dim, per_score_inputs=per_score_inputs)
     assert row.kernel == kernel and row.itemsize == min(itemsize, 4)
     assert row.head_dim >= min(dim, 256)
     assert row.per_score_inputs == (per_score_inputs and itemsize == 2 and dim <= 128)
@@ -37,13 +37,13 @@ def test_every_call_has_a_row(
 
 def test_the_first_row_that_fits_counts() -> None:
     first = Row("fwd", 2, 64, per_score_inputs=False, q=16, k=32, warps=4, stages=1)
-    assert table.find((first, *OURS), "fwd", 2, 64, per_score_inputs=True) == first
-    assert table.find((first, *OURS), "fwd", 2, 65, per_score_inputs=False) != first
+    assert table.find_row((first, *OURS), "fwd", 2, 64, per_score_inputs=True) == first
+    assert table.find_row((first, *OURS), "fwd", 2, 65, per_score_inputs=False) != first
 
 
 def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(table.written(replace(row, q=32, warps=2) for row in OURS))
+    path.write_text(table.to_text(replace(row, q=32, warps=2) for row in OURS))
     usual = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
     monkeypatch.setenv(table.BLOCKS_VARIABLE, str(path))
     blocks = choose_blocks(KernelConfig(), "fwd", 128, 2, per_score_inputs=False)
@@ -59,7 +59,7 @@ def test_another_file_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_table_of_the_call_comes_first() -> None:
     row = Row("fwd", 2, 256, per_score_inputs=False, q=16, k=16, warps=1, stages=1)
     assert choose_blocks(
-        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, rows=(row,)
+        KernelConfig(), "fwd", 8, 2, per_score_inputs=False, table=(row,)
     ) == Blocks(16, 16, 1, 1)
 
 
@@ -90,11 +90,11 @@ def test_a_file_that_is_no_table(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-        table.read(str(path))
+        table.read_table(str(path))
     assert str(path) in str(error.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(table.BLOCKS_VARIABLE, str(tmp_path / "none.json"))
     with pytest.raises(ValueError, match=r"none.json is no table.*python -m ring_jax_gpu tune"):
-        table.default()
+        table.default_table()

@@ -54,7 +54,7 @@ def test_a_winner_has_to_win_twice(again: float, kept: bool) -> None:
     assert gain == (1.0 if kept else again)
 
 
-KERNELS = [row for row in table.default() if row.itemsize == 2 and row.head_dim == 128]
+KERNELS = [row for row in table.default_table() if row.itemsize == 2 and row.head_dim == 128]
 
 
 @pytest.mark.nightly(unless=["fwd, 2 bytes, head dims up to 128, per-score inputs"])
@@ -62,7 +62,7 @@ KERNELS = [row for row in table.default() if row.itemsize == 2 and row.head_dim 
 def test_calls_of_each_kernel_use_their_row(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(tune, "_seconds", lambda *_: 1.0)
-    seconds = tune.timer(table.default(), row, 48, 1, said.append)
+    seconds = tune.timer(table.default_table(), row, 48, 1, said.append)
     assert seconds(replace(row, q=16, k=32)) == 1.0
     assert seconds(replace(row, q=7)) == math.inf
     assert "16 x 32" in said[0] and "1000.000 ms" in said[0]
@@ -77,7 +77,7 @@ def test_wrong_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         return (lambda: tuple(2 * x for x in run())) if wrong else run
 
     monkeypatch.setattr(tune, "_call", broken)
-    seconds = tune.timer(table.default(), ROW, 48, 1, said.append)
+    seconds = tune.timer(table.default_table(), ROW, 48, 1, said.append)
     assert seconds(replace(ROW, q=32)) < math.inf
     assert seconds(replace(ROW, q=16)) == math.inf
     assert "wrong by 1 of the norm" in said[-1]
@@ -92,7 +92,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     monkeypatch.setattr(tune, "_seconds", lambda *_: 2.0)
     arguments = ["tune", str(path), "--kernels", "fwd", "--head-dims", "64", "--tokens", "32"]
     assert main([*arguments, "--verbose"]) == 0
-    assert table.read(str(path)) == table.default(), "nothing was faster"
+    assert table.read_table(str(path)) == table.default_table(), "nothing was faster"
     out = capsys.readouterr().out
     assert "fwd, 2 bytes, head dims up to 64, on a GPU" in out
     assert "16 x 32, 4 warps" in out and f"RING_TRITON_BLOCKS={path}" in out

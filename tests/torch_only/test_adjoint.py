@@ -148,9 +148,9 @@ def _gather(rank: int, layout: Any, own: bool) -> None:
         sums_of_keys.copy_(of)
     home = torch.zeros(sums.numel(keys.length), dtype=torch.float64)
     for own_fetch in (fetch for fetch in gather.fetches if fetch.rank == rank):
-        places = sums.of(home, keys.length, own_fetch.source)
+        places = sums.span_views(home, keys.length, own_fetch.source)
         for sums_of_keys, of in zip(
-            places, sums.of(room, gather.length, own_fetch.target), strict=True
+            places, sums.span_views(room, gather.length, own_fetch.target), strict=True
         ):
             sums_of_keys.add_(of)
     returning = session.return_grads(gather, sums, room, 0, overlapped=False)

@@ -26,7 +26,7 @@ from ring_core import (
     refusals,
     ring_program,
 )
-from ring_core.choose.rates import Case, Rates, Times, written
+from ring_core.choose.rates import Case, Rates, Times, to_text
 from ring_torch import ContextParallel, kernels, prepare, ring_attention, strategies
 from ring_torch.comm.ranks import Ranks
 from ring_torch.kernels import fa4, flash_attn
@@ -473,7 +473,7 @@ def test_explain_says_what_a_predicate_compiles(installed: Any) -> None:
 def _times(path: Path, **kernels: tuple[float, float]) -> str:
     times = tuple((name, Times(*x)) for name, x in kernels.items())
     case = Case("torch", 0, "a host", (), 64, 2080, (2, 2), (16, 16), "causal", times)
-    path.write_text(written(Rates((case,))))
+    path.write_text(to_text(Rates((case,))))
     return str(path)
 
 

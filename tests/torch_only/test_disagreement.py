@@ -96,7 +96,7 @@ def a_table_of_its_own() -> Iterator[None]:
     """Calls in here choose by other times of kernels."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "rates.json"
-        path.write_text(rates.written(rates.Rates(rates.default().cases[1:])))
+        path.write_text(rates.to_text(rates.Rates(rates.default().cases[1:])))
         patch.setenv(rates.RATES_VARIABLE, str(path))
         _prepare.cache_clear()
         try:

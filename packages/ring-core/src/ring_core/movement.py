@@ -99,10 +99,10 @@ class Movement:
         [(slice(0, 3, 1), slice(1, 4, 1))]
         """
         # Sender and receiver find the same slices, and order them alike: by peer, then by target.
-        held = overlap_of(self._allowed(self.source.of(rank)), self.target)
+        held = overlap_of(self._allowed(self.source.of_rank(rank)), self.target)
         peers = self.target.rank[held.b]
         pack, sent = _by_peer(held.copies, peers, peers != rank)
-        wanted = overlap_of(self._allowed(self.target.of(rank)), self.source)
+        wanted = overlap_of(self._allowed(self.target.of_rank(rank)), self.source)
         landing, peers = wanted.copies.reversed(), self.source.rank[wanted.b]
         unpack, received = _by_peer(landing, peers, peers != rank)
         local, _ = _by_peer(landing, peers, peers == rank)

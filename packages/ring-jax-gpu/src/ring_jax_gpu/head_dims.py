@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from ring_core.triton.tile_configs import padded
+from ring_core.triton.tile_configs import padded_head_dim
 from ring_jax.records import (
     Array,
     BackwardInputs,
@@ -39,8 +39,8 @@ class HeadDims(NamedTuple):
 
     @property
     def fast(self) -> HeadDims:
-        """Head dims after zero padding."""
-        return HeadDims(*(padded(dim) if dim > _MIN_PADDED else dim for dim in self))
+        """Head dims after zero padding to powers of two; small ones stay as they are."""
+        return HeadDims(*(padded_head_dim(dim) if dim > _MIN_PADDED else dim for dim in self))
 
     def split(self, kv: Array) -> tuple[Array, Array]:
         """Split ``[..., D + Dv]`` into keys and values, or into their gradients."""
@@ -50,7 +50,10 @@ class HeadDims(NamedTuple):
 def pad_operands(
     dims: HeadDims, target: HeadDims, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock
 ) -> tuple[LaunchSpec, QueryBlock, KeyBlock]:
-    """Pad the operands of a launch from head dims ``dims`` to head dims ``target``."""
+    """Pad the operands of a launch from head dims ``dims`` to head dims ``target``.
+
+    The spec's call gets the padded head dim, and keeps its scale.
+    """
     return (
         replace(spec, call=replace(spec.call, head_dim=target.qk)),
         rows._replace(q=pad_dim(rows.q, target.qk)),

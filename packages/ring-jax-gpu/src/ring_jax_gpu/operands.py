@@ -26,7 +26,7 @@ from ring_core.triton.tile_configs import (
     Table,
     choose_blocks,
     heads_per_swizzle,
-    padded,
+    padded_head_dim,
     positions_aligned8,
 )
 from ring_jax.kernels.block_index import item_bounds, kinds_of
@@ -139,7 +139,7 @@ class StepWork:
         per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
         return choose_blocks(
             self.call.config, name, max(self.call.head_dim, self._v_dim),
-            self.rows.q.dtype.itemsize, rows=self.blocks,
+            self.rows.q.dtype.itemsize, table=self.blocks,
             per_score_inputs=any(x is not None for x in per_score),
         )  # fmt: skip
 
@@ -291,7 +291,7 @@ class StepWork:
             "K_STEP": k_stride, "V_STEP": v_stride, "OUT_STEP": self._v_dim,
             "DQ_STEP": call.head_dim, "DK_STEP": k_stride, "DV_STEP": v_stride,
             "D": call.head_dim, "DV": self._v_dim,
-            "PADDED": padded(call.head_dim), "PADDED_V": padded(self._v_dim),
+            "PADDED": padded_head_dim(call.head_dim), "PADDED_V": padded_head_dim(self._v_dim),
             "ITEMS": self.work.items.shape[0], "ALL_PARTIAL": self.rows.bias is not None,
             "SCALE": call.scale, "SOFTCAP": call.softcap,
             "DROPPED": dropout_threshold(call.dropout_p) if call.dropout_p > 0 else None,

@@ -26,7 +26,14 @@ import numpy as np
 from ring_core import KernelConfig, __version__  # all packages carry one version
 from ring_core.tools.bench import progress
 from ring_core.tools.commands import add_command
-from ring_core.triton.tile_configs import KERNEL_PASSES, Row, Table, default, read, written
+from ring_core.triton.tile_configs import (
+    KERNEL_PASSES,
+    Row,
+    Table,
+    default_table,
+    read_table,
+    to_text,
+)
 from ring_jax.attention import RingAttention
 from ring_jax.records import Array
 from ring_jax_gpu.kernel import TritonKernel
@@ -52,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tune_table(options: argparse.Namespace) -> int:
     """Tune the chosen rows of a table one after another, and write it after each."""
     gpu, path = device(), Path(options.file)
-    table = read(str(path)) if path.exists() else default()
+    table = read_table(str(path)) if path.exists() else default_table()
     chosen = [
         row
         for row in table
@@ -61,7 +68,7 @@ def _tune_table(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     if not chosen:
         raise ValueError("the table has no such rows; see --help for what can be chosen")
-    path.write_text(written(table))  # fails now, not after minutes, if the file cannot be written
+    path.write_text(to_text(table))  # fails now, not after minutes, if the file cannot be written
     with progress(len(chosen), "row") as bar:
         for row in chosen:
             print(f"{name_of(row)}, on {gpu}", flush=True)
@@ -69,7 +76,7 @@ def _tune_table(options: argparse.Namespace) -> int:
             best, ratio = tuned(row, timer(table, row, options.tokens, options.rounds, say))
             print(f"  {row.blocks} -> {best.blocks}: {ratio:.2f} times as fast", flush=True)
             table = tuple(best if x == row else x for x in table)
-            path.write_text(written(table))  # an interrupted run keeps the rows tuned so far
+            path.write_text(to_text(table))  # an interrupted run keeps the rows tuned so far
             bar.update()
     print(f"written to {path}: RING_TRITON_BLOCKS={path} uses it")
     return 0

@@ -41,21 +41,21 @@ def set_xla_flags() -> dict[str, str]:
         raise ValueError(
             "set_xla_flags() came too late: JAX has started, and reads XLA_FLAGS only once. Call "
             "it before the first array, jax.devices() or jit runs, or set in the environment: "
-            f"XLA_FLAGS='{_written(XLA_FLAGS)}'"
+            f"XLA_FLAGS='{_to_text(XLA_FLAGS)}'"
         )
     present = os.environ.get("XLA_FLAGS", "").strip()
     if present and not present.startswith("-"):
         raise ValueError(
             f"XLA_FLAGS={present!r} names a file of flags, to which none can be added here. Write "
-            f"these into it: {_written(XLA_FLAGS)}"
+            f"these into it: {_to_text(XLA_FLAGS)}"
         )
     names = {flag.removeprefix("--").partition("=")[0] for flag in present.split()}
     added = {name: value for name, value in XLA_FLAGS.items() if name not in names}
     if added:
-        os.environ["XLA_FLAGS"] = f"{present} {_written(added)}".lstrip()
+        os.environ["XLA_FLAGS"] = f"{present} {_to_text(added)}".lstrip()
     return added
 
 
-def _written(flags: dict[str, str]) -> str:
+def _to_text(flags: dict[str, str]) -> str:
     """Return flags as ``XLA_FLAGS`` holds them."""
     return " ".join(f"--{name}={value}" for name, value in flags.items())

@@ -56,7 +56,7 @@ class Launch:
     consts: Constants
     shape: Shape
     blocks: Blocks
-    kinds: Array  # [1 or B, I, J]
+    kinds: Array  # of blocks of scores, empty, full or to be masked, [1 or B, I, J]
     scalars: ScalarOperands  # without ``block_index``
     operands: Operands
 

@@ -57,8 +57,8 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
     * ``dropout_rate``, ``dropout_rng``: Dropout, unless ``deterministic``. The seed is made of the
       bits of the key, which may be traced; inside ``shard_map`` it has to be the same everywhere.
     * ``broadcast_dropout``: Refused where something drops: every row and head drops its own.
-    * ``dtype``, ``promote_dtype``: The dtype that queries, keys and values are cast to; by default
-      the one that all of them promote to.
+    * ``dtype``: The dtype that queries, keys and values are cast to; by default the one that all
+      of them promote to. ``promote_dtype((q, k, v), dtype=dtype)``, if given, casts in its place.
     * ``force_fp32_for_softmax``: True or false, the softmax runs in float32 (float64 for float64).
     * ``precision``: Refused if neither the default nor, for float32, the highest, which runs.
     * ``module``: Refused: attention weights are never formed (``sow_weights``).

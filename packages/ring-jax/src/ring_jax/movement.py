@@ -1,9 +1,9 @@
 """Shift, halo, join and relayout of shards inside ``shard_map``, for layers beside attention.
 
-The plan is :mod:`ring_core.movement`'s, as messages by distance: one ``ppermute`` for each distance
-over which any rows travel, and one more for each unequal length there, among the devices that have
-so many rows. Devices run one program, so a device looks its rows up in small tables of slices. JAX
-derives the backward: rows go back the same way, and sum where they were copied.
+The plan is :mod:`ring_core.movement`'s, as messages by distance. Messages over one distance are cut
+where shorter ones end, and each piece is a ``ppermute`` between the devices whose messages are so
+long. Devices run one program, so a device looks its rows up in small tables of slices. JAX derives
+the backward: rows go back the same way, and sum where they were copied.
 """
 
 from __future__ import annotations
@@ -278,7 +278,11 @@ def _merged(x: Array, dim: int) -> Array:
 def _moved(
     x: Array, dim: int, movement: Movement, axis_name: Hashable | None, layout: Layout, fill: float
 ) -> Array:
-    """Move the rows of all devices along a dimension, and return this device's new rows."""
+    """Move the rows of all devices along a dimension, and return this device's new rows.
+
+    Rows that none moves to are ``fill``. If the job checks calls, the bytes of the movement and of
+    its backward are counted while it is traced (:func:`ring_jax.tripwire.check_movement`).
+    """
     ranks = Ranks(axis_name, layout.cp_size)
     rows = jnp.moveaxis(x, dim, 0)
     shape = (movement.target_rows, *rows.shape[1:])
@@ -299,7 +303,7 @@ def _moved(
 def _exchanged(
     rows: Array, out: Array, movement: Movement, every_hop: tuple[Hop, ...], ranks: Ranks
 ) -> Array:
-    """Return ``out`` with this device's new rows."""
+    """Return ``out`` with the rows that arrive at this device written into it."""
     rank = ranks.rank()
     for hop in every_hop:
         # Each device picks what it sends over this distance, up to the longest message ...

@@ -44,7 +44,8 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
     * ``scale``: ``softmax_scale``.
     * ``is_causal``: ``causal``.
     * ``query_seq_lengths``, ``key_value_seq_lengths``: Integers ``[B]``, of the whole sequences;
-      tokens behind, in natural order, are padding.
+      tokens behind, in natural order, are padding. They may stand beside an array as ``mask``, of
+      which both have to show a key, but not beside a ``Segments`` or a ``Mask``.
     * ``local_window_size``: ``(left, right)`` or both in one, the keys seen on each side besides
       the query's own position.
     * ``implementation``: A kernel of this package, or a :class:`ring_core.KernelConfig`; ``None``
@@ -139,8 +140,8 @@ def _mask_and_length_options(
         sizes: Numbers of queries and of keys in the arrays passed.
 
     Raises:
-        ValueError: The mask is not boolean, or both it and the lengths hide keys in ways that
-            cannot be joined.
+        ValueError: The mask is not boolean, or it is a ``Segments`` or a ``Mask`` and there are
+            lengths, too.
     """
     if is_array(mask) and jnp.result_type(mask) != jnp.bool_:
         raise ValueError(f"mask must be boolean, got {jnp.result_type(mask)}")

@@ -191,7 +191,7 @@ class KeyGradBuffer:
         shape = (keys.batch, keys.heads, length, -1)
         return flat[:cut].view(shape), flat[cut:].view(shape)
 
-    def of(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
+    def span_views(self, flat: Tensor, length: int, span: slice) -> tuple[Tensor, Tensor]:
         """Return views of the sums of dK and of dV for a span of tokens."""
         index = (slice(None), slice(None), span) if self.head_major else (slice(None), span)
         dk, dv = self.views(flat, length)

@@ -29,7 +29,8 @@ from ring_torch.comm.handshake import agree, with_peer_errors
 from ring_torch.comm.ranks import Ranks, peer_errors
 from ring_torch.comm.store import CallSignature
 
-_BUCKET = 1 << 26  # most bytes of a message: few messages are sent, and little is copied at a time
+# Most bytes of gradients in a message: few messages are sent, and little is copied at a time.
+_BUCKET = 1 << 26
 _FIELDS = 8  # fields of the header in which ranks compare the descriptions of their parameters
 
 
@@ -171,7 +172,10 @@ def local_shard(x: Tensor) -> Tensor:
 
 
 def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of successive gradients of one dtype and device, of at most ``_BUCKET`` bytes."""
+    """Yield lists of successive gradients of one dtype and device, of at most ``_BUCKET`` bytes.
+
+    A gradient of more is a list by itself.
+    """
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
@@ -197,7 +201,7 @@ class _Sums:
     def __init__(self, gradients: Iterable[Tensor]) -> None:
         self._refs = {id(gradient): TensorWeakRef(gradient) for gradient in gradients}
 
-    def hold(self, key: int) -> bool:
+    def holds(self, key: int) -> bool:
         """Return True if the gradient with this ``id`` still holds its sum, not zeros."""
         if key in self._refs:
             self._forget_zeros()
@@ -250,7 +254,7 @@ class _Guard:
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Return True if this is the gradient that was summed, and it was not zeroed since."""
-        return gradient is not None and self.summed is gradient and self._sums.hold(self._key)
+        return gradient is not None and self.summed is gradient and self._sums.holds(self._key)
 
     @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
     def before(self, _: Tensor) -> None:

@@ -39,7 +39,7 @@ def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[F
         lse_a, lse_b: Natural logarithms of their softmax denominators, ``[..., T]``.
 
     Returns:
-        ``(out, lse)`` of the same shapes and dtype.
+        ``(out, lse)`` of the same shapes, new arrays of the dtype that the arguments promote to.
 
     Raises:
         ValueError: Not arrays of floats, or of shapes that do not fit.
@@ -81,19 +81,20 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
 
         lse' = log(exp(lse) + exp(sink)),   out' = exp(lse - lse') * out
 
-    Args:
-        out: ``[B, T, H, D]``.
-        lse: ``[B, H, T]``.
-        sinks: Logits ``[H]``, or ``[H, n]`` for several per head; ``None`` changes nothing.
-
     >>> import numpy as np
     >>> from ring_core import finalize
     >>> out, lse = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1))  # one key of logit 0, value 1
     >>> finalize(out, lse, sinks=np.zeros(1))[0].item()  # the sink's logit is 0, too: half is left
     0.5
 
+    Args:
+        out: ``[B, T, H, D]``.
+        lse: ``[B, H, T]``.
+        sinks: Logits ``[H]``, or ``[H, n]`` for several per head; ``None`` changes nothing.
+
     Returns:
-        ``(out, lse)`` of the same shapes; ``lse`` includes the sinks.
+        ``(out, lse)`` of the same shapes; ``lse`` includes the sinks. A query that saw no key has
+        zeros, and the sinks' ``lse``.
 
     Raises:
         ValueError: Not arrays of floats, or of shapes that do not fit.

@@ -42,7 +42,7 @@ class Times:
     forward: float | None
     both: float | None
 
-    def of(self, *, grad: bool) -> float | None:
+    def of_call(self, *, grad: bool) -> float | None:
         """Return the time of a call with a backward (``grad``), or without."""
         return self.both if grad else self.forward
 
@@ -103,7 +103,7 @@ class Case:
 
     def took(self, names: Iterable[str], *, grad: bool) -> dict[str, float]:
         """Return the milliseconds of those kernels among ``names`` that were timed."""
-        measured = ((name, times.of(grad=grad)) for name, times in self.kernels)
+        measured = ((name, times.of_call(grad=grad)) for name, times in self.kernels)
         return {name: time for name, time in measured if time is not None and name in names}
 
     def describe(self) -> str:
@@ -163,9 +163,9 @@ class Rates:
     @cached_property
     def digest(self) -> str:
         """Hash by which ranks check that they choose by the same table."""
-        return hashlib.blake2s(written(self).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2s(to_text(self).encode(), digest_size=8).hexdigest()
 
-    def of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
+    def cases_of(self, framework: Framework, capability: int | None) -> tuple[Case, ...]:
         """Return the cases of a framework on GPUs of one generation (major compute capability)."""
         return tuple(
             case
@@ -271,7 +271,7 @@ def read(path: str) -> Rates:
 _read_rates_once = lru_cache(maxsize=8)(read)
 
 
-def written(rates: Rates) -> str:
+def to_text(rates: Rates) -> str:
     """Return a table as the text of a file, with a case in each line."""
     entries = []
     for case in rates.cases:

@@ -156,11 +156,11 @@ def _bytes_by_ranks(
         group = grid.inner_ranks(first)
         moved[np.ix_(group, group)] = _exchange_bytes(plan, model, trade.heads, backward)
     np.fill_diagonal(moved, 0)
-    if trade.inner_plan is None:
+    if trade.outer_plan is None:
         return moved
     outer = StrategyConfig(config.outer)
     between_groups = _bytes_by_ranks(
-        trade.inner_plan, trade.inner_model, outer, backward, fetches_again
+        trade.outer_plan, trade.outer_model, outer, backward, fetches_again
     )
     for rank in grid.inner_ranks(0):
         peers = grid.outer_ranks(rank)
@@ -169,19 +169,20 @@ def _bytes_by_ranks(
 
 
 class _HeadExchange(NamedTuple):
-    """Ranks that trade tokens for heads, and the call that goes on between their groups.
+    """Ranks that trade tokens for heads, and the call between their groups that follows.
 
     Attributes:
         grid: The groups of ranks.
         heads: The heads of each rank of a group.
-        inner_model: The model with the heads of a rank.
-        inner_plan: The plan over groups, each with the tokens of its ranks; ``None`` for one group.
+        outer_model: The model of that call: the heads of a rank.
+        outer_plan: The plan of that call over groups, each with the tokens of its ranks; ``None``
+            for one group.
     """
 
     grid: RankGrid
     heads: HeadPlan
-    inner_model: Model
-    inner_plan: Plan | None
+    outer_model: Model
+    outer_plan: Plan | None
 
     @classmethod
     def of(
@@ -195,21 +196,21 @@ class _HeadExchange(NamedTuple):
                 ulysses_size=config.ulysses_size, hosts=hosts,
             )  # fmt: skip
         heads = head_plan(model.num_q_heads, model.num_kv_heads, grid.ulysses_size)
-        inner_model = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
-        inner_plan = None
+        outer_model = replace(model, num_q_heads=heads.q.shape[1], num_kv_heads=heads.kv.shape[1])
+        outer_plan = None
         if grid.outer_size > 1:
-            inner_plan = make_plan(
+            outer_plan = make_plan(
                 plan.mask, seq_len=plan.seq_len, cp_size=grid.outer_size,
                 layout=grid.outer_layout(plan.q_layout.name), kv_seq_len=plan.kv_seq_len,
                 pad_to=(plan.q_layout.padded_len, plan.k_layout.padded_len),
             )  # fmt: skip
-        return cls(grid, heads, inner_model, inner_plan)
+        return cls(grid, heads, outer_model, outer_plan)
 
 
 def bytes_held(
     plan: Plan, model: Model, config: StrategyConfig, hosts: Sequence[str] | None = None
 ) -> int:
-    """Return the bytes that a rank holds beyond the caller's tensors, in forward + backward.
+    """Return the most bytes that a rank holds beyond the caller's tensors, in forward + backward.
 
     They are K/V, heads and sums of gradients that a strategy cannot do without; buffers of kernels
     and transports come on top, so it compares strategies and forecasts no peak. A ring holds two
@@ -233,12 +234,12 @@ def bytes_held(
             gathered = longest_gather(plan).length * keys // plan.k_layout.local_len
             return (gathered + keys) * (e + FLOAT32_BYTES)
     trade = _HeadExchange.of(plan, model, config, hosts)
-    rows, keys = rows_and_keys(plan, trade.inner_model)
+    rows, keys = rows_and_keys(plan, trade.outer_model)
     traded = rows * (model.head_dim + model.value_dim) + keys
     held = 2 * e * trade.grid.ulysses_size * traded
-    if trade.inner_plan is None:
+    if trade.outer_plan is None:
         return held
-    return held + bytes_held(trade.inner_plan, trade.inner_model, StrategyConfig(config.outer))
+    return held + bytes_held(trade.outer_plan, trade.outer_model, StrategyConfig(config.outer))
 
 
 def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BytesByRanks:

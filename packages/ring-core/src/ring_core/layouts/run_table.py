@@ -32,7 +32,7 @@ class RunTable(NamedTuple):
         """Last position of each run."""
         return self.start + self.stride * (self.length - 1)
 
-    def of(self, rank: int) -> RunTable:
+    def of_rank(self, rank: int) -> RunTable:
         """Return the runs of one rank."""
         return self.take(self.rank == rank)
 
@@ -104,7 +104,10 @@ class Overlap(NamedTuple):
 
 
 def overlap_of(a: RunTable, b: RunTable) -> Overlap:
-    """Intersect evenly spaced runs; if ``b`` are sorted by their starts, their ends ascend, too."""
+    """Intersect evenly spaced runs, in any order.
+
+    No run of ``b`` may lie within another: by ascending starts their ends must ascend, too.
+    """
     # Which pairs overlap: of the runs b, in the order of their starts, one range for each run a.
     order = np.argsort(b.start, kind="stable")
     first = np.searchsorted(b.last[order], a.start, side="left")

@@ -67,8 +67,8 @@ class QueryRows(NamedTuple):
 def round_to(x: Floats, precision: Precision) -> Floats:
     """Round to the nearest number of a precision (ties to even).
 
-    The result is float64 for ``float64``, else float32, which holds the numbers of narrower
-    precisions exactly.
+    ``float64`` returns ``x`` itself. The result is float32 otherwise, which holds the numbers of
+    narrower precisions exactly.
     """
     if precision == "float64":
         return x
@@ -89,7 +89,11 @@ def forward(
     item: WorkItem,
     params: Params,
 ) -> tuple[Floats, Floats]:
-    """Compute ``(out, lse)`` of one item, over its own keys alone."""
+    """Compute ``(out, lse)`` of one item, over its own keys alone.
+
+    With ``rows.bias_shift`` ``lse`` is of the shifted scores. A query that sees none of these keys
+    has ``-inf`` and, as ``out``, NaN, which :func:`ring_core.merge` does not read.
+    """
     logits, visible, _ = _logits(q, k, rows, columns, item, params)
     top = logits.max(axis=-1)
     safe = np.where(np.isneginf(top), 0, top)

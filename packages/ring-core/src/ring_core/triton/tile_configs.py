@@ -31,7 +31,8 @@ _OWN_TABLE = Path(__file__).with_name("tile_configs.json")
 _WARPS, _MOST_STAGES = (1, 2, 4, 8, 16), 8
 Flags = Bools
 
-FLAGS_TOGETHER = 16  # flags of ``only`` that one thread block of the forward looks at
+# Flags that one thread block of the forward looks at, where a launch computes only flagged blocks.
+FLAGS_TOGETHER = 16
 NAN_SAFE_BLOCK = 32  # queries and keys per block where numbers are not finite
 
 # Heads share a swizzle as long as the data they read stay in the L2: K/V of the forward and of dQ,
@@ -104,10 +105,14 @@ class Row:
 Table = tuple[Row, ...]  # the first row that fits counts
 
 
-def find(
+def find_row(
     table: Table, kernel: KernelPass, itemsize: int, head_dim: int, *, per_score_inputs: bool
 ) -> Row:
-    """Return the first row that fits a call; wider head dims than the table's take its widest."""
+    """Return the first row that fits a call.
+
+    Wider head dims than the table's take its widest, narrower and wider numbers those of 2 and of
+    4 bytes.
+    """
     itemsize = max(2, min(itemsize, 4))
     head_dim = min(head_dim, max(row.head_dim for row in table))
     return next(
@@ -117,7 +122,7 @@ def find(
     )
 
 
-def default() -> Table:
+def default_table() -> Table:
     """Return the table in the file that ``RING_TRITON_BLOCKS`` names, or else this package's own.
 
     Raises:
@@ -126,7 +131,7 @@ def default() -> Table:
     return _read_table_once(os.environ.get(BLOCKS_VARIABLE) or str(_OWN_TABLE))
 
 
-def read(path: str) -> Table:
+def read_table(path: str) -> Table:
     """Read a table from a file, as ``python -m ring_jax_gpu tune FILE`` writes it.
 
     Raises:
@@ -153,11 +158,11 @@ def read(path: str) -> Table:
     return rows
 
 
-_read_table_once = lru_cache(maxsize=8)(read)
+_read_table_once = lru_cache(maxsize=8)(read_table)
 
 
-def written(table: Iterable[Row]) -> str:
-    """Return a table as the text of a file, with a row in each line."""
+def to_text(table: Iterable[Row]) -> str:
+    """Return the text of a table's file, JSON with a row in each line."""
     return "[\n" + ",\n".join(f" {json.dumps(asdict(row))}" for row in table) + "\n]\n"
 
 
@@ -189,7 +194,7 @@ def _row(entry: Any) -> Row:
 
 def choose_blocks(
     config: KernelConfig, name: KernelPass, head_dim: int, itemsize: int, *, per_score_inputs: bool,
-    rows: Table | None = None,
+    table: Table | None = None,
 ) -> Blocks:  # fmt: skip
     """Return the block sizes of a call: those it asked for, else the table's.
 
@@ -199,14 +204,14 @@ def choose_blocks(
         head_dim: The larger of the two head dims.
         itemsize: Bytes per number of the inputs.
         per_score_inputs: As in :class:`Row`.
-        rows: The table; by default that of :func:`default`.
+        table: The table; by default that of :func:`default_table`.
 
     Raises:
         UnsupportedError: A size is no power of two from 16 to 256.
         ValueError: ``RING_TRITON_BLOCKS`` names no table.
     """
-    blocks = find(
-        default() if rows is None else rows, name, itemsize, head_dim,
+    blocks = find_row(
+        default_table() if table is None else table, name, itemsize, head_dim,
         per_score_inputs=per_score_inputs,
     ).blocks  # fmt: skip
     return replace(
@@ -228,7 +233,7 @@ def _block_size(name: str, requested: int | None, default: int) -> int:
     return requested
 
 
-def padded(dim: int) -> int:
+def padded_head_dim(dim: int) -> int:
     """Round a head dim up to a power of two, at least 16, as matrix units take it."""
     return max(LEAST, 1 << (dim - 1).bit_length())
 
@@ -258,7 +263,10 @@ def heads_per_swizzle(
 
 
 def positions_aligned8(positions: Ints) -> bool:
-    """Return True if each group of eight positions is contiguous from a multiple of 8 on."""
+    """Return True if each group of eight positions is contiguous from a multiple of 8 on.
+
+    Kernels then load eight columns of a bias at once, and draw dropout's words for four keys.
+    """
     expected = np.repeat(positions[::8], 8)[: positions.size] + np.arange(positions.size) % 8
     return bool((positions[::8] % 8 == 0).all() and (positions == expected).all())
 
@@ -292,7 +300,7 @@ def stages_that_fit(
 
     Args:
         name: The kernel, one of ``KERNEL_PASSES``.
-        blocks: The block sizes and stages chosen.
+        blocks: The block sizes and stages chosen; of the stages 2 at most before Hopper.
         dims: Head dims of queries and keys, and of values.
         itemsize: Bytes per number of the inputs.
         capability: Compute capability of the GPU, 90 for ``sm_90``.
@@ -300,8 +308,8 @@ def stages_that_fit(
     Raises:
         UnsupportedError: Blocks of this size do not fit into the GPU's shared memory.
     """
-    q, k, dim = blocks.q, blocks.k, padded(dims[0])
-    both = dim + padded(dims[1])
+    q, k, dim = blocks.q, blocks.k, padded_head_dim(dims[0])
+    both = dim + padded_head_dim(dims[1])
     if name in ("bwd_dkv", "bwd_fused"):
         held, fetched = k * both, q * both
         if name == "bwd_fused":  # the block's part of dQ, in float32, before it is added

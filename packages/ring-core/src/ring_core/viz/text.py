@@ -85,7 +85,10 @@ def _length(layout: Layout) -> str:
 
 
 def _symbol(plan: Plan, rank: int) -> str:
-    """Return a character for a rank; with more ranks than characters, neighbours share one."""
+    """Return a character for a rank; with more ranks than characters, neighbours share one.
+
+    A cell that nobody computes is ``.``, and one that the plan has wrong ``!``.
+    """
     if rank < 0:
         return "." if rank == NOBODY else "!"
     return _SYMBOLS[rank // _ranks_a_symbol(plan)]

@@ -52,10 +52,13 @@ def bwd_hopper(
     - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where values
       lie beside their keys.
     - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks:
-      ``-lse / scale``, ``-inf`` for queries that see nothing, and ``-delta``.
+      ``-lse / scale``, ``-inf`` for queries that see nothing, and ``-delta``. Products of Q and K,
+      which are not scaled yet, and of dO and V start from these.
+    - ``items``: the work item's bands, see :func:`visited` of ``common``.
     - ``dk``, ``dv``: ``[B, S, K, D]``; or ``dk`` is ``[B, S, K, 2 D]`` and there is no ``dv``.
     - ``flags [B * K, blocks]``: set to 1 where dK and dV are left out because of NaN, and to 2
-      where dQ is left out, too, because of keys that are not finite.
+      where dQ is left out, too, because of keys that are not finite. ``run`` launches a plain
+      Triton kernel for these blocks afterwards.
     - ``stream_k``: the fields of a ``StreamKBackward``, with ``consts.STREAM_K``; then
       ``parts [split, 2, 128, D]``, sums of parts of split tiles, and ``marks [split]``, counters of
       finished parts, are zeros at first.
@@ -85,10 +88,10 @@ def bwd_hopper(
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
     sizes = (q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
-    kept = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
+    outputs = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
-            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts)),
+            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts)),
             (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts)),
         ],
         [1],
@@ -255,7 +258,7 @@ def bwd_producer(
 
 
 @gluon.jit
-def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: gl.constexpr):
+def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts: gl.constexpr):
     """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
@@ -305,9 +308,9 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, kept, sizes, consts: g
         if consts.STREAM_K:
             whole, split, own, helpers = stream_k_of(sizes)
             if (tile + n >= whole) & (tile + n < whole + split):
-                dk, dv, is_whole = add_part(kept, tile + n, dk, dv, sizes, o_layout, consts)
+                dk, dv, is_whole = add_part(outputs, tile + n, dk, dv, sizes, o_layout, consts)
         if is_whole:
-            store_key_grads(kept, block, flat, nonfinite, dk, dv, sizes, o_layout, consts)
+            store_key_grads(outputs, block, flat, nonfinite, dk, dv, sizes, o_layout, consts)
     tma.store_wait(0)
 
 
@@ -324,12 +327,12 @@ def parts_of(split_index, sizes):
 
 
 @gluon.jit
-def add_part(kept, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
+def add_part(outputs, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr):
     """Add dK and dV of a part of a split tile to the sums in memory, and count the part.
 
     Returns ``(dk, dv, True)`` with the sums to the program that counts the last part.
     """
-    _, _, _, marks, parts = kept
+    _, _, _, marks, parts = outputs
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
     split_index = tile - whole
@@ -349,10 +352,10 @@ def add_part(kept, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.constex
 
 @gluon.jit
 def store_key_grads(
-    kept, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr
+    outputs, block, flat, nonfinite, dk, dv, sizes, layout: gl.constexpr, consts: gl.constexpr
 ):
     """Write dK and dV of a block of keys, or only set its flag if there is NaN."""
-    to_k, to_v, flags, _, _ = kept
+    to_k, to_v, flags, _, _ = outputs
     q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     blocks = (k_len + KEYS - 1) // KEYS
     kv_heads = heads // group

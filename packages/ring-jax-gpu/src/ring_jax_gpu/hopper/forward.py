@@ -154,11 +154,11 @@ def fwd_hopper(
     tiles = (q_tiles, k_tiles, v_tiles, tile_ids)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, pingpong)
     sizes = (q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
-    kept = (before, out, lse, parts, sums)
+    outputs = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
-            (consumer, (tiles, bars, items, marks, kept, sizes, gl.constexpr(0), consts)),
-            (consumer, (tiles, bars, items, marks, kept, sizes, gl.constexpr(1), consts)),
+            (consumer, (tiles, bars, items, marks, outputs, sizes, gl.constexpr(0), consts)),
+            (consumer, (tiles, bars, items, marks, outputs, sizes, gl.constexpr(1), consts)),
             (producer, (q, k, v, tiles, bars, items, marks, before, sizes, consts)),
         ],
         [4, 1],
@@ -267,7 +267,7 @@ def load_tile_id(tile_slot):
 
 
 @gluon.jit
-def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
+def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
     """Run a group of consumer warps, which computes 64 of each tile's 128 queries."""
     q_tiles, _, _, tile_ids = tiles
     q_full, q_free, _, _, _, _, _ = bars
@@ -284,7 +284,7 @@ def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts
         row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
         row_max, total, acc = initial_state(
-            kept, row + WHICH * ROWS, flat, heads, q_len, part, s_rows, o_layout, consts
+            outputs, row + WHICH * ROWS, flat, heads, q_len, part, s_rows, o_layout, consts
         )
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
@@ -319,7 +319,7 @@ def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts
                 # Hand this part over; the program that counts the last part merges all of them.
                 each = gl.load(stream_k + EACH)
                 store_part(
-                    kept, split_index * each + part, row_max, total, acc, WHICH, o_layout, consts
+                    outputs, split_index * each + part, row_max, total, acc, WHICH, o_layout, consts
                 )
                 number = split_index * GROUPS + WHICH
                 is_last = (
@@ -328,12 +328,13 @@ def consumer(tiles, bars, items, marks, kept, sizes, WHICH: gl.constexpr, consts
                 is_whole = is_last
                 if is_last:
                     row_max, total, acc = merge_parts(
-                        kept, split_index * each, each, WHICH, s_rows, o_layout, consts
+                        outputs, split_index * each, each, WHICH, s_rows, o_layout, consts
                     )
         if is_whole:
             store_result(
-                kept, marks, row_max, total, acc, flat, block, WHICH, q_len, heads, o_layout, consts
-            )
+                outputs, marks, row_max, total, acc, flat, block, WHICH, q_len, heads, o_layout,
+                consts,
+            )  # fmt: skip
         done += 1
         tile_id = fetch_published(tile_ids, q_full, done)
 
@@ -401,14 +402,14 @@ def consume_item(
 
 @gluon.jit
 def initial_state(
-    kept, row, flat, heads, q_len, part, s_rows: gl.constexpr, layout: gl.constexpr,
+    outputs, row, flat, heads, q_len, part, s_rows: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
     """Return the state from which the running softmax of 64 queries starts.
 
     The accumulated result counts as one key, in part 0 of a split tile only.
     """
-    before, out, lse, _, _ = kept
+    before, out, lse, _, _ = outputs
     o_rows: gl.constexpr = gl.SliceLayout(1, layout)
     row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
     total = gl.zeros([ROWS], gl.float32, layout=s_rows)
@@ -438,11 +439,11 @@ def offsets_of(rows, flat, heads, q_len, layout: gl.constexpr, consts: gl.conste
 
 @gluon.jit
 def store_part(
-    kept, index, row_max, total, acc, WHICH: gl.constexpr, layout: gl.constexpr,
+    outputs, index, row_max, total, acc, WHICH: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
     """Store the result of part ``index``, for the program that finishes the tile last."""
-    _, _, _, parts, sums = kept
+    _, _, _, parts, sums = outputs
     index = index * GROUPS + WHICH
     rows = gl.arange(0, ROWS, layout=row_max.type.layout)
     gl.store(sums + index * (2 * ROWS) + rows, row_max)
@@ -462,11 +463,11 @@ def part_pointers(parts, index, layout: gl.constexpr, consts: gl.constexpr):
 
 @gluon.jit
 def merge_parts(
-    kept, index, num_parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
+    outputs, index, num_parts, WHICH: gl.constexpr, s_rows: gl.constexpr, layout: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a tile from ``index`` on, in their order, so that results repeat."""
-    _, _, _, parts, sums = kept
+    _, _, _, parts, sums = outputs
     scale: gl.constexpr = consts.SCALE * LOG2E
     rows = gl.arange(0, ROWS, layout=s_rows)
     row_max = gl.full([ROWS], -_INF, gl.float32, layout=s_rows)
@@ -571,11 +572,11 @@ def online_softmax(
 
 @gluon.jit
 def store_result(
-    kept, marks, row_max, total, acc, flat, block, WHICH: gl.constexpr, q_len, heads,
+    outputs, marks, row_max, total, acc, flat, block, WHICH: gl.constexpr, q_len, heads,
     layout: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """Write ``out`` and ``lse`` of 64 queries, or only set their flag if the output has NaN."""
-    _, out, lse, _, _ = kept
+    _, out, lse, _, _ = outputs
     o_rows: gl.constexpr = gl.SliceLayout(1, layout)
     row_max, total = gl.convert_layout(row_max, o_rows), gl.convert_layout(total, o_rows)
     part = block * GROUPS + WHICH

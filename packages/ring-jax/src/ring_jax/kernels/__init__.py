@@ -139,7 +139,7 @@ def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:
     """
     if not any("cuda" in kernel.capabilities.devices for kernel in kernels):
         return ()
-    return default().of("jax", compute_capability() or _HOPPER)
+    return default().cases_of("jax", compute_capability() or _HOPPER)
 
 
 def compute_capability() -> int | None:

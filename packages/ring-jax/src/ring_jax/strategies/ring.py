@@ -67,7 +67,7 @@ def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
     arriving = [None, *(stage.grad_hop for stage in stages[:-1])]
 
     def kind(n: int) -> object:
-        """Return what stages of one loop have in common."""
+        """Return a key that is equal for neighbouring stages which one loop can run."""
         if n in (0, len(stages) - 1) or has_helpers:
             return n
         part = step_table(program, stages[n].step)
@@ -99,7 +99,7 @@ class ForwardState(NamedTuple):
 
     Attributes:
         held: The K/V that the next stage computes with.
-        into: Attention over all keys so far.
+        into: Attention over all keys so far, but those whose results are in ``returned``.
         peer_queries: Queries of the rank that this one helps in the next stage.
         returned: Results of this rank's own helper in the stage before.
     """
@@ -122,7 +122,7 @@ def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload 
     def run_stage(
         run: Run, launches: Launches, work: ItemTable | None, state: ForwardState
     ) -> ForwardState:
-        """Run one stage."""
+        """Run one stage of a run; ``work`` are this rank's items, ``None`` if no rank has any."""
         held, into, peer_queries, returned = state
         # The K/V we hold go to the next rank, and those of the rank before arrive beside them;
         # so do the queries for the next stage. Nothing is overwritten: both sets are live.
@@ -191,7 +191,7 @@ def _ring_backward(
     def run_stage(
         run: Run, launches: Launches, work: ItemTable | None, state: BackwardState
     ) -> BackwardState:
-        """Run one stage."""
+        """Run one stage of a run; ``work`` are this rank's items, ``None`` if no rank has any."""
         held, dkv_before, query_grads, own_dkv, peer_queries, returned = state
         is_own = launches.shifts == (0,)
         # In flight beside this stage's kernel: the K/V we hold, queries for helpers, and the sum

@@ -84,9 +84,10 @@ def compare(make_facts: Callable[[], Facts], arguments: Iterable[object]) -> Non
         arguments: The call's arguments, none of which may be traced.
 
     Raises:
-        RankMismatchError: They differ; the message, the same in all, says what on which process.
+        RankMismatchError: They differ, also in what ``make_facts`` raised; the message, the same in
+            all, says what on which process.
         UnsupportedError: A function is being traced.
-        Exception: What ``make_facts`` raised, in all processes alike.
+        Exception: What ``make_facts`` raised, if it raised the same in every process.
     """
     # Under jax.jit new arrays are traced; under jax.grad and jax.vmap only the arguments are.
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *arguments)):
@@ -141,7 +142,7 @@ def _common(*values: str) -> int:
 
 
 def _part(value: str, begin: int) -> str:
-    """Return a value from ``begin`` on, where it has not said anything new before."""
+    """Return a value from ``begin`` on, where values begin to differ, cut to ``_LONGEST``."""
     end = begin + _LONGEST
     return f"{'...' if begin else ''}{value[begin:end]}{'...' if len(value) > end else ''}"
 

@@ -25,7 +25,10 @@ def move_on_gpu(
     layout: HeadBuffer, buffer: Tensor, tensors: Sequence[Tensor],
     orders: Sequence[Tensor | None], *, by_heads: bool, packs: bool,
 ) -> None:  # fmt: skip
-    """Do what :func:`ring_torch.comm.head_exchange.move` does, for up to three tensors."""
+    """Do what :func:`ring_torch.comm.head_exchange.move` does, for up to three tensors.
+
+    Their numbers must be contiguous along the last dimension.
+    """
     key = by_heads, packs, buffer.get_device(), tensors_key(*tensors, *orders)
     launch = layout.launches.get(key)
     # A launch that was kept for tensors alike runs again with their addresses.
@@ -53,10 +56,10 @@ class HeadArguments(NamedTuple):
     """Arguments of a kernel that copies between messages and up to three tensors.
 
     Attributes:
-        tensors: The tensors; absent ones are ``None``.
-        orders: Their orders of tokens.
-        sizes: Of each tensor the tokens and the numbers of a token in a message, and the offset in
-            it.
+        tensors: Three tensors; absent ones are ``None``.
+        orders: For each the positions of its tokens in rank order; ``None`` for natural order.
+        sizes: Of each tensor the number of tokens in a message, the numbers of a token there, and
+            where its part begins in the message, in bytes.
         strides: Of each tensor the strides of batch, tokens and heads.
         constants: Compile-time constants.
         blocks: Most blocks of rows in a tensor's part of one message.
@@ -137,7 +140,8 @@ def move_block(
     The part is ``[B, T_local, H / P, D]``, at the address ``message``; a row of the copy is a token
     of it, ``width = H / P * D`` numbers. With ``BY_HEADS`` the tensor is ``[B, T_local, H, D]``,
     and rank n's part is the n-th range of heads; otherwise it is ``[B, T, H / P, D]``, and rank n's
-    part are the tokens that ``order`` names. ``PACKS`` copies into the message.
+    part are the n-th ``T_local`` tokens that ``order`` names, if any, or those of the tensor.
+    ``PACKS`` copies into the message.
     """
     row = block * ROWS + tl.arange(0, ROWS)
     is_row = row < batch * length

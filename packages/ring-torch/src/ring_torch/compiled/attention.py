@@ -37,7 +37,8 @@ from ring_torch.records import Inputs
 from ring_torch.strategies import ask_ranks, strategy_names, without_trade
 
 _LOW_WORD = (1 << 32) - 1
-_IDENTITY = 3  # numbers that a forward leaves to its backward: number, check_every, checked
+# How many numbers of its call a forward leaves to its backward: number, check_every, checked.
+_IDENTITY = 3
 
 #: Options whose numbers may change without recompilation: those a plan depends on, and the seed.
 _VARYING = ("seq_len", "window", "chunk_size", "cu_seqlens", "dropout_seed")
@@ -167,7 +168,7 @@ class _StaticCall(NamedTuple):
         return ranks_named(self.group)
 
     def options(self, tensors: Sequence[Any], numbers: Sequence[int] | None) -> CallOptions:
-        """Return the options with their tensors and numbers; 0 for each number without any."""
+        """Return the options with their tensors and numbers; ``numbers=None`` makes each one 0."""
         options = CallOptions(*[from_json(x, tensors, numbers) for x in self.fields])
         halves: Any = options.dropout_seed
         if isinstance(halves, tuple):

@@ -137,7 +137,11 @@ def _needs_grad(x: Tensor) -> bool:
 def _ranks_of_relayout(
     source: Any, target: Any, to: Any
 ) -> tuple[int, tuple[tuple[int, ...] | None, ...]]:
-    """Check a relayout, and return how many ranks exchange its rows and who holds which part."""
+    """Check a relayout, and return how many ranks exchange its rows and who holds which part.
+
+    The second is a pair: the source's ranks by their numbers among these, and the target's, as
+    :func:`ring_torch.movement.methods.ranks_of_relayout` returns them.
+    """
     members = members_of(target)
     divisor_of(check_layout(from_json(to)), len(members.ranks))
     ranks, *numbers = ranks_of_relayout(members_of(source), members)
@@ -165,8 +169,8 @@ def _text(groups: tuple[Any, ...], kind: str, fields: list[Any], dim: int, needs
     })  # fmt: skip
 
 
-def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int] | None) -> MoveKind:
-    """Return the movement that a text describes; without numbers, with zeros in their place."""
+def _kind(text: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> MoveKind:
+    """Return the movement that a text describes."""
     facts: dict[str, Any] = json.loads(text)
     fields = [from_json(x, tensors, numbers) for x in facts["fields"]]
     if facts["kind"] != "relayout":
@@ -189,7 +193,7 @@ def move(
         tensors: Tensors that the text names by their indices.
         numbers: Numbers that it names likewise.
         text: The constant part of the movement.
-        tokens: Length of the whole sequence.
+        tokens: Length of the whole sequence; of a shift or a halo with padding.
         order: 0 of the movement, 1 of its backward, 2 of the backward of that, and so on.
         check: Of a backward the interval of checked calls, and whether its movement was checked.
     """

@@ -79,7 +79,7 @@ def choose(config: KernelConfig, request: Request, program: RingProgram) -> Sele
 
 def timed(device: str) -> tuple[Case, ...]:
     """Return the measured cases for GPUs like the current one or, for ``"cpu"``, for the host."""
-    return default().of("torch", capability_number(device))
+    return default().cases_of("torch", capability_number(device))
 
 
 def capability_number(device: str) -> int | None:

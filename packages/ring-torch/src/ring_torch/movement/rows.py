@@ -46,6 +46,8 @@ class MoveKind(Hashable, Protocol):
     def movement(self, tokens: int, size: int) -> Movement:
         """Return the plan for a sequence of ``tokens``, over ``size`` ranks that exchange rows.
 
+        For a relayout that pads ``tokens`` are without padding, else with it.
+
         Raises:
             ValueError: The layout cannot divide the length, or documents end elsewhere.
         """
@@ -258,7 +260,7 @@ class MoveCall:
 
         Args:
             x: This rank's rows.
-            tokens: Length of the whole sequence.
+            tokens: Length of the whole sequence, as :meth:`MoveKind.movement` takes it.
 
         Raises:
             ValueError: The size of ``x`` is no rank's part in this layout, or documents end

@@ -173,6 +173,7 @@ class RemoteQueries:
     """Exchange of query rows and results between busy ranks and their helpers in one pass.
 
     All ranks go through the pieces of all steps in one order, so that sends meet their receives.
+    Making it starts the exchange of the first piece.
 
     Args:
         ranks: The ranks that hold one sequence.

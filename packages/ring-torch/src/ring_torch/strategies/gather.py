@@ -6,8 +6,8 @@ keys of their own rank only, these rows are launched over the rank's own K/V, wi
 first in the forward, while fetches are in flight, and last in the backward.
 
 Heads may be cut into groups, so that transfers hide behind kernels: while kernels run for one
-group, K/V of the next arrive and dK/dV of the one before travel home. The transfer of a single
-group is what nothing hides.
+group, K/V of the next arrive and dK/dV of the one before travel home. Only the first group's fetch
+and the last group's return have no other group's kernels beside them.
 """
 
 from __future__ import annotations
@@ -105,9 +105,7 @@ class Gather(GatheringStrategy):
     """Strategy ``gather`` for kernels that can mask any band, so that one launch sees all keys."""
 
     head_major: bool = False  # True if backwards are split: sums of dK/dV are in the kernel's order
-    adds_sinks: bool = (
-        False  # True if launches add the sinks, which are otherwise merged at the end
-    )
+    adds_sinks: bool = False  # True if launches add the sinks, which else are added at the end
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
@@ -124,7 +122,8 @@ class Gather(GatheringStrategy):
         key = tensors_key(inputs.q, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
             saved: Saved = ()
-            # A single group; the session goes on behind its launches, as sessions ask.
+            # A single group. The session may have work to do behind its launches, so the loop runs
+            # until the session ends.
             for arriving in session.fetch(gather, inputs):
                 k, v = keys.split(arriving.tensors[0])
                 launches.run(inputs.q, k, v, state, sinks, arriving.wait)
@@ -265,7 +264,7 @@ class Gather(GatheringStrategy):
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
-        pending(grad_sums, gather.length, partial(_shifted, own_fetches))
+        pending(grad_sums, gather.length, partial(_fetched_columns, own_fetches))
         prepared.round(grad_sums, dk, dv)
         return Grads(dq, dk, dv, None, delta)
 
@@ -300,10 +299,10 @@ def _finish_own_grads(
     # Wait for the peers' sums and add them, in the order in which they were sent. `grads` may be
     # the memory that peers still read, but they read their own keys' columns of it.
     for pending in in_flight:
-        pending(grads, length, partial(_shifted, own_fetches))
+        pending(grads, length, partial(_fetched_columns, own_fetches))
     # The sums are complete: round each once.
     for fetch in own_fetches:
-        fetched_sums = sums.of(grads, length, fetch.target)
+        fetched_sums = sums.span_views(grads, length, fetch.target)
         dst = key_grads.take(fetch.source)
         if sums.head_major and call.kernel.split_backward is not None:
             call.kernel.split_backward.round(fetched_sums, dst, call.params)
@@ -312,7 +311,7 @@ def _finish_own_grads(
                 grad.copy_(x)
 
 
-def _shifted(fetches: Sequence[Fetch], source: slice) -> slice:
+def _fetched_columns(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
     # Own keys lie in the buffer in the spans in which they were fetched: find the one with this
     # key.

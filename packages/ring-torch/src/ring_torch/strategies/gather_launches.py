@@ -108,7 +108,7 @@ def differentiate(
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.split_backward is not None:
-            totals = sums.of(grads, length, item.k_slice)
+            totals = sums.span_views(grads, length, item.k_slice)
             call.kernel.split_backward.accumulate(
                 *operands, item, call.params, query_grads.dq, totals
             )

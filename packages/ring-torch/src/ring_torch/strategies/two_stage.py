@@ -192,13 +192,13 @@ class TwoStageGather(GatheringStrategy):
                 call.kernel.grads_into(*operands, item, call.params, *into)
 
         for item in gather.items:
-            differentiate(columns, item, *sums.of(peer_sums, gather.length, item.k_slice))
+            differentiate(columns, item, *sums.span_views(peer_sums, gather.length, item.k_slice))
         # `peer_sums` is final and may not be written any more: peers take their part of it, while
         # this rank starts taking the peers' sums for its own keys ...
         add_to = session.return_grads(gather, sums, peer_sums, 0, overlapped=True)
         # ... and goes on with launches over own keys, into `own_sums`, which nobody else reads.
         for item in self.own_items:
-            differentiate(own, item, *sums.of(own_sums, keys.length, item.k_slice))
+            differentiate(own, item, *sums.span_views(own_sums, keys.length, item.k_slice))
         # Wait for the peers' sums and add them; own keys lie there as they lie in the shard.
         add_to(own_sums, keys.length, lambda source: source)
         return Grads(row_grads.dq, *sums.views(own_sums, keys.length), row_grads.dbias)

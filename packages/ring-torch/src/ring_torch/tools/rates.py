@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError, make_plan, ring_program
-from ring_core.choose.rates import Case, Option, Rates, Times, default, read, written
+from ring_core.choose.rates import Case, Option, Rates, Times, default, read, to_text
 from ring_core.tools.bench import progress
 from ring_core.tools.doctor import RESULTS
 from ring_torch.attention import ring_attention
@@ -112,7 +112,7 @@ def renew(
         x for x in old_entries if (x.framework, x.capability) != ("torch", capability)
     )
     path.write_text(
-        written(Rates(old_entries))
+        to_text(Rates(old_entries))
     )  # fail now, not after minutes, if it cannot be written
     entries: list[Case] = []
     with progress(len(cases), "case") as bar:
@@ -121,7 +121,7 @@ def renew(
                 entries.append(_case(sizes, length, capability, times, versions))
             bar.update()
     table = Rates((*entries, *other_entries))
-    path.write_text(written(table))
+    path.write_text(to_text(table))
     return table
 
 

@@ -9,7 +9,10 @@ import torch
 
 
 def seconds_of(run: Callable[[], object], calls: int, device: str) -> float:
-    """Return the mean seconds of ``calls`` calls, without waiting for the GPU between them."""
+    """Return the mean seconds of ``calls`` calls, without waiting for the GPU between them.
+
+    It waits for the GPU before the first call and after the last one, and warms nothing up.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

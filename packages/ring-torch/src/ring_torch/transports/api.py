@@ -246,7 +246,8 @@ def spans_of(fetches: Iterable[Fetch]) -> list[slice]:
 def sent_spans(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[slice, ...]:
     """Return the spans of a rank's keys that peers fetch, cut at all edges of fetches.
 
-    So each fetch covers a span wholly or not at all.
+    So each fetch covers a span wholly or not at all. ``like`` is this rank's program, see
+    :func:`requests_to`.
     """
     fetches = [fetch for _, fetch in requests_to(plan, rank, like=like)]
     edges = sorted({edge for fetch in fetches for edge in (fetch.source.start, fetch.source.stop)})

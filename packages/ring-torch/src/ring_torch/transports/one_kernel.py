@@ -180,7 +180,8 @@ class OneKernel:
     """A :class:`ring_torch.transports.api.GatherSession` for short passes of one group of heads.
 
     A rank's memory holds its K/V, and behind them its dK/dV of the keys that it fetched. A pass is
-    one exchange for K/V and, in a backward, one for dK/dV.
+    one exchange for K/V and, in a backward, one for dK/dV. Ranks whose digests differ end in a
+    device assert: the host has gone on.
     """
 
     spec: SessionSpec
@@ -227,7 +228,7 @@ class OneKernel:
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
     ) -> list[torch.Tensor]:
-        """Return the place of dK/dV, where the owners of the keys will read them.
+        """Return the buffer of dK/dV, where the owners of the keys will read them.
 
         It is filled with zeros if ``zero``, and uninitialised otherwise.
         """

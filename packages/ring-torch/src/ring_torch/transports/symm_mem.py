@@ -25,10 +25,11 @@ def _open(spec: SessionSpec) -> GatherSession:
 
     Short passes exchange in one kernel each way, longer ones by copy engines. The first time that a
     group makes a call with this signature, ranks compare its fields and the host waits for that.
-    From then on a digest of the call travels with its K/V, and a GPU compares it.
+    From then on a digest of the call travels with its K/V, and a GPU compares it: a device assert
+    if they differ.
 
     Raises:
-        RankMismatchError: A peer is making another call.
+        RankMismatchError: A peer is making another call, and this one is the first of its kind.
     """
     from ring_torch.transports.peer_copies import PeerCopies, fits_one_kernel, grad_bytes_of
     from ring_torch.transports.symm_buffer import symm_buffer_of
@@ -55,7 +56,11 @@ def _open(spec: SessionSpec) -> GatherSession:
 def _open_heads(
     ranks: Ranks, number: int, seed: int, signature: CallSignature, device: torch.device, size: int
 ) -> HeadCarrier:
-    """Begin a pass that trades tokens for heads by one kernel each way; see :func:`_open`."""
+    """Begin a pass that trades tokens for heads by one kernel each way.
+
+    Ranks compare calls as in :func:`_open`. Arguments are those of
+    :class:`ring_torch.transports.api.HeadOpener`.
+    """
     from ring_torch.transports.one_kernel import HeadTrade
 
     if not has_agreed(ranks, signature):

@@ -30,9 +30,9 @@ def compare_traces(
             continue
         dim, tokens = match
         three = split_record, whole_record, other_record
-        if not all(dim in x.rows for x in three):
+        if not all(dim in x.projections for x in three):
             continue
-        split_rows, whole_rows, other_rows = (x.rows[dim] for x in three)
+        split_rows, whole_rows, other_rows = (x.projections[dim] for x in three)
         # A tensor [T] may have been read as one of [B * T_local], where these are equal.
         if tokens is not None and (len(split_rows[0]), len(whole_rows[0])) != (
             tokens.local_length,

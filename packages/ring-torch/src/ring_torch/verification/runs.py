@@ -1,4 +1,4 @@
-"""Runs of one batch on a model: split over the ring, and whole on every rank."""
+"""Run one batch on a model, split over the ring or whole on every rank; compare gradients."""
 
 from __future__ import annotations
 
@@ -142,7 +142,10 @@ class Runner(ABC):
         return summed
 
     def gradient_distances(self, run: ModelRun | None, whole: ModelRun) -> Tensor:
-        """Return the norm of ``run - whole`` of each parameter's gradient, float64 ``[P]``.
+        """Return the norm of ``run - whole`` of each parameter's gradient.
+
+        The result is float64 ``[parameters]``, one zero if there are none. A gradient that a run
+        has not counts as zeros.
 
         Args:
             run: A run; ``None`` for zeros, which gives the norms of the whole run's gradients.

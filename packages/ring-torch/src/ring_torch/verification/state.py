@@ -49,9 +49,10 @@ class SavedFields:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Run a block with dropout off and gradients enabled, then restore the model and torch's RNG.
 
-    Restored are the parameters' gradients and hooks, and the modules' buffers, modes, hooks,
-    attributes and configs, also when the block raises. Parameters are not copied: the block must
-    not change them.
+    In the block parameters have no gradient and no hooks on its accumulation, and the CPU's RNG is
+    seeded alike on all ranks. Restored are the parameters' gradients and hooks, and the modules'
+    buffers, modes, hooks, attributes and configs, also when the block raises. Parameters are not
+    copied: the block must not change them.
     """
     fields = SavedFields(model)
     buffers = [(x, x.clone()) for x in model.buffers()]

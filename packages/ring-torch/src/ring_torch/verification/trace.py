@@ -101,17 +101,19 @@ class Record:
         module: Name of the module whose code, or hooks, made it.
         shape: Shape of the tensor.
         floor: Relative difference that rounding makes in its dtype.
-        rows: Projections ``[B, T, k]`` for each dimension that may be the sequence, by dimension.
-            Under ``None`` those of the rows of its first dimension, ``[1, n, k]``.
+        projections: For each dimension that may be the sequence, the projections ``[B, n, k]`` of
+            its ``n`` tokens: ``T`` of a whole sequence, ``T_local`` of this rank's part. Under
+            ``None`` those of the rows of the first dimension, ``[1, n, k]``.
     """
 
     module: str
     shape: tuple[int, ...]
     floor: float
-    rows: Mapping[int | None, Tensor]
+    projections: Mapping[int | None, Tensor]
 
 
-#: A module's name, the number of its call, ``given`` or ``returned``, and a tensor's path in that.
+#: A module's name, the number of its call, ``given`` or ``returned``, and a tensor's path, as
+#: :func:`tensors_in` writes it, in the arguments or in the output.
 Key = tuple[str, int, str, str]
 
 
@@ -159,7 +161,8 @@ class Recorder:
 
         Args:
             perturbs: Change the output of each innermost module by a unit in the last place, at
-                random, as if it had been rounded in another way.
+                random, as if it had been rounded in another way. Outputs that are not a single
+                tensor stay as they are.
         """
         trace = self._trace = Trace()
         self._open, self._started, self._perturbs = [], Counter(), perturbs
@@ -244,7 +247,10 @@ class Recorder:
         return projections
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Project ``[B, T, features]`` to ``[B, T, k]``, in float64."""
+        """Project ``[B, n, features]`` to ``[B, n, k]``, in float64.
+
+        The projection is the same on all ranks and in all runs. Few features are kept as they are.
+        """
         width = x.shape[-1]
         if width <= _WIDTH:
             return x.double().clone()
@@ -280,7 +286,10 @@ def tensors_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _perturbed(x: Tensor) -> Tensor:
-    """Return a tensor with a quarter of its entries moved by a unit in the last place."""
+    """Return a tensor with a quarter of its entries moved by a unit in the last place.
+
+    The unit is one of float32 where the dtype is finer. Integers are returned as they are.
+    """
     if not x.is_floating_point():
         return x
     unit = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)

@@ -1,4 +1,4 @@
-"""Runs of one batch on a model: split over the ring, and whole on every rank."""
+"""Run one batch on a model of transformers that ``hf.parallelize`` has changed, and undo that."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HFRunner(Runner):
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Undo within the block the changes that ``hf.parallelize`` has made to the model."""
+        """Undo within the block what ``hf.parallelize`` has changed, and put it back at its end."""
         fields = SavedFields(self.model)
         try:
             for undo in reversed(self.target.undo):
@@ -92,7 +92,8 @@ class HFRunner(Runner):
 
         Args:
             attention: Name of an attention of transformers that the model is set to first, for a
-                whole run; ``None`` leaves the model's, for a split run.
+                whole run; ``None`` leaves the model's, for a split run. Models that write their
+                attention out have no other.
         """
         if attention is not None and not has_eager_attention(self.inner):
             self.inner.set_attn_implementation(attention)

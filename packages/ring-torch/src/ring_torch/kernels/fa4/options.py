@@ -75,7 +75,10 @@ def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
 
 
 def _alibi(mods: Mods | None) -> str | None:
-    """Return how ALiBi gets distances, by indices or from positions in tensors (``mods.Alibi``)."""
+    """Return how ALiBi gets distances, a ``mods.Alibi``; ``None`` without ALiBi.
+
+    ``read`` is from positions in tensors; ``causal`` and ``counted`` are by indices.
+    """
     if mods is None or mods.slopes is None:
         return None
     if mods.q_k_offset is None:
@@ -190,7 +193,10 @@ def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
 
 @capture_safe_cache(maxsize=32)
 def _bits_and_constants(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
-    """Return a predicate's distinct partial tiles as bits, then an empty tile and a full one."""
+    """Return a predicate's distinct partial tiles as bits, then an empty tile and a full one.
+
+    The result is int32 ``[tiles + 2, 128, 4]``; a bit is set where a key is seen.
+    """
     tiles = not_none(geometry.tiles)[0]
     if by_columns:
         cells = np.unpackbits(tiles, axis=2, bitorder="little").swapaxes(1, 2)

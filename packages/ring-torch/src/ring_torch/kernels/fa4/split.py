@@ -1,7 +1,7 @@
 """Backward of flash-attn-4 whose dK/dV are summed over several launches, and rounded once.
 
 It calls the library's compiled functions (:mod:`ring_torch.kernels.fa4.compiled`) one by one, with
-sums in place of gradients.
+sums in place of gradients. Keys and values have one head dim, ``D``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SplitLaunch(NamedTuple):
     Attributes:
         k_start: First column.
         keys: Number of columns.
-        scale: Factor of the scores.
-        window: Window in the form that ``main`` takes.
+        scale: Factor of the scores; ``round_dq`` applies it to dQ, :func:`round_all` to dK.
+        window: ``(left, right)`` in the form that ``main`` takes.
         functions: Compiled functions of the launch; those of all launches have one tile.
     """
 
@@ -126,7 +126,8 @@ def accumulate_all(
 def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Round the sums of own keys, head-major in a flat buffer, into ``dk`` and ``dv``.
 
-    The spans become the batch of one launch; with several sequences each span has its own.
+    ``scale`` is the factor of the scores, and so of dK. The spans become the batch of one launch;
+    with several sequences each span has its own.
     """
     batch, length, heads, dim = dk.shape
     functions = rounding_functions(dk.dtype, dim)
@@ -163,6 +164,9 @@ def split_functions(
     dtype: torch.dtype, dim: int, group: int, is_causal: bool, bounded: tuple[bool, ...]
 ) -> SplitFunctions:
     """Run the library's backward once on small tensors, and return the functions that it compiled.
+
+    It is only for versions of the library that :mod:`ring_torch.kernels.fa4.private` allows: of
+    others the calls would be taken apart wrongly.
 
     Args:
         dtype: The dtype of q, k and v.

@@ -20,7 +20,7 @@ from ring_core.triton.tile_configs import (
     KernelPass,
     choose_blocks,
     heads_per_swizzle,
-    padded,
+    padded_head_dim,
     stages_that_fit,
 )
 from ring_torch.capture import capture_safe_cache, on_device
@@ -133,8 +133,8 @@ class ItemLaunch:
                 steps[step] = x.stride(1)
         p = params.dropout_p
         return {
-            "D": q.shape[3], "DV": v.shape[3], "PADDED": padded(q.shape[3]),
-            "PADDED_V": padded(v.shape[3]), "ITEMS": 1,
+            "D": q.shape[3], "DV": v.shape[3], "PADDED": padded_head_dim(q.shape[3]),
+            "PADDED_V": padded_head_dim(v.shape[3]), "ITEMS": 1,
             "INDEXED": self._is_indexed or name == "bwd_dbias",
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
             "SOFTCAP": params.softcap, "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
