@@ -117,12 +117,9 @@ class Sharding:
             out: Axes of the results.
         """
         named = {"axis_name": self.axis_name, "layout": self.layout, "dim": dim, **options}
-        if is_explicit(self.mesh):
-            manual = frozenset(self.mesh.axis_names)
-            x = spread(x, self.mesh, spec)
-        else:
-            manual = frozenset({self.axis_name})
-            x = spread(x, self.mesh, free(spec, x, range(x.ndim)))
+        explicit = is_explicit(self.mesh)
+        manual = frozenset(self.mesh.axis_names if explicit else (self.axis_name,))
+        x = spread(x, self.mesh, spec if explicit else free(spec, x, range(x.ndim)))
         return global_movement(function, tuple(named.items()), self.mesh, spec, out, manual)(x)
 
     def relayout(self, x: Array, dim: int, source: Layout, to: Sharding, *, pad: bool) -> Array:
@@ -151,7 +148,8 @@ class Sharding:
                 f"between two jitted functions; or make both meshes of the same devices in the same "
                 f"order"
             )
-        # Padded so that both numbers of devices divide it.
+        # Of as many devices there, pieces already are what each one gets: one exchange here, then
+        # a piece a device moves. Else consecutive tokens, padded so that both numbers divide them.
         unit = lcm(self.cp_size, to.cp_size)
         pad_to = -(-source.seq_len // unit) * unit
         between = Layout("contiguous", source.seq_len, self.cp_size, pad_to)
