@@ -23,7 +23,7 @@ from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
-from ring_jax.global_arrays import attend_global
+from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
     check_not_in_shard_map,
@@ -34,7 +34,6 @@ from ring_jax.meshes import (
 from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
-from ring_jax.sharding import Sharding
 from ring_jax.strategies import Way, explained
 from ring_jax.tripwire import agreement
 

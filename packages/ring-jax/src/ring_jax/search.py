@@ -7,8 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-
-from ring_jax.records import Array
+from jax import Array
 
 
 @partial(jax.jit, static_argnames="side")  # one function of a program for searches of equal sizes

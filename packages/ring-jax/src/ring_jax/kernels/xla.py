@@ -173,9 +173,10 @@ class ScoreBlocks:
         stop = jnp.minimum(bounds.k_stop, bounds.k_start + last - bounds.lo + 1)
         rows, cells = self.rows.cells, self.columns.cells
         if rows is not None and cells is not None:
+            first, last = first + bounds.q_start, last + bounds.q_start
             # Numbers of documents or chunks ascend: from the first row's one to the last row's one.
-            low = searchsorted(cells, rows[first + bounds.q_start], "left")
-            high = searchsorted(cells, rows[last + bounds.q_start], "right")
+            low = searchsorted(cells, rows[first], "left")
+            high = searchsorted(cells, rows[last], "right")
             start, stop = jnp.maximum(start, low), jnp.minimum(stop, high)
         # Where these rows see nothing, stop may lie before start: then there are no blocks.
         return start // self.block_k, -(-jnp.maximum(stop, start) // self.block_k)
