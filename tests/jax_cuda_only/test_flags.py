@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
 #: Both passes of a ring over all GPUs, against XLA's kernel in float32 on one. Prints by how much
@@ -49,9 +48,8 @@ print(json.dumps([added, off, "COLLECTIVES_PEER_MEMORY" in text, text.count("col
 """
 
 
+@pytest.mark.ranks(2)
 def test_a_ring_with_the_flags() -> None:
-    if jax.device_count() < 2:
-        pytest.skip("this machine has one GPU")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=240,

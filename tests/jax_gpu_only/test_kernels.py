@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,22 @@ def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("blocks-zigzag-cp2", Mask(causal=True, window=(120, 0)), "zigzag", 2, 300)
     config: Any = SMALL
     assert_close(case, JaxBackend().run(case, kernel=config))
+
+
+def test_outside_of_programs() -> None:
+    """Under ``jax.disable_jit`` each kernel is launched in a program of its own."""
+    x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16))
+
+    def loss(x: Any) -> Any:
+        return (ring_attention(x, x, x, axis_name=None, causal=True, kernel=SMALL) ** 2).sum()
+
+    expected = jax.grad(loss)(x)
+    launches = mock.patch.object(interpreter, "interpret", wraps=interpreter.interpret)
+    with jax.disable_jit(), launches as launched:
+        np.testing.assert_allclose(jax.grad(loss)(x), expected, rtol=1e-5, atol=1e-5)
+    assert [call.kwargs["launch"].kernel for call in launched.call_args_list] == [
+        "fwd", "bwd_dq", "bwd_dkv"
+    ]  # fmt: skip
 
 
 def test_vmap() -> None:

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from ring_core.programs.ring import TABLE_UNBOUNDED
 from ring_jax.records import Item
 from ring_jax_gpu.hopper import backward, forward
+from ring_jax_gpu.hopper.common import Sizes
 from ring_jax_gpu.hopper.stream_k import (
     backward_schedule,
     forward_schedule,
@@ -95,7 +96,7 @@ def test_all_is_done_once(
     as_python(forward, monkeypatch, visited)
     kernel: Any = forward
     consts = SimpleNamespace(STREAM_K=True, BLOCK=128)
-    sizes = (*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
+    sizes = Sizes(*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
     rows, heads = range(-(-LENGTHS[0] // 128)), range(BATCH * HEADS)
     done: list[tuple[int, int, int]] = []
     first: list[tuple[int, int]] = []
@@ -131,7 +132,7 @@ def test_all_is_done_once_backwards(
     as_python(backward, monkeypatch, visited)
     kernel: Any = backward
     consts = SimpleNamespace(STREAM_K=True, BLOCK=64)
-    sizes = (*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
+    sizes = Sizes(*LENGTHS, BATCH, HEADS, GROUP, heads_per_swizzle, Pointer(stream_k))
     columns = range(-(-LENGTHS[1] // 128))
     whole, split, _, helpers = kernel.stream_k_of(sizes)
     done: list[tuple[int, int, int, int]] = []

@@ -54,9 +54,12 @@ def computed(program: RingProgram, rank: int, step: int, blocks: Blocks, *, help
     if launches.table is None:
         return None
     work = jax.tree.map(lambda x: x[0], side.work_of(launches))
-    empty: Any = jnp.zeros((1, 1, 1, 1))
-    rows = side.rows(launches, work.q_rank, QueryPayload(empty, None, None, None))
-    columns = side.columns(launches, side.key_positions(work.kv_rank), KVPayload(empty, None))
+    q, kv = (
+        jnp.zeros((1, 1, layout.local_len, 1))
+        for layout in (program.plan.q_layout, program.plan.k_layout)
+    )
+    rows = side.rows(launches, work.q_rank, QueryPayload(q, None, None, None))
+    columns = side.columns(launches, side.key_positions(work.kv_rank), KVPayload(kv, None))
     return np.asarray(block_kinds(rows, columns, work, blocks))[0]
 
 

@@ -34,6 +34,8 @@ def block_index(kinds: Array) -> tuple[Array, Array]:
         which are not visited. And the counts of partial and of full ones, int32
         ``[1 or B, outer, 2]``.
     """
+    # PARTIAL < FULL, and empty ones behind both. Stable: blocks of a kind stay in their order, so
+    # that a kernel fetches neighbours one after another.
     kind_order = jnp.where(kinds == EMPTY, FULL + 1, kinds)
     blocks = jnp.argsort(kind_order, axis=2, stable=True).astype(jnp.int32)
     counts = [(kinds == kind).sum(axis=2, dtype=jnp.int32) for kind in (PARTIAL, FULL)]
@@ -52,6 +54,8 @@ def in_tiles(tiles: PredicateTiles, lengths: tuple[int, int], block_q: int, bloc
         jnp.asarray(parts)[tiles.which].swapaxes(1, 2).reshape(num_q_parts, -1)
         for parts in parts_of_tiles(tiles.bits, min(TILE, block_q), min(TILE, block_k))
     )
+    # Parts are no larger than a block. A block shows something if one of its parts does, and all if
+    # all of them do; parts beyond the last tile count as hidden.
     for axis, size in enumerate((block_q, block_k)):
         live, full = (_in_blocks(x, axis, grid[axis], size) for x in (live, full))
         live, full = live.any(axis=axis + 1), full.all(axis=axis + 1)

@@ -109,6 +109,8 @@ class TritonKernel(Kernel):
         # If there is one step, nothing is added to its dK/dV: they may have the inputs' dtype.
         dtype = rows.q.dtype if _is_single_step(call.program.backward) else dkv.dtype
         key_grads = step.split_kv(dkv.astype(dtype), "dk", "dv")
+        # By default one kernel on Hopper, two elsewhere: which GPU it is, is known when the program
+        # is lowered, so the launch has both forms.
         on_hopper = fused is None and not call.deterministic and step.on_hopper
         if fused or on_hopper:
             dq, key_grads = step.bwd_fused(upstream, dq, key_grads, only_on_hopper=on_hopper)

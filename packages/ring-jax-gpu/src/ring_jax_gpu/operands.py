@@ -134,15 +134,6 @@ class StepWork:
             and call.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
-    def _choose_blocks(self, name: KernelPass) -> Blocks:
-        """Return the block sizes of a kernel for this step."""
-        per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
-        return choose_blocks(
-            self.call.config, name, max(self.call.head_dim, self._v_dim),
-            self.rows.q.dtype.itemsize, table=self.blocks,
-            per_score_inputs=any(x is not None for x in per_score),
-        )  # fmt: skip
-
     def _kinds(self, blocks: Blocks) -> Array:
         """Return the kind of each block, int32 ``[1 or B, I, J]``.
 
@@ -166,7 +157,12 @@ class StepWork:
     ) -> tuple[Launch, Arrays]:
         """Return the launch of a kernel, and the arrays that it reads, by name."""
         kernel: KernelName = "bwd_dkv" if name == "bwd_fused" else name
-        blocks, is_q_major = self._choose_blocks(name), kernel != "bwd_dkv"
+        per_score = (self.rows.bias, self.rows.seed, self.work.kinds)
+        blocks, is_q_major = choose_blocks(
+            self.call.config, name, max(self.call.head_dim, self._v_dim),
+            self.rows.q.dtype.itemsize, table=self.blocks,
+            per_score_inputs=any(x is not None for x in per_score),
+        ), kernel != "bwd_dkv"  # fmt: skip
         keys = self.split_kv(self.columns.kv, "k" if self.separate_kv else "kv", "v")
         arrays = {
             "q": self.rows.q,
@@ -185,9 +181,11 @@ class StepWork:
         array_mask = self.rows.bias if self.call.bias_masks else None
         is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, array_mask))
         numbers = self._numbers | self._strides(kernel)
+        # The kernel for the gradient of a bias has a program for each block, and takes no list.
         if kernel != "bwd_dbias":
             numbers["block_index_batch"] = 0
         if is_indexed and kernel != "bwd_dbias":
+            # Lists are by outer block. Where all batch rows see alike they share one: stride 0.
             kinds = self._kinds(blocks)
             kinds = kinds if is_q_major else kinds.swapaxes(1, 2)
             arrays["block_index"], arrays["counts"] = block_index(kinds)
@@ -218,6 +216,7 @@ class StepWork:
             )  # fmt: skip
             q_programs, k_programs = num_q_blocks * batch * heads, num_k_blocks * batch * kv_heads
             grid = (q_programs if is_q_major else k_programs, 1, 1)
+        # What Hopper's kernels can do is marked: which GPU it is, is known when this is lowered.
         hopper = name in ("fwd", "bwd_fused") and self.on_hopper
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(consts.items()), grid, blocks.warps,
@@ -308,6 +307,7 @@ class StepWork:
         if rows.seed is not None:
             seed_words = lax.bitcast_convert_type(rows.seed, jnp.int32)
             first_batch, first_head = not_none(rows.offsets)
+            # Global numbers, for Philox: on any mesh the same weights are dropped.
             heads = first_head + jnp.arange(rows.q.shape[1], dtype=jnp.int32)
             dropout = jnp.concatenate([seed_words, first_batch[None], heads])
             options |= {"dropout": dropout, "q_index": rows.indices}
@@ -333,6 +333,7 @@ class StepWork:
                 "Instead: use kernel='xla', which evaluates the predicate block by block"
             )
         bits, index = geometry.tiles
+        # The plan has an index for each pair of ranks; which pair this is, is known on the device.
         which = jnp.asarray(index)[self.work.q_rank, self.work.kv_rank]
         which = jnp.where(kinds == PARTIAL, which, jnp.where(kinds == FULL, -1, -2))
         return PredicateTiles(bits, which.astype(jnp.int32))

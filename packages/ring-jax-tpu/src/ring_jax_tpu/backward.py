@@ -8,7 +8,7 @@ kernel of its own.
 
 from __future__ import annotations
 
-import functools
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def _fused_grads(
 ) -> tuple[Array, Array]:
     """Add all gradients but the bias's in one kernel, visiting the blocks column by column."""
     grid = key_head_grid(k_major(launch.kinds), dkv.shape, launch.consts.group)
-    kernel = functools.wraps(_bwd_fused)(functools.partial(_bwd_fused, grid))
+    kernel = wraps(_bwd_fused)(partial(_bwd_fused, grid))
     return launch.run(
         kernel, grid, upstream, _upstream_specs(launch, grid), (dq, dkv),
         (pl.BlockSpec(memory_space=pltpu.HBM), launch.key_rows(grid)),
@@ -177,13 +177,8 @@ def _bwd_dq(
     def _start() -> None:
         acc[...] = old[...]
 
-    # One of these runs, or none for an empty block. All of a row's visits follow one another, so
-    # that `acc` stays on the chip between them.
-    for kind in (FULL, PARTIAL, NONFINITE):
-
-        @pl.when(tile.visit.kind == kind)
-        def _add(kind: int = kind) -> None:
-            _add_block(tile, x, upstream, GradRefs(acc, None, None), kind)
+    # All of a row's visits follow one another, so that `acc` stays on the chip between them.
+    tile.when_kind(partial(_add_block, tile, x, upstream, GradRefs(acc, None, None)))
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
@@ -205,11 +200,7 @@ def _bwd_dkv(
 
     # All of a column's visits follow one another: `dk` and `dv` stay on the chip, over all query
     # heads of the group.
-    for kind in (FULL, PARTIAL, NONFINITE):
-
-        @pl.when(tile.visit.kind == kind)
-        def _add(kind: int = kind) -> None:
-            _add_block(tile, x, upstream, GradRefs(None, dk, dv), kind)
+    tile.when_kind(partial(_add_block, tile, x, upstream, GradRefs(None, dk, dv)))
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
@@ -232,6 +223,8 @@ def _bwd_fused(
     ends = is_last | (next_point.visit.kind == EMPTY)
     size = tile.consts.block_q
 
+    # The name is that of rows and head alone: the pipeline starts anew for each batch row and K/V
+    # head, whose blocks no other visits meet.
     def dq_block(point: GridPoint | Tile) -> DqBlock:
         rows = new[0].at[point.batch, point.head, pl.ds(point.visit.q_block * size, size)]
         return DqBlock(point.visit.q_block * tile.consts.heads + point.head, rows)
@@ -241,15 +234,13 @@ def _bwd_fused(
         dk[...], dv[...] = split(old[1], tile.consts.call.head_dim)
         pl.when((step == 0) & (member == 0))(pipeline.begin)
 
-    for kind in (FULL, PARTIAL, NONFINITE):
-
-        @pl.when(tile.visit.kind == kind)
-        def _add(kind: int = kind) -> None:
-            # dQ of this block has been read; that of the next one is being read, and that of the
-            # one before written, while this one is added to.
-            dq = pipeline.take(dq_block(tile), dq_block(next_point), is_last=ends)
-            _add_block(tile, x, upstream, GradRefs(dq, dk, dv), kind)
-            pipeline.write_back(dq_block(tile))
+    @tile.when_kind
+    def _add(kind: int) -> None:
+        # dQ of this block has been read; that of the next one is being read, and that of the one
+        # before written, while this one is added to.
+        dq = pipeline.take(dq_block(tile), dq_block(next_point), is_last=ends)
+        _add_block(tile, x, upstream, GradRefs(dq, dk, dv), kind)
+        pipeline.write_back(dq_block(tile))
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:
@@ -315,7 +306,7 @@ def _add_nonfinite(tile: Tile, x: Operands, upstream: BackwardInputs, into: Grad
     """Add the gradients of a block whose NaN and infinities must not leak through masked scores."""
     grads = _score_grads(tile, x, upstream, masked=True, finite=False)
     dproducts = grads.dproducts * tile.consts.call.scale
-    by_key, by_query = functools.partial(dot, "nn"), functools.partial(dot, "tn")
+    by_key, by_query = partial(dot, "nn"), partial(dot, "tn")
     if into.dv is not None:
         add_visible(into.dv, by_key, grads.weights, grads.visible, upstream.dout[...])
     if into.dk is not None:

@@ -150,6 +150,7 @@ class Walk:
             constant_values=EMPTY,
         )
         kinds = lax.dynamic_slice_in_dim(kinds, n * self.height, self.height, axis=1)
+        # Rows (or columns) are numbered within the piece: from here on, within the whole walk.
         words, steps = _indexed(kinds, self.outer_at, self.inner_at)
         return BlockIndex(words + ((n * self.height) << self.outer_at), steps)
 
@@ -173,12 +174,15 @@ def _indexed(kinds: Array, outer_at: int, inner_at: int) -> BlockIndex:
     """
     num_lists, outer, inner = kinds.shape
     flat = kinds.reshape(num_lists, outer * inner)
+    # Blocks that are not empty come first, in the order of rows: a row's visits follow one another.
     order = jnp.argsort(flat == EMPTY, axis=1, stable=True).astype(jnp.int32)
     count = (flat > EMPTY).sum(axis=1, keepdims=True).astype(jnp.int32)
     step = jnp.arange(outer * inner, dtype=jnp.int32)[None]
     block = jnp.take_along_axis(order, jnp.minimum(step, jnp.maximum(count - 1, 0)), axis=1)
     is_live, row = step < count, block // inner
     kind = jnp.where(is_live, jnp.take_along_axis(flat, block, axis=1), EMPTY)
+    # A visit is the first of its row where the one before it is of another row; at the ends of the
+    # list `roll` compares with the other end, so these are told apart by the step.
     before, after = (jnp.roll(row, by, axis=1) != row for by in (1, -1))
     only_empty = (count == 0) & (step == 0)
     first = (is_live & (before | (step == 0))) | only_empty

@@ -68,9 +68,13 @@ class DqPipeline(NamedTuple):
             self.finish_writes(block)
             self._read(block, slot).start()
 
+        # Read ahead or just now: until this wait the slot is being filled.
         self._read(block, slot).wait()
         # The next slot was written from two visits ago. Once that is done it may be overwritten.
         self._finish_write(block, next_slot)
+        # This visit's block is about to change, and the last one's is being written: main memory
+        # has old numbers of both. Blocks of visits before these have been written, the latest from
+        # `next_slot`. The read goes on beside this visit's products.
         is_readable = (next_block.name != block.name) & (next_block.name != self.last[0])
         prefetches = is_readable & jnp.logical_not(is_last)
         pl.when(prefetches)(lambda: self._read(next_block, next_slot).start())
@@ -81,6 +85,8 @@ class DqPipeline(NamedTuple):
     def write_back(self, block: DqBlock) -> None:
         """Start to write this visit's block to main memory, and move on to the next slot."""
         slot = self.slot[0]
+        # In flight during the next visit, which uses another slot; waited for two visits on, before
+        # this slot is filled again.
         self._write(block, slot).start()
         self.is_writing[slot] = 1
         self.slot[0] = lax.rem(slot + 1, _SLOTS)

@@ -6,13 +6,14 @@ It is a running softmax (Milakov and Gimelshein, arXiv 1805.02867) that starts f
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ring_core.base.arguments import FULL, PARTIAL
+from ring_core.base.arguments import FULL
 from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import NONFINITE, q_major
 from ring_jax_tpu.grids import query_head_grid
@@ -73,13 +74,9 @@ def _fwd(
         total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
 
-    # One of these runs, or none for an empty block. All of a row's visits follow one another, so
-    # that the running softmax stays on the chip between them.
-    for kind in (FULL, PARTIAL, NONFINITE):
-
-        @pl.when(tile.visit.kind == kind)
-        def _merge(kind: int = kind) -> None:
-            _online_softmax_step(tile, x, row_max, total, acc, kind)
+    # All of a row's visits follow one another, so that the running softmax stays on the chip
+    # between them.
+    tile.when_kind(partial(_online_softmax_step, tile, x, row_max, total, acc))
 
     @pl.when(tile.visit.is_last)
     def _finish() -> None:

@@ -172,6 +172,7 @@ class Launch:
 
         walk, kv = grid.walk, self.operands.kv
         operands = self.operands._replace(kv=(kv, kv) if self._separate_kv_fetch else kv)
+        # The list of all of a walk; or the kinds, of which each piece makes its own list later.
         index = walk.whole() if walk.pieces == 1 else BlockIndex(walk.kinds, 1)
         steps = None if isinstance(index.steps, int) else index.steps
         arrays = (index.words, self.scalars, operands, extra, into)
@@ -195,8 +196,11 @@ class Launch:
                     out_specs=(into_specs,),
                     scratch_shapes=(*scratch, *dropout_shapes),
                 ),
+                # Results lie where accumulators lay: blocks without a visit keep their numbers.
                 input_output_aliases={num_read + n: n for n in range(len(jax.tree.leaves(into)))},
                 compiler_params=pltpu.CompilerParams(
+                    # Batch rows and heads touch different blocks and may be shared among a chip's
+                    # cores. Visits of a row follow one another: its sums stay on chip between them.
                     dimension_semantics=[
                         pltpu.PARALLEL if n < 2 else pltpu.ARBITRARY for n in range(len(grid.sizes))
                     ],

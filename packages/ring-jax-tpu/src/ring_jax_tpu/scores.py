@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ring_core.base.arguments import FULL, PARTIAL
 from ring_jax.dropout import dropout_keep
 from ring_jax.records import CallSpec, Item
-from ring_jax_tpu.block_index import Visit
+from ring_jax_tpu.block_index import NONFINITE, Visit
 
 Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
@@ -96,6 +98,14 @@ class Tile:
     def shape(self) -> tuple[int, int]:
         """Shape of the block, ``(keys, queries)``."""
         return self.consts.block_k, self.consts.block_q
+
+    def when_kind(self, body: Callable[[int], None]) -> None:
+        """Run ``body(kind)`` for the kind of the visit's block; nothing if that is empty.
+
+        The kind is known on the device only, so there is code for each.
+        """
+        for kind in (FULL, PARTIAL, NONFINITE):
+            pl.when(self.visit.kind == kind)(partial(body, kind))
 
     def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
         """Compute the scores of queries ``[q, D]`` and keys ``[k, D]``."""

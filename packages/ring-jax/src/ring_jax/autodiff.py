@@ -106,6 +106,8 @@ def _backward(call: CallSpec, saved: Saved, gradients: tuple[Array, Array]) -> t
     :func:`ring_jax.collectives.match_varying` sums them over the devices, once.
     """
     dout, dlse = gradients
+    # The softmax's backward is probs * (dprobs - delta), and lse, whose derivative by a score is
+    # its probability, only subtracts from delta: kernels need no dlse.
     x, wide = saved.inputs, call.wide
     delta = (dout.astype(wide) * saved.out.astype(wide)).sum(axis=-1).swapaxes(1, 2) - dlse
     upstream = BackwardInputs(to_bhtd(dout), saved.lse, delta, to_bhtd(saved.out))
@@ -196,6 +198,7 @@ def _add_sinks(result: AttentionState, sinks: Array) -> AttentionState:
     out, lse = result
     folded = jax.nn.logsumexp(sinks.astype(lse.dtype).reshape(sinks.shape[0], -1), axis=1)
     with_sinks = jnp.logaddexp(lse, folded[None, :, None])
+    # A sink yields no value: it only takes its share of the weights of all keys.
     weight = jnp.exp(lse - jnp.where(with_sinks == -jnp.inf, 0.0, with_sinks))
     return AttentionState(out * weight[..., None], with_sinks)
 

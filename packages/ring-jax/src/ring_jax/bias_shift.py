@@ -60,6 +60,7 @@ def _largest_visible_bias(call: CallSpec, x: Inputs) -> Array:
         if x.q_ids is not None and k_ids is not None:
             q_ids = lax.dynamic_slice_in_dim(x.q_ids, start, size, axis=1)[:, None, :, None]
             visible = visible & (q_ids == k_ids[:, None, None]) & (q_ids >= 0)
+        # Hidden keys do not count: a 0 at one would be the largest where all others have -1e10.
         largest = jnp.where(visible & jnp.isfinite(part), part, -jnp.inf).max(axis=3)
         is_needed = (largest != -jnp.inf) & (jnp.abs(largest) > UNSHIFTED_BIAS)
         largest = jnp.where(is_needed, largest, 0.0)

@@ -40,6 +40,7 @@ def permute(x: Array, layout: Layout, dim: int, *, inverse: bool = False) -> Arr
 
 def _permute(x: Array, *, layout: Layout, dim: int, inverse: bool) -> Array:
     """Concatenate the tokens of rank 0, rank 1 and so on along the dimension, or undo that."""
+    # The token at position `order[n]` comes to place n, and goes back by the inverse, its argsort.
     order = np.concatenate([layout.positions(rank) for rank in range(layout.cp_size)])
     return jnp.take(x, np.argsort(order) if inverse else order, axis=dim)
 
@@ -166,10 +167,10 @@ class Ranks:
         Ranks that are not among ``receivers`` get zeros; ``None`` is all ranks.
         """
         targets = range(self.size) if receivers is None else receivers
+        # Every rank is the source and the target of at most one pair, so all move at once.
         pairs = [((target - hop) % self.size, target) for target in targets]
         if self.axis_name is None or not pairs:
             return cast("T", jax.tree.map(jnp.zeros_like, x))
-
         return cast("T", jax.tree.map(lambda part: lax.ppermute(part, self.axis_name, pairs), x))
 
     def gather(self, x: Array, axis: int) -> Array:
@@ -246,6 +247,8 @@ def _order_after[M](moved: M, results: Any) -> M:
         if x.size == 0:
             return x
         start = (0,) * x.ndim
+        # One element is enough for a dependency, and can be updated in place, where a select over
+        # the whole array would write it anew.
         first = lax.slice(x, start, (1,) * x.ndim)
         return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), start)
 
@@ -266,6 +269,8 @@ def reload_after[A](arrays: A, results: Any) -> A:
 
 def _opaque_false(results: Any) -> Array | None:
     """Return a condition on results that never holds, though the compiler cannot know that."""
+    # An element of each result is there no earlier than the kernel that writes it has ended. No
+    # number is NaN and infinite at once.
     corners = [x[(0,) * x.ndim] for x in jax.tree.leaves(results) if x.size > 0]
     if not corners:
         return None

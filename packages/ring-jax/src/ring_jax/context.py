@@ -23,7 +23,7 @@ from ring_core.layouts.layout import check_layout
 from ring_jax import movement
 from ring_jax.attention import RingAttention
 from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
-from ring_jax.global_arrays import attend_global
+from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
     check_not_in_shard_map,
@@ -34,7 +34,6 @@ from ring_jax.meshes import (
 from ring_jax.movement import Halo
 from ring_jax.prepare import ShardCounts, check_call, described_as, split_mask
 from ring_jax.records import Array, AttentionOptions, CallOptions, CallSpec, Inputs
-from ring_jax.sharding import Sharding
 from ring_jax.strategies import Way, explained
 from ring_jax.tripwire import agreement
 
@@ -140,10 +139,9 @@ class ContextParallel:
         checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
         if layout.pad_to is not None:
-            widths = [(0, 0)] * x.ndim
-            widths[dim] = 0, layout.padded_len - layout.seq_len
+            missing = [0] * dim + [layout.padded_len - layout.seq_len] + [0] * (x.ndim - dim - 1)
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
-            x = jnp.pad(x, widths, constant_values=fill)
+            x = jnp.pad(x, [(0, n) for n in missing], constant_values=fill)
         return self._sharding.split(x, dim)
 
     def unshard(self, x: Array, *, dim: int = 1, seq_len: int | None = None) -> Array:
@@ -201,9 +199,8 @@ class ContextParallel:
         dim, _ = self._sharding.check_tokens(x, dim, seq_len)
         row_checks.check_halo(left, right, self.layout, self.cp_size)
         documents = row_checks.offsets_of(cu_seqlens)
-        options = {
-            "left": int(left), "right": int(right), "cu_seqlens": documents, "seq_len": seq_len,
-        }  # fmt: skip
+        sides = {"left": int(left), "right": int(right)}
+        options = {**sides, "cu_seqlens": documents, "seq_len": seq_len}
         spec = self._sharding.spec(x, dim)
         rows = self._sharding.row_spec(spec, dim)
         ids = PartitionSpec(rows[0], None)
@@ -253,10 +250,10 @@ class ContextParallel:
             x = half.relayout(layer(cp.relayout(x, to=half)), to=cp)
         """
         dim, source = self._sharding.check_tokens(x, dim, seq_len)
-        if isinstance(to, ContextParallel):
-            target = Sharding(to.mesh, to.axis_name, to.layout)
-        else:
-            target = replace(self._sharding, layout=check_layout(to))
+        target = (
+            Sharding(to.mesh, to.axis_name, to.layout) if isinstance(to, ContextParallel)
+            else replace(self._sharding, layout=check_layout(to))
+        )  # fmt: skip
         return self._sharding.relayout(x, dim, source, target, pad=seq_len is not None)
 
     def positions(self, seq_len: int) -> Array:
@@ -397,6 +394,5 @@ def _advice(what: str, name: str) -> str:
     if what == "batch":
         return "pad the batch, or leave batch_axis out"
     alone = "leave head_axis out, and devices along that axis compute all heads"
-    if name == "q":
-        return alone
-    return f"give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or {alone}"
+    more = "give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or "
+    return alone if name == "q" else more + alone

@@ -26,6 +26,8 @@ def dropout_keep(
     ndim = max(x.ndim for x in indices)
     b, h, i, j = (x.astype(jnp.uint32).reshape((1,) * (ndim - x.ndim) + x.shape) for x in indices)
     shape = jnp.broadcast_shapes(b.shape, h.shape, i.shape, j.shape)
+    # Four neighbouring keys share a counter, of whose four words each takes its own. An element
+    # computes all four and drops three, which keeps it independent of its neighbours.
     words = philox((jnp.broadcast_to(j >> 2, shape), i, h, b), (seed[0], seed[1]))
     lane = j & 3
     even, odd = jnp.where(lane < 2, words[0], words[2]), jnp.where(lane < 2, words[1], words[3])

@@ -67,6 +67,7 @@ def in_one_process(mesh: AnyMesh, axis: str) -> bool | None:
     if isinstance(mesh, AbstractMesh):
         return None
     process = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
+    # Each line along the axis holds one sequence; other lines may belong to other processes.
     along = np.moveaxis(process, mesh.axis_names.index(axis), 0)
     return bool((along == along[0]).all())
 

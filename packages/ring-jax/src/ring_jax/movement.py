@@ -9,10 +9,12 @@ the backward: rows go back the same way, and sum where they were copied.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ring_core import Layout, LayoutSpec, row_checks
 from ring_core.checks import padded_layout
@@ -132,7 +134,9 @@ def halo(
     )
     batch = 1 if dim == 0 else x.shape[0]
     positions, numbers = (jnp.tile(own, (batch, 1)) for own in ids)
-    return Halo(moved if dim == 0 else _merged(moved, dim), positions, numbers)
+    # [B, ..., R, W, ...], with R at `dim`, becomes [B * R, ..., W, ...].
+    rows = moved if dim == 0 else lax.collapse(jnp.moveaxis(moved, dim, 1), 0, 2)
+    return Halo(rows, positions, numbers)
 
 
 def _halo_ids(
@@ -176,9 +180,9 @@ def join(
     runs = row_checks.check_rows(y.shape, dim, check_layout(layout), axis_size(axis_name))
     if dim == 0:
         return y.reshape((-1, *y.shape[2:]))
+    # Rows of a batch row lie one behind the other: [B, R, ..., L, ...], and R goes before L.
     split = y.reshape((y.shape[0] // runs, runs, *y.shape[1:]))
-    moved = jnp.moveaxis(split, 1, dim)
-    return moved.reshape((*moved.shape[:dim], -1, *moved.shape[dim + 2 :]))
+    return lax.collapse(jnp.moveaxis(split, 1, dim), dim, dim + 2)
 
 
 def relayout(
@@ -243,10 +247,10 @@ def check_fill(x: Array, fill: object) -> None:
     low: float = 0
     high: float = 1
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        high = float(jnp.finfo(x.dtype).max)  # type: ignore[no-untyped-call]  # finfo has no types
+        high = float(jnp.finfo(x.dtype).max)
         low = -high
     elif x.dtype != jnp.bool_:
-        limits = jnp.iinfo(x.dtype)  # type: ignore[no-untyped-call]  # has no types; it knows int4
+        limits = jnp.iinfo(x.dtype)  # which knows int4
         low, high = int(limits.min), int(limits.max)
     row_checks.check_fill(fill, str(x.dtype), low, high)
 
@@ -269,12 +273,6 @@ def _dim_and_layout(
     return dim, padded_layout(seq_len, x.shape[dim], check_layout(layout), size)
 
 
-def _merged(x: Array, dim: int) -> Array:
-    """Return ``[B, ..., R, W, ...]``, with ``R`` at ``dim``, as ``[B * R, ..., W, ...]``."""
-    moved = jnp.moveaxis(x, dim, 1)
-    return moved.reshape((-1, *moved.shape[2:]))
-
-
 def _moved(
     x: Array, dim: int, movement: Movement, axis_name: Hashable | None, layout: Layout, fill: float
 ) -> Array:
@@ -288,11 +286,9 @@ def _moved(
     shape = (movement.target_rows, *rows.shape[1:])
     axes = varying_axes((x, ranks.rank()))
     rows, filled = match_varying((rows, jnp.full(shape, fill, x.dtype)), axes)
-    every_hop = hops(movement, layout.cp_size)
-
-    def run(rows: Array) -> Array:
-        return _exchanged(rows, filled, movement, every_hop, ranks)
-
+    run = partial(
+        _exchanged, out=filled, movement=movement, every_hop=hops(movement, ranks.size), ranks=ranks
+    )
     out = run(rows)
     if ranks.size > 1 and checked_every():
         sent = sum(movement.traffic(rank)[0] for rank in range(ranks.size))
@@ -305,6 +301,8 @@ def _exchanged(
 ) -> Array:
     """Return ``out`` with the rows that arrive at this device written into it."""
     rank = ranks.rank()
+    # Hops of different distances write different rows of `out` and read the old rows only, so their
+    # order does not matter, and the compiler may run their messages at once.
     for hop in every_hop:
         # Each device picks what it sends over this distance, up to the longest message ...
         read = _row_numbers(hop.read, rank, hop.rows, movement.source_rows)
@@ -331,11 +329,13 @@ def _row_numbers(table: RowTable, rank: Array, rows: int, end: int) -> Array:
     """
     steps = jnp.arange(rows, dtype=jnp.int32)
     start, offset = (jnp.asarray(x, jnp.int32)[rank] for x in (table.start, table.offset))
+    # A rank's rows are pieces of equal steps; in a single one nothing has to be searched.
     if len(table.start[0]) == 1:
         numbers = start[0] + table.step * steps
     else:
         piece = searchsorted(offset, steps, "right") - 1
         numbers = start[piece] + table.step * (steps - offset[piece])
+    # All ranks have as many rows: no message is filled up.
     if (table.rows == rows).all():
         return numbers
     return jnp.where(steps < jnp.asarray(table.rows, jnp.int32)[rank], numbers, end + steps)

@@ -231,6 +231,8 @@ def prepared(
         seed=seed, offsets=offsets,
     )  # fmt: skip
     inputs = inputs._replace(bias=_with_padding(inputs.bias, call.plan.k_layout))
+    # What is replicated varies from here on over all axes that anything varies over, the rank too:
+    # loops need carries of one type, and the transpose of the mark sums gradients of replicas.
     rank = None if call.axis_name is None else lax.axis_index(call.axis_name)
     return match_varying(inputs, varying_axes((inputs, rank)))
 

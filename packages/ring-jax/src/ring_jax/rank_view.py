@@ -98,12 +98,14 @@ class RankTable(NamedTuple):
         packed = rows.view(np.dtype((np.void, rows.dtype.itemsize * width)))[:, 0]
         _, first, numbers = np.unique(packed, return_index=True, return_inverse=True)
         rows = rows[first]
+        # Ranks become the last dimension, so that equal neighbours form ranges.
         by_rank = np.moveaxis(numbers.reshape(table.shape[:-1]), 0, -1)  # [..., P]
         begins = np.ones(by_rank.shape, dtype=bool)
         begins[..., 1:] = by_rank[..., 1:] != by_rank[..., :-1]
         ranges = int(begins.sum(axis=-1).max(initial=1))
         if 2 * ranges >= ranks:  # a first rank and a number for each range take no less
             return cls(rows, None, by_rank.astype(np.int32))
+        # Stable, so the ranks at which a range begins come first, in ascending order.
         order = np.argsort(~begins, axis=-1, kind="stable")[..., :ranges]
         starts = np.where(np.take_along_axis(begins, order, axis=-1), order, ranks)
         return cls(
@@ -176,6 +178,8 @@ def step_table(program: RingProgram, step: int) -> StepTable:
     """Return the items of a step of the program, split by whose queries they are."""
     plan, table = program.plan, program.table(step)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
+    # Rows beyond a rank's own number of items have no queries. Rows of other ranks' queries are
+    # those with which this rank helps.
     live = column["q_stop"] > column["q_start"]
     is_own = column["q_rank"] == np.arange(plan.cp_size)[:, None]
     own, is_peer = _compact_rows(table, live & is_own), live & ~is_own
@@ -200,6 +204,7 @@ def remote_table(program: RingProgram) -> StepTable | None:
     parts = [step_table(program, n) for n, step in enumerate(program.steps) if step.shift != 0]
     if not parts:
         return None
+    # No rank helps another where keys are gathered, so the items of own queries are all.
     table = np.concatenate([part.own for part in parts], axis=1)
     column = {name: n for n, name in enumerate(TABLE_COLUMNS)}
     live = table[..., column["q_stop"]] > table[..., column["q_start"]]
@@ -226,6 +231,7 @@ def _join_adjacent(table: Table) -> Table:
     """Join rows that show adjacent ranges of keys, fully, to the same queries."""
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
     keys = [column[name] for name in ("k_start", "q_stop", "q_start")]
+    # Full rows first, those of the same queries one behind the other, in the order of their keys.
     order = np.lexsort((*keys, ~_is_full(table)), axis=1)
     table = np.take_along_axis(table, order[..., None], axis=1)
     column = {name: table[..., n] for n, name in enumerate(TABLE_COLUMNS)}
@@ -280,6 +286,8 @@ class RankView:
         assert launches.table is not None
         items, numbers = launches.table.rows_of(self.rank)  # [launches, R, C], [launches, R]
         size, shifts = self.call.plan.cp_size, np.array(launches.shifts, np.int32)
+        # The keys that rank r meets over a shift are those of rank r - shift; where it helps, these
+        # are the queries, and the keys its own.
         ranks = jnp.broadcast_to(self.rank, shifts.shape), (self.rank - shifts) % size
         q_rank, kv_rank = ranks[::-1] if launches.for_peer else ranks
         kinds = None
@@ -288,6 +296,8 @@ class RankView:
             q_ranks, kv_ranks = all_ranks, (all_ranks - shifts) % size
             if launches.for_peer:
                 q_ranks, kv_ranks = kv_ranks, q_ranks
+            # Chosen on the host for every rank and launch, so that the program holds kinds of these
+            # pairs alone, and a device takes its row.
             kinds = jnp.asarray(self.call.plan.blocks.kinds[q_ranks, kv_ranks])[self.rank]
         return ItemTable(
             items, kinds, q_rank, kv_rank,
@@ -329,6 +339,8 @@ class RankView:
 
 def local_positions(layout: Layout, rank: Array) -> Array:
     """Return the global index of each token of a rank, int32 ``[T_local]``."""
+    # A rank holds a few runs one behind the other. Each overwrites what the run before would have
+    # gone on with, so no table of T positions is looked up.
     starts = _run_positions(layout, rank)
     index = jnp.arange(layout.local_len, dtype=jnp.int32)
     positions = starts[0] + layout.stride * index

@@ -323,7 +323,7 @@ class Kernel(Protocol):
         """Return what it can do; it is only given calls that fit."""
 
     def refusals(
-        self, direction: Direction, local: LocalShape, config: KernelConfig, program: RingProgram, /  # noqa: ARG002 - for kernels that use them
+        self, _direction: Direction, _local: LocalShape, _config: KernelConfig, _program: RingProgram, /
     ) -> tuple[str, ...]:  # fmt: skip
         """Return why it cannot do a pass of a call that fits its capabilities; empty if it can."""
         return ()

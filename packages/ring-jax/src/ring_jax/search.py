@@ -7,8 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-
-from ring_jax.records import Array
+from jax import Array
 
 
 @partial(jax.jit, static_argnames="side")  # one function of a program for searches of equal sizes
@@ -25,6 +24,8 @@ def searchsorted(table: Array, x: Array, side: Literal["left", "right"]) -> Arra
     """
     size = table.shape[0]
     counts = jnp.zeros(x.shape, jnp.int32)
+    # The count is found from its highest bit on: a bit is set if the entry that it would count last
+    # comes before x. Indices beyond the table are clamped, and their bit not set.
     for bit in reversed(range(size.bit_length())):
         with_bit = counts + (1 << bit)
         entry = table[jnp.minimum(with_bit, size) - 1]

@@ -29,7 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ring_jax_gpu.hopper.common import LOG2E, columns_of, seen_by, swizzled_block_and_head, visited
+from ring_jax_gpu.hopper.common import (
+    LOG2E,
+    Sizes,
+    columns_of,
+    seen_by,
+    swizzled_block_and_head,
+    visited,
+)
 from ring_jax_gpu.hopper.stream_k import StreamKBackward
 
 KEYS = gl.constexpr(128)  # keys per block, shared by two groups of warps
@@ -87,7 +94,7 @@ def bwd_hopper(
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
-    sizes = (q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
+    sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
@@ -107,16 +114,15 @@ def work_of(sizes, consts: gl.constexpr):
     blocks of queries count, over all heads of the group, after the first ``skipped``. Numbered
     through all these tiles, the program does blocks ``[begin, end)``.
     """
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     tile, pieces = gl.program_id(0), 1
     begin, skipped = 0, 0
-    length = group * ((q_len + consts.BLOCK - 1) // consts.BLOCK)
+    length = sizes.group * ((sizes.q_len + consts.BLOCK - 1) // consts.BLOCK)
     end = length
     if consts.STREAM_K:
         whole, split, own, helpers = stream_k_of(sizes)
-        length = group * gl.load(stream_k + Q_MANY)
+        length = sizes.group * gl.load(sizes.stream_k + Q_MANY)
         split_index = tile - whole
-        tiles = (k_len + KEYS - 1) // KEYS * batch * (heads // group)
+        tiles = (sizes.k_len + KEYS - 1) // KEYS * sizes.batch * (sizes.heads // sizes.group)
         if split_index >= split + helpers:  # a tile of keys that no query sees
             tile -= helpers
             pieces = gl.where(tile < tiles, 1, 0)
@@ -149,28 +155,28 @@ def piece_of(n, tile, begin, end, skipped, length, sizes, consts: gl.constexpr):
 @gluon.jit
 def stream_k_of(sizes):
     """Return ``(whole, split, own, helpers)``: the number of tiles not split, and the schedule."""
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    split = gl.load(stream_k + SPLIT)
-    whole = gl.load(stream_k + BUSY) * batch * (heads // group) - split
-    return whole, split, gl.load(stream_k + OWN), gl.load(stream_k + HELPERS)
+    split = gl.load(sizes.stream_k + SPLIT)
+    whole = gl.load(sizes.stream_k + BUSY) * sizes.batch * (sizes.heads // sizes.group) - split
+    return whole, split, gl.load(sizes.stream_k + OWN), gl.load(sizes.stream_k + HELPERS)
 
 
 @gluon.jit
 def keys_of(tile, sizes, consts: gl.constexpr):
     """Return the block of keys of a tile, and its K/V head; keys that are seen come first."""
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    blocks = (k_len + KEYS - 1) // KEYS
+    blocks = (sizes.k_len + KEYS - 1) // KEYS
     if consts.STREAM_K:
-        first, busy = gl.load(stream_k + FIRST), gl.load(stream_k + BUSY)
-        seen = busy * batch * (heads // group)
+        first, busy = gl.load(sizes.stream_k + FIRST), gl.load(sizes.stream_k + BUSY)
+        seen = busy * sizes.batch * (sizes.heads // sizes.group)
         if tile < seen:
-            block, flat = swizzled_block_and_head(tile, busy, heads_per_swizzle)
+            block, flat = swizzled_block_and_head(tile, busy, sizes.heads_per_swizzle)
             block += first
         else:
-            block, flat = swizzled_block_and_head(tile - seen, blocks - busy, heads_per_swizzle)
+            block, flat = swizzled_block_and_head(
+                tile - seen, blocks - busy, sizes.heads_per_swizzle
+            )
             block += gl.where(block >= first, busy, 0)
     else:
-        block, flat = swizzled_block_and_head(tile, blocks, heads_per_swizzle)
+        block, flat = swizzled_block_and_head(tile, blocks, sizes.heads_per_swizzle)
     return block, flat
 
 
@@ -186,8 +192,7 @@ def seen_in_part(
         items, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
     )
     if consts.STREAM_K:
-        stream_k = sizes[6]
-        before = member * gl.load(stream_k + Q_MANY) - gl.load(stream_k + Q_FIRST)
+        before = member * gl.load(sizes.stream_k + Q_MANY) - gl.load(sizes.stream_k + Q_FIRST)
         low = gl.maximum(low, part - before)
         high = gl.maximum(gl.minimum(high, part_stop - before), low)
         whole_low = gl.minimum(gl.maximum(whole_low, low), high)
@@ -209,9 +214,8 @@ def bwd_producer(
     """Run the producer warp: fetch a block of keys and values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    kv_heads = heads // group
-    padded = (q_len + consts.BLOCK - 1) // consts.BLOCK * consts.BLOCK
+    kv_heads = sizes.heads // sizes.group
+    padded = (sizes.q_len + consts.BLOCK - 1) // consts.BLOCK * consts.BLOCK
     tile, pieces, begin, end, skipped, length = work_of(sizes, consts)
     # Blocks of queries are numbered through all pieces by `count`, here and by the consumers, so
     # that both find a block's slot and phase. The producer is ahead by as many as there are slots.
@@ -220,15 +224,15 @@ def bwd_producer(
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
-        stop = gl.minimum(start + KEYS, k_len)
+        stop = gl.minimum(start + KEYS, sizes.k_len)
         of_keys, of_values = columns_of(kv_head, consts)
         # The consumers are done with the piece before: its keys and values may be overwritten.
         mbarrier.wait(kv_free, (n & 1) ^ 1)
         mbarrier.expect(kv_full, k.nbytes_per_cta + v.nbytes_per_cta)
-        tma.async_load(k, [b * k_len + start, of_keys], kv_full, k_tile)
-        tma.async_load(v, [b * k_len + start, of_values], kv_full, v_tile)
-        for member in range(group):
-            head = kv_head * group + member
+        tma.async_load(k, [b * sizes.k_len + start, of_keys], kv_full, k_tile)
+        tma.async_load(v, [b * sizes.k_len + start, of_values], kv_full, v_tile)
+        for member in range(sizes.group):
+            head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
                     items, item, start, stop, part, part_stop, member, sizes, consts
@@ -240,9 +244,9 @@ def bwd_producer(
                     # Queries and lse of this slot have been used: fetch the next ones over them ...
                     mbarrier.wait(q_free.index(slot), phase)
                     mbarrier.expect(q_full.index(slot), q.nbytes_per_cta + neg_lse.nbytes_per_cta)
-                    number, column = (b * heads + head) * padded + row, head * consts.D
+                    number, column = (b * sizes.heads + head) * padded + row, head * consts.D
                     tma.async_load(
-                        q, [b * q_len + row, column], q_full.index(slot), q_tiles.index(slot)
+                        q, [b * sizes.q_len + row, column], q_full.index(slot), q_tiles.index(slot)
                     )
                     tma.async_load(neg_lse, [number], q_full.index(slot), m_tiles.index(slot))
                     # ... and the same for dO and delta, which are free earlier.
@@ -251,7 +255,10 @@ def bwd_producer(
                         g_full.index(slot), dout.nbytes_per_cta + neg_delta.nbytes_per_cta
                     )
                     tma.async_load(
-                        dout, [b * q_len + row, column], g_full.index(slot), g_tiles.index(slot)
+                        dout,
+                        [b * sizes.q_len + row, column],
+                        g_full.index(slot),
+                        g_tiles.index(slot),
                     )
                     tma.async_load(neg_delta, [number], g_full.index(slot), d_tiles.index(slot))
                     count += 1
@@ -262,26 +269,26 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts
     """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, consts.D, 16])
-    kv_heads = heads // group
+    kv_heads = sizes.heads // sizes.group
     tile, pieces, begin, end, skipped, length = work_of(sizes, consts)
     count = 0
     for n in range(pieces):
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
-        block_stop = gl.minimum(start + KEYS, k_len)
+        block_stop = gl.minimum(start + KEYS, sizes.k_len)
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         dk = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
         dv = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
-        # Keys and values stay in shared memory until the piece is done; queries stream past.
+        # Keys and values stay in shared memory until the piece is done; queries stream past. They
+        # have one slot, so the n-th piece has the parity n & 1.
         mbarrier.wait(kv_full, n & 1)
         nonfinite = has_nonfinite(k_tile, consts)
         # dK and dV stay in registers over all query heads of the group.
-        for member in range(group):
-            head = kv_head * group + member
+        for member in range(sizes.group):
+            head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
                     items, item, start, block_stop, part, part_stop, member, sizes, consts
@@ -291,14 +298,14 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts
                 for i in range(partial):
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
                     dk, dv = add_grads_of_block(
-                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * q_len,
+                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
                         head, first, stop, True, consts,
                     )  # fmt: skip
                     count += 1
                 for i in range(whole_low, whole_high):
                     dk, dv = add_grads_of_block(
                         tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite,
-                        i * consts.BLOCK, b * q_len, head, first, stop, False, consts,
+                        i * consts.BLOCK, b * sizes.q_len, head, first, stop, False, consts,
                     )  # fmt: skip
                     count += 1
         # The producer may fetch the next piece's keys and values.
@@ -317,9 +324,8 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts
 @gluon.jit
 def parts_of(split_index, sizes):
     """Return the number of programs that compute a split tile: its first part's, and helpers."""
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
-    rest = group * gl.load(stream_k + Q_MANY) - own
+    rest = sizes.group * gl.load(sizes.stream_k + Q_MANY) - own
     # The helper of a block of queries is the last one that begins no later.
     first = ((split_index * rest + 1) * helpers - 1) // (split * rest)
     last = ((split_index + 1) * rest * helpers - 1) // (split * rest)
@@ -333,7 +339,6 @@ def add_part(outputs, tile, dk, dv, sizes, layout: gl.constexpr, consts: gl.cons
     Returns ``(dk, dv, True)`` with the sums to the program that counts the last part.
     """
     _, _, _, marks, parts = outputs
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     whole, split, own, helpers = stream_k_of(sizes)
     split_index = tile - whole
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
@@ -356,9 +361,8 @@ def store_key_grads(
 ):
     """Write dK and dV of a block of keys, or only set its flag if there is NaN."""
     to_k, to_v, flags, _, _ = outputs
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    blocks = (k_len + KEYS - 1) // KEYS
-    kv_heads = heads // group
+    blocks = (sizes.k_len + KEYS - 1) // KEYS
+    kv_heads = sizes.heads // sizes.group
     b, kv_head = flat // kv_heads, flat % kv_heads
     is_nan = gl.where((dk != dk) | (dv != dv), 1, 0)  # noqa: PLR0124 - true for NaN alone
     left_out = gl.where(nonfinite > 0, 2, gl.max(gl.max(is_nan, 1), 0))
@@ -366,10 +370,12 @@ def store_key_grads(
     if left_out == 0:
         rows = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
         dims = gl.arange(0, consts.D, layout=gl.SliceLayout(0, layout))
-        real = (rows < k_len)[:, None]
+        real = (rows < sizes.k_len)[:, None]
         of_keys, of_values = columns_of(kv_head, consts)
         step: gl.constexpr = 2 * consts.D if consts.KV_PACKED else consts.D
-        offsets = ((b * k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[None, :]
+        offsets = ((b * sizes.k_len + rows).to(gl.int64) * (kv_heads * step))[:, None] + dims[
+            None, :
+        ]
         new_k, new_v = dk * consts.SCALE, dv
         if not consts.OVERWRITE:
             new_k += gl.load(to_k + of_keys + offsets, mask=real, other=0.0)

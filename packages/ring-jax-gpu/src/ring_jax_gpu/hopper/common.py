@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +41,27 @@ class HopperConstexprs(NamedTuple):
     KV_PACKED: gl.constexpr
     PINGPONG: gl.constexpr
     STREAM_K: gl.constexpr
+
+
+class Sizes(NamedTuple):
+    """The sizes of a launch: lengths, numbers of heads, and its Stream-K schedule.
+
+    Attributes:
+        q_len, k_len: Queries and keys of a batch row.
+        batch: Batch rows.
+        heads: Query heads.
+        group: Query heads that share a K/V head.
+        heads_per_swizzle: Heads whose keys share the L2 cache.
+        stream_k: Pointer to the fields of the schedule, or None.
+    """
+
+    q_len: Any
+    k_len: Any
+    batch: Any
+    heads: Any
+    group: Any
+    heads_per_swizzle: Any
+    stream_k: Any
 
 
 @gluon.jit

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ring_jax_gpu.hopper.common import (
     LN2,
     LOG2E,
+    Sizes,
     columns_of,
     seen_by,
     swizzled_block_and_head,
@@ -61,13 +62,12 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
     Queries that see something come first, the last blocks before the first ones; of split tiles
     all first parts come before the other ones.
     """
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    all_heads = batch * heads
-    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
+    all_heads = sizes.batch * sizes.heads
+    blocks = (sizes.q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     part, split_index = 0, -1
     if consts.STREAM_K:
-        first, busy = gl.load(stream_k + FIRST), gl.load(stream_k + BUSY)
-        split, each = gl.load(stream_k + SPLIT), gl.load(stream_k + EACH)
+        first, busy = gl.load(sizes.stream_k + FIRST), gl.load(sizes.stream_k + BUSY)
+        split, each = gl.load(sizes.stream_k + SPLIT), gl.load(sizes.stream_k + EACH)
         # Whole tiles come first, then all parts of split tiles, then tiles that see nothing.
         whole = busy * all_heads - split
         tile = tile_id
@@ -77,15 +77,15 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
             split_index, part = (tile_id - whole) % split, (tile_id - whole) // split
             tile = whole + split_index
         if tile < busy * all_heads:
-            swizzled, flat = swizzled_block_and_head(tile, busy, heads_per_swizzle)
+            swizzled, flat = swizzled_block_and_head(tile, busy, sizes.heads_per_swizzle)
             block = first + busy - 1 - swizzled
         else:
             swizzled, flat = swizzled_block_and_head(
-                tile - busy * all_heads, blocks - busy, heads_per_swizzle
+                tile - busy * all_heads, blocks - busy, sizes.heads_per_swizzle
             )
             block = swizzled + gl.where(swizzled >= first, busy, 0)
     else:
-        swizzled, flat = swizzled_block_and_head(tile_id, blocks, heads_per_swizzle)
+        swizzled, flat = swizzled_block_and_head(tile_id, blocks, sizes.heads_per_swizzle)
         block = blocks - 1 - swizzled
     return block, flat, part, split_index
 
@@ -97,7 +97,7 @@ def seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts: gl.c
         items, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True
     )
     if consts.STREAM_K:
-        stream_k, length = sizes[6], high - low
+        stream_k, length = sizes.stream_k, high - low
         others = gl.maximum(gl.load(stream_k + EACH) - 1, 1)
         # Part 0 has `own` blocks of keys; the other parts share those before them evenly.
         own = gl.where(split_index >= 0, gl.minimum(gl.load(stream_k + OWN), length), length)
@@ -137,6 +137,8 @@ def fwd_hopper(
     tile_ids = gl.allocate_shared_memory(gl.int32, [HELD, 1], number)
     # The producer waits for `free` before it overwrites a tile: both groups of consumers have read
     # it. They wait for `full` before they read. By `pingpong` they take turns on the tensor cores.
+    # A slot's n-th use has the parity n & 1: consumers wait for that of this use, the producer for
+    # the one before it, which a fresh barrier counts as done, so that first uses do not wait.
     q_full, q_free = mbarrier.allocate_mbarrier(HELD), mbarrier.allocate_mbarrier(HELD)
     k_full, k_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
     v_full, v_free = mbarrier.allocate_mbarrier(stages), mbarrier.allocate_mbarrier(stages)
@@ -153,7 +155,7 @@ def fwd_hopper(
         mbarrier.init(pingpong.index(n), count=1)
     tiles = (q_tiles, k_tiles, v_tiles, tile_ids)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, pingpong)
-    sizes = (q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
+    sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
@@ -177,19 +179,18 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
     """Run the producer warp: fetch the queries of each tile, then the keys and values they see."""
     q_tiles, k_tiles, v_tiles, tile_ids = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, pingpong = bars
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
-    all_heads = batch * heads
-    blocks = (q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
+    all_heads = sizes.batch * sizes.heads
+    blocks = (sizes.q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
     stop = blocks * all_heads
     if consts.STREAM_K:
-        stop += gl.load(stream_k + SPLIT) * (gl.load(stream_k + EACH) - 1)
+        stop += gl.load(sizes.stream_k + SPLIT) * (gl.load(sizes.stream_k + EACH) - 1)
     tile_id = gl.program_id(0)
     done, count = 0, 0
     while tile_id < stop:
         block, flat, part, split_index = decode_tile(tile_id, sizes, consts)
         row = block * (ROWS * GROUPS)
-        b, head = flat // heads, flat % heads
-        row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
+        b, head = flat // sizes.heads, flat % sizes.heads
+        row_stop = gl.minimum(row + ROWS * GROUPS, sizes.q_len)
         if has_work(items, row, row_stop, before, consts):
             # Both groups have finished the tile that was in this slot. Its queries are overwritten
             # while the consumers still compute the tile in the other slot.
@@ -199,17 +200,17 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
             mbarrier.expect(q_full.index(slot), GROUPS * q.nbytes_per_cta)
             for n in gl.static_range(GROUPS):
                 tma.async_load(
-                    q, [b * q_len + row + n * ROWS, head * consts.D], q_full.index(slot),
+                    q, [b * sizes.q_len + row + n * ROWS, head * consts.D], q_full.index(slot),
                     q_tiles.index(slot * GROUPS + n),
                 )  # fmt: skip
             done += 1
-            of_keys, of_values = columns_of(head // group, consts)
+            of_keys, of_values = columns_of(head // sizes.group, consts)
             for item in range(consts.ITEMS):
                 low, _, _, high = seen_in_part(
                     items, item, row, row_stop, part, split_index, sizes, consts
                 )
                 for i in range(high - low):
-                    key_row = b * k_len + (high - 1 - i) * consts.BLOCK
+                    key_row = b * sizes.k_len + (high - 1 - i) * consts.BLOCK
                     slot = count % consts.STAGES
                     phase = ((count // consts.STAGES) & 1) ^ 1
                     # Both groups have multiplied the keys in this slot, and later its values: each
@@ -222,8 +223,9 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
                     tma.async_load(v, [key_row, of_values], v_full.index(slot), v_tiles.index(slot))
                     count += 1
         # Take the next tile: each program began with that of its own number, others are counted.
-        tile_id = gl.num_programs(0) + gl.atomic_add(tile_counter(marks, q_len, all_heads), 1)
-    # Once its slot is free, tell the consumers that there are no more tiles.
+        tile_id = gl.num_programs(0) + gl.atomic_add(tile_counter(marks, sizes.q_len, all_heads), 1)
+    # Once its slot is free, tell the consumers that there are no more tiles: `full` is completed by
+    # hand, as no copy arrives there.
     slot = done % HELD
     mbarrier.wait(q_free.index(slot), ((done // HELD) & 1) ^ 1)
     publish(tile_ids.index(slot), NO_MORE)
@@ -271,40 +273,35 @@ def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, con
     """Run a group of consumer warps, which computes 64 of each tile's 128 queries."""
     q_tiles, _, _, tile_ids = tiles
     q_full, q_free, _, _, _, _, _ = bars
-    q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, consts.D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    all_heads = batch * heads
+    all_heads = sizes.batch * sizes.heads
     done, count = 0, 0
     tile_id = fetch_published(tile_ids, q_full, done)
     while tile_id >= 0:
         block, flat, part, split_index = decode_tile(tile_id, sizes, consts)
         row = block * (ROWS * GROUPS)
-        row_stop = gl.minimum(row + ROWS * GROUPS, q_len)
+        row_stop = gl.minimum(row + ROWS * GROUPS, sizes.q_len)
         rows = row + WHICH * ROWS + gl.arange(0, ROWS, layout=s_rows)
         row_max, total, acc = initial_state(
-            outputs, row + WHICH * ROWS, flat, heads, q_len, part, s_rows, o_layout, consts
+            outputs,
+            row + WHICH * ROWS,
+            flat,
+            sizes.heads,
+            sizes.q_len,
+            part,
+            s_rows,
+            o_layout,
+            consts,
         )
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
         for n in range(consts.ITEMS):
             seen = seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts)
             row_max, total, acc, count = consume_item(
-                queries,
-                tiles,
-                bars,
-                items,
-                n,
-                seen,
-                rows,
-                count,
-                row_max,
-                total,
-                acc,
-                WHICH,
-                consts,
-            )
+                queries, tiles, bars, items, n, seen, rows, count, row_max, total, acc, WHICH, consts,
+            )  # fmt: skip
         if not consts.OVERWRITE:
             # Decoded again, so that addresses need not stay in registers during the loop.
             block, flat, part, split_index = decode_tile(
@@ -317,13 +314,14 @@ def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, con
             is_whole = split_index < 0
             if split_index >= 0:
                 # Hand this part over; the program that counts the last part merges all of them.
-                each = gl.load(stream_k + EACH)
+                each = gl.load(sizes.stream_k + EACH)
                 store_part(
                     outputs, split_index * each + part, row_max, total, acc, WHICH, o_layout, consts
                 )
                 number = split_index * GROUPS + WHICH
                 is_last = (
-                    gl.atomic_add(tile_counter(marks, q_len, all_heads) + 1 + number, 1) == each - 1
+                    gl.atomic_add(tile_counter(marks, sizes.q_len, all_heads) + 1 + number, 1)
+                    == each - 1
                 )
                 is_whole = is_last
                 if is_last:
@@ -332,8 +330,8 @@ def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, con
                     )
         if is_whole:
             store_result(
-                outputs, marks, row_max, total, acc, flat, block, WHICH, q_len, heads, o_layout,
-                consts,
+                outputs, marks, row_max, total, acc, flat, block, WHICH, sizes.q_len, sizes.heads,
+                o_layout, consts,
             )  # fmt: skip
         done += 1
         tile_id = fetch_published(tile_ids, q_full, done)
@@ -496,6 +494,8 @@ def scores_of(queries, k_tiles, k_full, pingpong, count, WHICH: gl.constexpr,
     """Start the products with block ``count`` of the keys, when it is this group's turn."""
     slot = count % consts.STAGES
     mbarrier.wait(k_full.index(slot), (count // consts.STAGES) & 1)
+    # Group 0 begins, as the parity that it waits for counts as done. From then on each group waits
+    # until the other one has issued its products of the turn before.
     if consts.PINGPONG:
         mbarrier.wait(pingpong.index(WHICH), (count & 1) ^ (1 - WHICH))
     zero = gl.zeros([ROWS, consts.BLOCK], gl.float32, layout=layout)

@@ -58,6 +58,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
         for n, x in enumerate(launch.rectangles)
         if not x.is_empty
     }
+    # One program serves all ranks: memory is for the rank whose item splits the most tiles.
     split = max((x.split for x in stream_k.values()), default=0)
     parts = max((x.split * x.each for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
@@ -80,6 +81,8 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     results = call(
         forward.fwd_hopper, parameters, {"consts": hopper_consts}, warps=4, programs=programs
     )
+    # Plain Triton reads the flags, which come first among the marks, and merges or overwrites the
+    # flagged rows alone, from the same accumulated result: rows left out have not been written.
     arrays = arrays | {"out": results["out"], "lse": results["lse"], "only": results["marks"]}
     return _run_left_out(
         launch,
@@ -103,6 +106,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         if not x.is_empty
     }
     split = max((x.split for x in stream_k.values()), default=0)
+    # As many programs are launched as the busiest rank needs; elsewhere the last ones find no work.
     helpers = max((x.helpers for x in stream_k.values()), default=0)
     hopper_consts = common.HopperConstexprs(
         D=dim, ITEMS=consts["ITEMS"], SCALE=consts["SCALE"], BLOCK=QUERIES_A_BLOCK,
@@ -152,6 +156,7 @@ def _row_of_item(
 ) -> InArray:
     """Return the schedule of this rank's item, int32; zeros if it is empty."""
     (width,) = {len(x) for x in stream_k.values()}
+    # All ranks' schedules are constants of the program; a rank looks its own one up.
     table = np.zeros((len(launch.rectangles), width), np.int32)
     table[list(stream_k)] = list(stream_k.values())
     return InArray(jnp.asarray(table)[arrays[ITEM_NUMBER]])

@@ -33,6 +33,8 @@ def kinds_of(
     grid = -(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k)
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)
     cells = (rows.cells, columns.cells) if in_tiles is None else (None, None)
+    # Documents, chunks and segments: a block is empty where ranges of numbers do not overlap. That
+    # is a bound, as numbers in between may be missing; the kernel then finds nothing visible.
     for q_numbers, k_numbers in (cells, (rows.ids, columns.ids)):
         if q_numbers is not None and k_numbers is not None:
             may_be_equal, all_equal = _equal_numbers(
@@ -74,12 +76,15 @@ def _in_items(bounds: Array, grid: tuple[int, int], block_q: int, block_k: int) 
     overlaps = (first_row <= last_row) & (first_col <= last_col)
     inside = (top >= q_start) & (bottom <= q_stop) & (left >= k_start) & (right <= k_stop)
     live, full = overlaps & (most >= lo) & (least <= hi), inside & (least >= lo) & (most <= hi)
+    # Items of one launch are disjoint, so a block is full if one of them fills it alone. A block
+    # that several fill together counts as partial, which costs a mask and no error.
     return live.any(axis=0)[None], full.any(axis=0)[None]
 
 
 def _block_min_max(numbers: Array, size: int) -> tuple[Array, Array]:
     """Return minima and maxima of the blocks of ``[T]`` or ``[B, T]``, as ``[1 or B, blocks]``."""
     numbers = jnp.atleast_2d(numbers)
+    # The last block is filled up with its own last number, which changes neither.
     numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), mode="edge")
     blocks = numbers.reshape(len(numbers), -1, size)
     return blocks.min(axis=2), blocks.max(axis=2)

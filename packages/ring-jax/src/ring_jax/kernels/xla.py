@@ -37,6 +37,7 @@ from ring_jax.records import (
 from ring_jax.search import searchsorted
 
 Bounds = Item[Array]  # of traced int32 scalars
+Softmax = tuple[Array, Array, Array]  # running maximum and sum, and weighted values
 
 BLOCK = 512
 _ZERO = np.int32(0)  # starts of a slice share a dtype, also where ints are 64 bits wide
@@ -52,13 +53,9 @@ class XlaKernel(Kernel):
     )  # fmt: skip
 
     def attend_into(
-        self,
-        spec: LaunchSpec,
-        rows: QueryBlock,
-        columns: KeyBlock,
-        work: ItemTable,
+        self, spec: LaunchSpec, rows: QueryBlock, columns: KeyBlock, work: ItemTable,
         into: AttentionState,
-    ) -> AttentionState:
+    ) -> AttentionState:  # fmt: skip
         """Return ``into`` merged with the attention of the work items."""
         return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(
             _attend_row_block, into
@@ -69,8 +66,9 @@ class XlaKernel(Kernel):
         into: Grads,
     ) -> Grads:  # fmt: skip
         """Return ``into`` plus the gradients of the work items."""
-        body = partial(_differentiate_row_block, upstream)
-        return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(body, into)
+        return ScoreBlocks.of(spec.call, rows, columns, work).for_row_blocks(
+            partial(_differentiate_row_block, upstream), into
+        )
 
 
 class Block(NamedTuple):
@@ -138,7 +136,7 @@ class ScoreBlocks:
 
         # Items and blocks are done one after another: each merges into what those before it left.
         def run_item(n: Array, state: T) -> T:
-            """Run ``body`` for the blocks of rows of item ``n``."""
+            # Unused rows of the table are items of no queries, whose loop runs zero times.
             bounds = Bounds(*items[n])
             start, stop = bounds.q_start // self.block_q, -(-bounds.q_stop // self.block_q)
             return _loop(start, stop, partial(body, self, bounds), state)
@@ -154,7 +152,6 @@ class ScoreBlocks:
         """
 
         def unless_empty(j: Array, state: T) -> T:
-            """Run ``body`` for block ``j`` of columns, unless it is hidden."""
             kinds, empty = self.work.kinds, []
             if kinds is not None:
                 empty.append(~(self._tiles(kinds, i, j) > 0).any())
@@ -174,19 +171,15 @@ class ScoreBlocks:
         # By the band, from the first row's first key to the last row's last one.
         start = bounds.k_start + jnp.maximum(first - bounds.hi, 0)
         stop = jnp.minimum(bounds.k_stop, bounds.k_start + last - bounds.lo + 1)
-        start, stop = self._in_cells(first + bounds.q_start, last + bounds.q_start, start, stop)
-        return start // self.block_k, -(-jnp.maximum(stop, start) // self.block_k)
-
-    def _in_cells(
-        self, first: Array, last: Array, start: Array, stop: Array
-    ) -> tuple[Array, Array]:
-        """Narrow columns ``[start, stop)`` to documents or chunks of rows ``first`` to ``last``."""
         rows, cells = self.rows.cells, self.columns.cells
-        if rows is None or cells is None:
-            return start, stop
-        low = searchsorted(cells, rows[first], "left")
-        high = searchsorted(cells, rows[last], "right")
-        return jnp.maximum(start, low), jnp.minimum(stop, high)
+        if rows is not None and cells is not None:
+            first, last = first + bounds.q_start, last + bounds.q_start
+            # Numbers of documents or chunks ascend: from the first row's one to the last row's one.
+            low = searchsorted(cells, rows[first], "left")
+            high = searchsorted(cells, rows[last], "right")
+            start, stop = jnp.maximum(start, low), jnp.minimum(stop, high)
+        # Where these rows see nothing, stop may lie before start: then there are no blocks.
+        return start // self.block_k, -(-jnp.maximum(stop, start) // self.block_k)
 
     def row_block(self, i: Array) -> Block:
         """Return the row range of block ``i``."""
@@ -228,7 +221,10 @@ class ScoreBlocks:
         if self.rows.bias is not None:
             bias = self._bias(self.rows.bias, i, j).astype(x.dtype)
             visible = visible & (bias > -jnp.inf)
-            x = x + self._shifted(bias, i)
+            if (shift := self.rows.bias_shift) is not None:
+                part = lax.dynamic_slice_in_dim(shift, i.start, self.block_q, axis=2)
+                bias -= part.reshape(len(part), *bias.shape[1:4], 1)
+            x = x + bias
         if self.rows.slopes is not None:
             q_pos, k_pos = self._pair_slices(self.rows.positions, self.columns.positions, i, j)
             distance = jnp.abs(q_pos - k_pos).astype(x.dtype)[None, None, None]
@@ -296,13 +292,6 @@ class ScoreBlocks:
         kv_heads = 1 if bias.shape[1] == 1 else self.columns.kv.shape[1]
         return part.reshape(part.shape[0], kv_heads, -1, *part.shape[2:])
 
-    def _shifted(self, bias: Array, i: Block) -> Array:
-        """Subtract the shift of the rows from a bias ``[B or 1, K or 1, G or 1, n, m]``."""
-        if self.rows.bias_shift is None:
-            return bias
-        part = lax.dynamic_slice_in_dim(self.rows.bias_shift, i.start, self.block_q, axis=2)
-        return bias - part.reshape(len(part), *bias.shape[1:4], 1)
-
 
 def _attend_row_block(
     blocks: ScoreBlocks, bounds: Bounds, i_number: Array, into: AttentionState
@@ -315,14 +304,13 @@ def _attend_row_block(
     out, lse = blocks.take_rows(into.out, i), blocks.take_rows(into.lse, i)
     has_keys = (lse > -jnp.inf).astype(lse.dtype)
 
-    def merge_column_block(
-        j_number: Array, state: tuple[Array, Array, Array]
-    ) -> tuple[Array, Array, Array]:
-        """Merge a block of columns into the state: running maximum, sum and weighted values."""
+    def merge_column_block(j_number: Array, state: Softmax) -> Softmax:
         row_max, total, acc = state
         j = blocks.column_block(j_number)
         k, v = blocks.take_columns(j)
         scores, _, visible = blocks.scores(q, k, bounds, i, j)
+        # A row that has seen nothing yet keeps -inf as its maximum; `safe` keeps -inf - -inf, a
+        # NaN, out of the exponents.
         new_max = jnp.maximum(row_max, scores.max(axis=-1))
         safe = jnp.where(new_max == -jnp.inf, 0.0, new_max)
         # Rescale the accumulated sums to the new maximum, then add this block.
@@ -356,11 +344,11 @@ def _differentiate_row_block(
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None]
 
     def add_column_block(j_number: Array, state: tuple[Array, Grads]) -> tuple[Array, Grads]:
-        """Add a block of columns to dQ of the rows, and to dK/dV and dbias of the block."""
         dq, grads = state
         j = blocks.column_block(j_number)
         k, v = blocks.take_columns(j)
         scores, slope, visible = blocks.scores(q, k, bounds, i, j)
+        # lse is that of the keys of all ranks: probabilities are final, gradients only add up.
         probs = jnp.where(visible, jnp.exp(scores - safe), 0.0)
         factor = blocks.dropout_factor(i, j)
         dprobs = _dot("bkgnd,bkmd->bkgnm", dout, v, wide)
@@ -415,6 +403,7 @@ def _visible_dot(weights: Array, visible: Array, x: Array, wide: jnp.dtype) -> A
     product = _dot(spec, weights.astype(x.dtype), clean if x.shape[2] > 1 else clean[:, :, 0], wide)
 
     def add_row(j: Array, product: Array) -> Array:
+        # Column j's row of x, if it is not finite: its NaN reach the queries that see it alone.
         weight, is_visible = (lax.dynamic_slice_in_dim(y, j, 1, axis=4) for y in (weights, visible))
         value, is_nonfinite = (lax.dynamic_slice_in_dim(y, j, 1, axis=3) for y in (x, nonfinite))
         return product + jnp.where(is_visible & is_nonfinite, weight * value.astype(wide), 0.0)

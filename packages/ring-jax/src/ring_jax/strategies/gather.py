@@ -73,12 +73,15 @@ def _gather_backward(
     runner = StepRunner.of(call, x)
     remote_part, own_part = _parts(call.program)
     q, own = to_bhtd(x.q), own_message(x)
+    # Not kept since the forward: gathered again, with no kernel to hide it, as all work that could
+    # run meanwhile is needed to hide the sums on their way back.
     if remote_part is not None and gathered is None:
         gathered = _gather_all(runner, own)
     query_grads = QueryGrads(runner.zeros(q.shape), runner.empty_bias_grad(x.bias))
     own_dkv = runner.zeros(own.kv.shape)
     arriving: Array | None = None
     if remote_part is not None and gathered is not None:
+        # A sum for every rank's keys, not only the own ones: this rank's part of all dK/dV.
         dkv = runner.zeros(gathered.kv.shape)
         query_grads, dkv = runner.differentiate(
             remote_part, runner.work_of(remote_part), q, gathered, upstream, query_grads, dkv,
@@ -93,6 +96,7 @@ def _gather_backward(
             own_part, runner.work_of(own_part), q, own, upstream, query_grads, own_dkv,
             overwrite=True,
         )  # fmt: skip
+    # The other ranks' sums for the own keys have arrived beside the own block's kernel.
     if arriving is not None:
         query_grads, own_dkv, received = overlap(query_grads, own_dkv, arriving)
         own_dkv = own_dkv + received
@@ -120,11 +124,6 @@ def _parts(program: RingProgram) -> tuple[Launches | None, Launches | None]:
     return None if remote is None else Launches.of(remote), Launches.of(*own) if own else None
 
 
-def _launches(program: RingProgram) -> list[Launches]:
-    """Return the launches of both passes."""
-    return [part for part in _parts(program) if part is not None] * 2
-
-
 def _refusals(program: RingProgram) -> list[str]:
     """Return why gathered keys cannot serve a program: predicates, documents out of order."""
     if program.plan.blocks is not None:
@@ -150,6 +149,8 @@ def _gather_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
     """Return the bytes that leave all ranks together in one pass over gathered keys."""
     if remote_table(call.program) is None:
         return 0
+    # By pair of ranks: each sends its K/V to every other one, and its part of the dK/dV of every
+    # other one's keys. The own pieces stay.
     grads = (x.k.size + x.v.size) * np.dtype(call.wide).itemsize
     message = nbytes(x.k, x.v, x.k_ids)
     if direction == "forward":
@@ -195,6 +196,11 @@ def _automatic_refusals(
 
 
 GATHER = Strategy(
-    _gather_forward, _gather_backward, _refusals, _key_lengths, _launches, _gather_sent,
-    _automatic_refusals,
-)  # fmt: skip
+    _gather_forward,
+    _gather_backward,
+    _refusals,
+    _key_lengths,
+    launches=lambda program: [part for part in _parts(program) if part is not None] * 2,
+    sent=_gather_sent,
+    automatic_refusals=_automatic_refusals,
+)

@@ -71,12 +71,15 @@ def _runs(program: RingProgram, stages: tuple[Stage, ...]) -> list[Run]:
         if n in (0, len(stages) - 1) or has_helpers:
             return n
         part = step_table(program, stages[n].step)
+        # A loop's body is traced once: hops are part of it, and so is the way in which a kernel
+        # computes items. The items themselves are operands, a row of a table an iteration.
         return stages[n].kv_hop, arriving[n], part.has_rectangles
 
     loops = [list(group) for _, group in groupby(range(len(stages)), kind)]
     numbers = chain.from_iterable(
         [loop] if len(loop) >= _SHORTEST_LOOP else [[n] for n in loop] for loop in loops
     )
+    # Queries for helpers are sent a stage ahead, so a run also knows the stage behind it.
     following = [*stages[1:], None]
     return [
         Run(tuple(stages[n] for n in run), arriving[run[0]], following[run[-1]]) for run in numbers
@@ -148,10 +151,13 @@ def _ring_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayload 
         return ForwardState(arriving, into, next_peer_queries, returned)
 
     into = runner.empty_state(q, x.v.shape[3])
+    # The own K/V are held first, whatever the first stage computes. Queries for its helpers leave
+    # before it, with no kernel to hide them.
     state = ForwardState(own, into, runner.send_to_helper(stages[0], q), None)
     for run in _runs(call.program, stages):
         launches = _launches_of(call.program, run)
         state = runner.for_each(launches, partial(run_stage, run, launches), state)
+    # Helpers' results of the last stage have no kernel behind them to travel beside.
     into = state.into if state.returned is None else merge(state.into, state.returned)
     return into, state.held if len(stages) > 1 else None
 
@@ -199,6 +205,8 @@ def _ring_backward(
         arriving = runner.hop(held, run.kv_hop)
         arriving_dkv = None if dkv_before is None else runner.hop(dkv_before, run.grad_hop)
         next_peer_queries = runner.send_to_helper(run.next_stage, q, upstream)
+        # The own K/V are packed again for the stage that needs them: kept from the beginning, they
+        # would be a third set in memory beside those that are held and those that arrive.
         own = own_message(x, after=query_grads.dq) if is_own and last is not None else first
         keys, dkv = own if is_own else held, runner.zeros(own.kv.shape)
         # Other stages start from zeros. own_dkv has gradients already if this rank helped others.

@@ -46,10 +46,6 @@ from ring_jax.records import (
 )
 
 
-def _no_refusals(_program: RingProgram, _request: Request, _devices: Devices) -> Sequence[str]:
-    return ()
-
-
 class Strategy(NamedTuple):
     """A way to move tokens so that each work item finds its operands.
 
@@ -71,7 +67,7 @@ class Strategy(NamedTuple):
     key_lengths: Callable[[RingProgram], tuple[int, ...]]
     launches: Callable[[RingProgram], list[Launches]]
     sent: Callable[[CallSpec, Inputs, Direction], int]
-    automatic_refusals: Callable[[RingProgram, Request, Devices], Sequence[str]] = _no_refusals
+    automatic_refusals: Callable[[RingProgram, Request, Devices], Sequence[str]] = lambda *_: ()
 
 
 def merge(a: AttentionState, b: AttentionState) -> AttentionState:
@@ -80,6 +76,8 @@ def merge(a: AttentionState, b: AttentionState) -> AttentionState:
     Values of ``out`` are not read where its ``lse`` is ``-inf``; they may be anything.
     """
     lse = jnp.logaddexp(a.lse, b.lse)
+    # Where both are -inf, -inf - -inf would be NaN. And `out` under -inf may be NaN, which a weight
+    # of 0 does not remove, so it is selected away, not multiplied.
     safe = jnp.where(lse == -jnp.inf, 0.0, lse)
     parts = [
         jnp.where(x.lse[..., None] == -jnp.inf, 0.0, x.out * jnp.exp(x.lse - safe)[..., None])
@@ -165,6 +163,7 @@ class StepRunner:
         """
         if len(launches.shifts) == 1:
             return body(self.work_of(launches), state)
+        # Tables are looked up for all launches before the loop; an iteration gets its own rows.
         work = self.view.work_of(launches)
         # An iteration is two stages. The K/V that arrive in the first are sent in the second, and
         # those that arrive there take the place of the first ones. In a loop of one stage the place
@@ -198,6 +197,8 @@ class StepRunner:
         if work is None:
             return grads, dkv
         rows, columns = self._own_operands(launches, work, q, held)
+        # dbias starts from zeros, for it has the columns of these keys alone; they are added to
+        # those of all keys below.
         into = Grads(grads.dq, dkv, self.empty_bias_grad(rows.bias))
         spec = LaunchSpec(self.call, overwrite=overwrite, items=launches.items)
         dq, dkv, dbias = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
@@ -228,6 +229,7 @@ class StepRunner:
     ) -> AttentionState:
         """Compute attention of another rank's queries over this device's own keys."""
         rows, columns, work = self._peer_operands(part, peer_queries, own)
+        # Starts from nothing: the owner merges this with what it has, which is not here.
         empty = self.empty_state(rows.q, own.kv.shape[3] - self.call.head_dim)
         spec = LaunchSpec(self.call, overwrite=True)
         return _launch("attend_into", spec, rows, columns, work, into=empty)
@@ -241,6 +243,8 @@ class StepRunner:
             The gradients of the peer's queries and bias, and ``own_dkv`` plus those of the K/V.
         """
         rows, columns, work = self._peer_operands(part, peer_queries, own)
+        # dQ starts from zeros, as it travels home and is added there. dK/dV are of this rank's own
+        # keys, so they are added to what is here.
         into = Grads(self.zeros(rows.q.shape), own_dkv, self.empty_bias_grad(rows.bias))
         spec, upstream = LaunchSpec(self.call), peer_queries.upstream
         grads = _launch("grads_into", spec, rows, columns, upstream, work, into=into)
@@ -308,6 +312,7 @@ class StepRunner:
         """Add the gradient of some columns of the bias, those of keys at ``positions``."""
         if dbias is None or part is None:
             return dbias
+        # Columns of the bias lie in natural order, keys of a rank in layout order.
         return dbias + part if self._has_all_keys else dbias.at[..., positions].add(part)
 
     @property
@@ -330,6 +335,7 @@ def _launch[State: (AttentionState, Grads)](
         for kernel in kernels
         for device in kernel.capabilities.devices or ("default",)
     }
+    # One kernel needs no branch: where it is named it refuses other platforms by itself.
     if len(kernels) == 1:
         (launch, *_) = launches.values()
         return cast("State", launch(rows, *args, into))

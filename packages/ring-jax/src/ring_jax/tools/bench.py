@@ -108,7 +108,7 @@ def compared(
         [np.asarray(x, np.float64) for x in arrays]
         for arrays in (results, inputs, out_and_grads(dense)(*inputs))
     )
-    eps = float(jnp.finfo(inputs[0].dtype).eps)  # type: ignore[no-untyped-call]  # finfo has no types
+    eps = float(jnp.finfo(inputs[0].dtype).eps)
     yield from doctor.compared(name, where, doctor.example_of(exact, mask), actual, plain, eps)
 
 

@@ -150,6 +150,7 @@ def _part(value: str, begin: int) -> str:
 def _exchanged(facts: Facts) -> list[Facts]:
     """Return the facts of all processes, in their order."""
     message = np.frombuffer(json.dumps(dict(facts)).encode(), np.uint8)
+    # Gathers take arrays of one shape: first the lengths, then messages padded to the longest.
     lengths = multihost_utils.process_allgather(np.int32(message.size))
     padded = np.pad(message, (0, int(lengths.max()) - message.size))
     messages = multihost_utils.process_allgather(padded)

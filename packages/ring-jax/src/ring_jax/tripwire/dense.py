@@ -111,6 +111,7 @@ class Partial(NamedTuple):
 def merged(parts: Partial) -> Partial:
     """Merge parts over disjoint keys, stacked along the first dimension of each array."""
     lse = jax.nn.logsumexp(parts.lse, axis=0)
+    # A part's terms shrink by its weight, and their squares by the square of it.
     weights = _weight(parts.lse, lse)[..., None]
     means, squares = (weights * parts.means, weights * weights * parts.squares)
     return Partial(lse, means.sum(axis=0), squares.sum(axis=0))
@@ -202,6 +203,7 @@ def _scores(
         if queries.bias_shift is not None:
             bias = bias - queries.bias_shift.astype(wide).T.reshape(*bias.shape[:3], 1)
     q, _, k, _ = _zero_hidden(visible, queries, keys, wide)
+    # Summed in the other order, where the dtype cannot be narrower: another rounding of the same.
     if precision.reverse:
         q, k = q[..., ::-1], k[..., ::-1]
     x = _by_pair(q, k) * rule.call.scale
@@ -280,6 +282,7 @@ def _zero_hidden(
     """
     (n, heads, _), kv_heads = queries.q.shape, keys.k.shape[1]
     dout = jnp.zeros((n, heads, keys.v.shape[2]), wide) if queries.dout is None else queries.dout
+    # Selected away, not multiplied by 0: NaN in tokens that nothing sees must not reach the sums.
     by_pair = visible.any(axis=(0, 1))
     sees, is_seen = by_pair.any(axis=1)[:, None, None], by_pair.any(axis=0)[:, None, None]
     q, dout = (
@@ -293,6 +296,7 @@ def _zero_hidden(
 def _map_blocks(function: Callable[[Any], Any], arrays: Any) -> Any:
     """Apply a function to blocks of arrays along their first dimension, and stack the results."""
     length = len(jax.tree.leaves(arrays)[0])
+    # Blocks of equal size, for a loop; a length that nothing from 64 on divides is one block.
     size = next((n for n in range(min(_BLOCK, length), 63, -1) if length % n == 0), length)
     blocks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), arrays)
     return match_varying(lax.map(function, blocks), varying_axes(arrays))

@@ -140,6 +140,7 @@ class _Sample(NamedTuple):
         plan, size = self.call.plan, self.ranks.size
         length = (plan.q_layout if kind == "queries" else plan.k_layout).local_len
         counts = jnp.arange(size * SAMPLES, dtype=jnp.uint32).reshape(size, SAMPLES)
+        # Hashed on every device alike, so that no message says which rows are checked.
         numbers = counts + jnp.uint32(0x9E3779B9) * jnp.uint32(1 + _KINDS.index(kind))
         return (mixed(numbers ^ self.number) % jnp.uint32(length)).astype(jnp.int32)
 
@@ -176,6 +177,7 @@ class _Sample(NamedTuple):
 
         # ... meets them with its own keys, and sends each part to the sample's rank, to be merged.
         def means(precision: Precision) -> Partial:
+            # Parts of all samples over own keys become those of own samples over each rank's keys.
             parts = query_means(self.rule, queries, keys, precision)
             total = merged(Partial(*(self._return_to_owner(y) for y in parts)))
             if x.sinks is None:
@@ -220,6 +222,8 @@ class _Sample(NamedTuple):
         """Compute :func:`key_sums` of this rank's samples over all queries: exact, and plain."""
         x, b, plan, ranks = self.inputs, self.batch, self.call.plan, self.ranks
         columns, position = self.own("keys"), self.positions("keys")
+        # As in `means` with the sides exchanged: every rank gets the keys that are samples, meets
+        # them with its own queries, and sends the sums to their ranks, where they add up.
         keys = SampledKeys(
             ranks.gather(x.k[b, columns], 0), ranks.gather(x.v[b, columns], 0), position,
             None if x.k_ids is None else ranks.gather(x.k_ids[b, columns], 0),
@@ -245,6 +249,8 @@ class _Sample(NamedTuple):
         x = self.inputs
         if x.bias is None:
             return None
+        # A rank has its own rows of the bias, with the columns of all keys. It sends each rank the
+        # columns of that rank's keys, and gets those of its own keys for the samples of all.
         own_rows = jnp.moveaxis(x.bias[self.batch % len(x.bias)][:, rows], 1, 0)
         parts = jnp.moveaxis(
             jnp.take(own_rows, all_positions(self.call.plan.k_layout), axis=2), 2, 0
@@ -272,6 +278,7 @@ class _Sample(NamedTuple):
 
     def compare(self, direction: str, results: dict[Kind, Results]) -> None:
         """Pass the results of all ranks to every rank's host, which compares and raises."""
+        # Every rank gets the results of all, so that all processes raise the same error.
         names = [(kind, name) for kind, by_name in results.items() for name in by_name]
         arrays = [
             self.ranks.gather(self._for_host(x)[None], 0)

@@ -101,6 +101,8 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
         times = equation.params["length"] if name == "scan" else 1
         if name in _COLLECTIVES:
             for x in equation.invars:
+                # A permute sends once a pair, whatever the number of ranks. Of an all-gather each
+                # rank's array leaves for all others; of a scattered sum all pieces but the own one.
                 ranks = len(equation.params["perm"]) if name == "ppermute" else size
                 share = x.aval.size * x.aval.dtype.itemsize
                 if name == "all_gather":
@@ -108,6 +110,7 @@ def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
                 elif name == "reduce_scatter":
                     share = share // size * (size - 1)
                 yield ranks * share
+        # The bodies of loops, branches and calls are jaxprs among the parameters.
         for inner in jax.tree.leaves(
             list(equation.params.values()),
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
@@ -129,6 +132,7 @@ def start_clock(
         return None, list(arrays)
     number = checked_call.number
     start_time = checked_call.run(lambda: _read_clock(number), lambda: number)
+    # The pass computes with the tied arrays, so it cannot begin before the clock is read.
     start_time, *tied = lax.optimization_barrier((start_time, *arrays))
     return start_time, tied
 
