@@ -218,6 +218,8 @@ def _prepared(
     # last token if causal, else with the document that it is in.
     left, right = bisect_left(documents, first_token), bisect_left(documents, end)
     left -= documents[left] != first_token
+    # Borders inside of this rank's tokens cut its queries; those before them are of documents that
+    # began on earlier ranks.
     inner, start = documents[left + 1 : right], documents[left]
     stop = end if causal else documents[right]
     return Prepared(
@@ -267,6 +269,7 @@ def _attend_stream(
     check_stride(heads_k_stride, k.shape[1])
     documents = slice_start.prepared.documents
     check_slopes(options.alibi_slopes, len(documents) - 1)
+    # Keys need not be gathered by document: the plan knows from all offsets what each rank sees.
     call, inputs = checked(ranks, "contiguous", q[None], k[None], v[None], options, documents)
     out, lse = run_call(call, inputs)
     return as_requested(out[0], lse[0], options)

@@ -93,6 +93,7 @@ def _unshard_backward_like(grad: Tensor, seq_len: int | None, text: str) -> Tens
     facts = json.loads(text)
     size, shape = facts["ranks"][1], list(grad.shape)
     divisor = divisor_of(from_json(facts["layout"]), size)
+    # Padding comes back here: the slices had it, and the whole tensor has not.
     shape[facts["dim"]] = -(-shape[facts["dim"]] // divisor) * (divisor // size)
     return grad.new_empty(shape)
 

@@ -65,6 +65,7 @@ def _sequence_of(
         for dim, sizes in enumerate(zip(split, whole, strict=True))
         if sizes[0] != sizes[1] and (dim or sizes != (rows, 1))
     ]
+    # Splitting changes one dimension; with two the tensors are not the same.
     if len(unlike) > 1:
         return None
     for dim in unlike or range(len(split) - 1, -1, -1):
@@ -110,13 +111,16 @@ def _largest_errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens 
     real = torch.ones_like(size, dtype=torch.bool)
     if tokens is not None:
         real = _real_tokens(tokens, len(whole))
+    # Tokens of nearly no norm would show rounding as a large relative error.
     typical = size[real].median() if bool(real.any()) else size.new_zeros(())
     size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
     noise = _largest_relative(other - whole, size, real)
     if tokens is not None:
         real = _real_tokens(tokens, max(len(split), len(whole)))[:, tokens.positions]
         whole, size = whole[:, tokens.positions], size[:, tokens.positions]
+        # Rank by rank: each compares its own tokens with the same tokens of the whole run.
         split = split[:, tokens.local_positions]
+    # What is not finite in the whole run is not the ring's fault.
     difference = (split - whole).where(whole.isfinite(), 0.0)
     return torch.stack([_largest_relative(difference, size, real), noise])
 

@@ -328,6 +328,7 @@ def shifts_labels(model: Any) -> bool:
         return False
     names = names_in_forward(type(model))
     if "loss_function" in names:
+        # transformers picks the loss by the head: only these two do not shift.
         loss = getattr(model, "loss_function", None)
         return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
     return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)

@@ -110,6 +110,7 @@ def accumulate_all(
     # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
     # launch goes first, as in the forward in reverse.
     for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
+        # Columns of the sums that this launch sees, as the library lays its own buffer out.
         size = batch, kv_heads, launch.keys * dim
         first = start + launch.k_start * dim
         launch.functions.main(
@@ -119,6 +120,7 @@ def accumulate_all(
             sums.as_strided(size, strides, first + batch * sequence_stride),
             launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
         )  # fmt: skip
+    # dQ is complete when all launches have run: one rounding for all rows.
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
     return delta.narrow(2, 0, rows)
 
@@ -173,6 +175,7 @@ def split_functions(
     """
     module = interface()
     left, right = (64 if side else None for side in bounded)
+    # Any numbers will do: only the functions are kept, which depend on dtypes, dims and the band.
     q, out, dout = (
         torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
     )
@@ -190,5 +193,6 @@ def split_functions(
     rows = module._tile_size_bwd_sm90(
         dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
+    # Read off the library's own buffer: it pads head dims by rules of its own.
     padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
     return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)
