@@ -198,6 +198,7 @@ class Unsharding:
         # Copy each run of a rank's slice to its rows in the whole sequence.
         for rank, rank_slice in enumerate(slices):
             runs = layout.runs(rank)
+            # Views: each row is copied once, from the slice to its place.
             run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
             for run, row_block in zip(runs, run_rows, strict=True):
                 dst = rows[_slice(run)]  # without padding, which is behind the last row

@@ -87,6 +87,7 @@ def linear_loss_backward(
     # Every piece adds to the head: in 16 bits the sum would lose digits with the number of pieces.
     grad_head = torch.zeros_like(head_weight, dtype=wide)
     grad_bias = grad_head.new_zeros(classes)
+    # Weights of 1 make both cases one formula.
     class_weight = grad_bias + 1 if weight is None else weight
     pieces = (x.split(tokens_at_once) for x in (hidden, labels, grad_hidden))
     for h, y, grad_h in zip(*pieces, strict=True):

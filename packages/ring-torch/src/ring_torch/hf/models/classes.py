@@ -307,6 +307,7 @@ def pooling_reason(model: Any, pooling: str) -> str:
 
 def position_offset(modules: Mapping[str, nn.Module]) -> int:
     """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
+    # transformers counts from here if it makes position ids of token ids itself.
     paddings = (
         getattr(x, "padding_idx", None)
         for x in modules.values()

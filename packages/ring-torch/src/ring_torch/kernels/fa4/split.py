@@ -97,6 +97,7 @@ def accumulate_all(
     # Libraries misread lse if it is not contiguous.
     lse = lse.contiguous()
     if runs > 1:
+        # Rows of a launch become a batch row of their own, as in the views of q and dout.
         lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
     dq = dq.view(shape)
     functions.prepare(
@@ -141,6 +142,7 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
         count = spans.number if in_one_launch else batch
         steps = (spans.target_step * dim, spans.source_step * row)
         if not in_one_launch:
+            # Sequences of the batch lie that far apart, in sums and in gradients.
             steps = heads * head, length * row
         sum_start = first + n * spans.target_step * dim
         grad_start = (spans.source + n * spans.source_step) * row
