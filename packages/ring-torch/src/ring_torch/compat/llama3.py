@@ -88,9 +88,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 1, local_k_slice, causal=True
         )
     """
-    prepared: tuple[Tensor, Tensor, int, int, slice]
-    prepared = _prepare_on_host(cu_seqlens, causal, rank, world_size)
-    return prepared
+    return _prepare_on_host(cu_seqlens, causal, rank, world_size)
 
 
 # This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner

@@ -303,7 +303,7 @@ def attention(
 
 @attention.register_fake
 def _attention_like(
-    tensors: Sequence[Tensor], numbers: Sequence[int], text: str
+    tensors: Sequence[Tensor], _numbers: Sequence[int], text: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return tensors of the results' shapes and dtypes, while a graph is traced.
 
@@ -311,7 +311,6 @@ def _attention_like(
         ValueError: The call is malformed, whatever its numbers are.
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
-    del numbers
     # A call is planned for the lengths that it has: where the compiler has symbols for them, the
     # graph is of the lengths at hand, and others are traced anew.
     qkv = [x.new_empty([int(size) for size in x.shape]) for x in tensors[:3]]
@@ -354,11 +353,10 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _attention_backward_like(
-    grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
-    numbers: Sequence[int], text: str,
+    _grads: Sequence[Tensor | None], _results: Sequence[Tensor], tensors: Sequence[Tensor],
+    _numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return tensors of the gradients' shapes and dtypes, while a graph is traced."""
-    del grads, results, numbers
     indices = _static_call(text).differentiable(tensors)
     return [tensors[n].new_empty(tensors[n].shape) for n in indices]
 

@@ -210,10 +210,9 @@ def move(
 @move.register_fake
 def _move_like(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
-    order: int, check: Tensor | None,
+    order: int, _check: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return tensors of the results' shapes, while a graph is traced."""
-    del check
     facts, shape = json.loads(text), list(x.shape)
     rank, size = facts["ranks"]
     fields = [from_json(field, tensors, numbers) for field in facts["fields"]]

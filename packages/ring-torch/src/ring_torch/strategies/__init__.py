@@ -190,10 +190,9 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
     unsuited = {spec.name: spec.unsuited(call.plan, call.request) for spec, _ in ways()}
     spec, fastest = next(way for way in ways() if not unsuited[way[0].name])
     if (call.strategy.name, transport) != (spec.name, fastest):
-        reasons: list[str] | tuple[str, ...] = _reasons(
+        reasons = _reasons(
             spec, fastest, ranks, call.program, call.device, call.request, probe=False
-        )
-        reasons = reasons or spec.automatic_refusals(call.plan, call.request)
+        ) or [*spec.automatic_refusals(call.plan, call.request)]
         reason_text = "; ".join(reasons) or "another one was named"
         lines.append(f"  not {spec.name} over {fastest.name}: {reason_text}")
     lines += [

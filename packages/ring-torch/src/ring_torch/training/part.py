@@ -113,10 +113,9 @@ def linear_loss_backward(
 
 @linear_loss_backward.register_fake
 def _linear_loss_backward_like(
-    grad: Tensor, hidden: Tensor, head_weight: Tensor, *_: Any
+    _grad: Tensor, hidden: Tensor, head_weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors like the gradients, while a graph is traced."""
-    del grad
     bias = head_weight.new_empty(head_weight.shape[0])
     return torch.empty_like(hidden), torch.empty_like(head_weight), bias
 

@@ -94,7 +94,8 @@ class Runner(ABC):
         try:
             run = self._run(attention, perturbs=perturbs)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if not is_memory_error and "allocate memory" not in str(error):
                 raise
         # The next run needs the memory, and must not add to these.
         self.model.zero_grad(set_to_none=True)
@@ -181,10 +182,3 @@ class Runner(ABC):
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, without the prefix that ``fully_shard`` gives it."""
     return type(module).__name__.removeprefix("FSDP")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device's or the host's memory was too small."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
-        error
-    )

@@ -143,9 +143,8 @@ class CompiledFlash4:
         modded: Modded,
     ) -> None:  # fmt: skip
         """Write ``out``, and ``lse`` if it is given."""
-        key = None
-        if _can_record(q, k, v, out, modded.sinks):
-            key = _forward_key(q, k, v, out, lse, options, modded)
+        is_recorded = _can_record(q, k, v, out, modded.sinks)
+        key = _forward_key(q, k, v, out, lse, options, modded) if is_recorded else None
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
