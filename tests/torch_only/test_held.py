@@ -53,9 +53,9 @@ def test_options_that_a_graph_cannot_hold_are_refused(options: dict[str, Any]) -
     def call(**options: Any) -> Call:
         return prepare.check_call(ALONE, 0, "contiguous", x, x, x, CallOptions(**options))[0]
 
-    prepare._check_capture(call(kernel="sdpa"))
+    call(kernel="sdpa").check_capture()
     with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
-        prepare._check_capture(call(**options))
+        call(**options).check_capture()
 
 
 def test_nothing_is_captured_without_cuda() -> None:
