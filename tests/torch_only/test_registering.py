@@ -260,7 +260,7 @@ KERNEL_NAMES = {*(x.capabilities.name for x in KERNELS), "xla", "pallas"}  # JAX
 ALLOWED = {
     ("ring_core/base/config.py", "balanced"),  # the table of layouts that strategies need
     ("ring_core/base/config.py", "hybrid"),  # the table of parameters that strategies have
-    ("ring_core/programs/ring.py", "balanced"),  # the table of both programs of a ring
+    *(("ring_core/programs/steps.py", x) for x in ("ring", "balanced")),  # both rings' steps
     *(("ring_core/cost/sent.py", x) for x in ("ring", "gather", "hybrid")),  # their bytes
     *(
         ("ring_jax/strategies/__init__.py", x) for x in ("ring", "balanced", "gather")

@@ -154,6 +154,7 @@ def check_seq_len(
     """
     if seq_len is None:
         return cp_size * q_len, cp_size * k_len
+    # One number is for queries and keys; a pair says that they differ.
     q_tokens, k_tokens = seq_len, seq_len
     if isinstance(seq_len, tuple | list):
         if len(seq_len) != 2:
@@ -373,6 +374,7 @@ def _is_score_shape(
 
 def _key_mask_advice(shape: tuple[int, ...], batch: int) -> str:
     """Return a hint to use ``segment_ids`` if a shape looks like a padding mask's, else nothing."""
+    # A mask of keys has no rows of queries: all dimensions between batch and keys are 1.
     if shape[:1] not in ((1,), (batch,)) or any(size != 1 for size in shape[1:-1]):
         return ""
     return (

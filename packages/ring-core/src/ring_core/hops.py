@@ -72,6 +72,7 @@ def hops(movement: Movement, cp_size: int) -> tuple[Hop, ...]:
             sent.setdefault((peer - rank) % cp_size, {})[rank] = copies
         for peer, copies in _messages(part.unpack, part.unpack.source, part.received):
             received.setdefault((rank - peer) % cp_size, {})[rank] = copies
+        # Distance 0: copied on the rank, no message.
         if len(part.local.length):
             sent.setdefault(0, {})[rank] = received.setdefault(0, {})[rank] = part.local
     return tuple(
@@ -94,6 +95,7 @@ def _messages(
     """
     start = 0
     for peer, rows in counts:
+        # Copies are in the order of the buffer, so those of a message are neighbours.
         first, stop = np.searchsorted(offsets, (start, start + rows))
         source, target, length = (x[first:stop] for x in copies[:3])
         yield peer, RowCopy(source, target, length, *copies[3:])
@@ -102,6 +104,8 @@ def _messages(
 
 def _pieces(rows: dict[int, int]) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Cut messages at the ends of the shorter ones, from the rows that each rank gets."""
+    # All ranks run one program, so a message has one length for all that get it: the longest is cut
+    # where shorter ones end.
     ends = sorted(set(rows.values()))
     return tuple(
         (start, stop, tuple(sorted(rank for rank, count in rows.items() if count >= stop)))

@@ -105,6 +105,7 @@ class Movement:
         wanted = overlap_of(self._allowed(self.target.of_rank(rank)), self.source)
         landing, peers = wanted.copies.reversed(), self.source.rank[wanted.b]
         unpack, received = _by_peer(landing, peers, peers != rank)
+        # Rows that stay are copied from operand to result, and are in no buffer.
         local, _ = _by_peer(landing, peers, peers == rank)
         # In a buffer the slices' rows follow one another without gaps.
         pack = pack._replace(target=starts_of(pack.length), target_step=1)
@@ -163,7 +164,9 @@ def shift(layout: Layout, n: int, cu_seqlens: tuple[int, ...] | None = None) -> 
     if offsets is not None:
         # Positions whose shifted position is in the same document.
         start = np.maximum(offsets[:-1], offsets[:-1] - n)
+        # Where a document is shorter than the shift its range is empty.
         allowed = ranges_of(start, np.minimum(offsets[1:], offsets[1:] - n))
+    # A rank wants, for position t, what stands at t - n: its runs, n positions back.
     target = source._replace(start=source.start - n)
     return Movement(source, target, layout.local_len, layout.local_len, allowed)
 
@@ -184,6 +187,7 @@ def halo(layout: Layout, left: int, right: int) -> Movement:
     source = runs_of(layout)
     width = layout.run_length + left + right
     rows = layout.num_runs * width
+    # Widened runs lie behind each other in the result: rows of neighbours stand in several of them.
     local = np.tile(np.arange(0, rows, width, dtype=np.int64), layout.cp_size)
     target = source._replace(
         local=local, length=np.full_like(local, width), start=source.start - left
@@ -241,6 +245,7 @@ def relayout(
         )
     held, wanted = runs_of(source), runs_of(target)
     if source_ranks is not None:
+        # Runs keep their positions; only who holds them is renamed.
         held = held._replace(rank=np.asarray(source_ranks, dtype=np.int64)[held.rank])
     if target_ranks is not None:
         wanted = wanted._replace(rank=np.asarray(target_ranks, dtype=np.int64)[wanted.rank])
@@ -288,6 +293,7 @@ def _by_peer(
 ) -> tuple[RowCopy, tuple[tuple[int, int], ...]]:
     """Return some of the copies by peer and then by target, and the rows of each peer."""
     order = np.flatnonzero(selected)
+    # Stable on both ends: the n-th row of a message is the same row for sender and receiver.
     order = order[np.lexsort((copies.target[order], peers[order]))]
     source, target, length = (x[order] for x in copies[:3])
     ranks, first = np.unique(peers[order], return_index=True)

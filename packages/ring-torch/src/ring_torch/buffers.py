@@ -330,13 +330,17 @@ def head_exchanges(
     q = HeadPart(batch, length, q_places, dim, dtype)
     k = HeadPart(batch, k_length, kv_places, dim, dtype)
     out = q._replace(dim=v_dim)
+    # Of lse and delta there is one number for each token and head; kernels keep them head by head.
     row = q._replace(dim=1, dtype=acc_dtype, head_major=True)
     # Gradients of a K/V head with copies are summed before they are rounded.
     dk = k._replace(dtype=dtype if heads.copies == 1 else acc_dtype)
+    # A copy of the ids is sent to each rank, as if it were the rank's head.
     ids = [HeadPart(batch, n, 1, 1, torch.int32) for n in (length, k_length)]
     traded_bias = traded_shift = bias_grad = None
     if bias is not None:
         (bias_batch, bias_heads, _, keys), bias_dtype, shifts, has_grad = bias
+        # A bias that heads share goes to all ranks whole, and its gradient comes back from all of
+        # them.
         places = 1 if bias_heads == 1 else q_places
         part = HeadPart(bias_batch, length, places, keys, bias_dtype, head_major=True)
         shift = part._replace(batch=batch if has_ids else bias_batch, dim=1, dtype=acc_dtype)
@@ -352,5 +356,6 @@ def head_exchanges(
         HeadBuffer.of(ranks, q, dk, dk._replace(dim=v_dim)),
         HeadBuffer.of(ranks, *ids) if has_ids else None, traded_bias, traded_shift, bias_grad, 0,
     )  # fmt: skip
+    # Memory of a pass is reserved once, for its largest exchange: the others reuse it.
     sizes = [ranks * x.message.size for x in layouts if isinstance(x, HeadBuffer)]
     return layouts._replace(most_bytes=max(sizes))

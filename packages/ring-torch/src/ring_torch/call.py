@@ -140,6 +140,7 @@ class Call(NamedTuple):
         """
         if self.kernel.capabilities.lse_grad or self.prepare_lse_grad is None:
             return self
+        # The number stays: to the peers it is the backward of the same call.
         call = self.prepare_lse_grad()
         if not self.strategy.depends_on_kernel:
             call = call._replace(backward_signature=self.backward_signature)
@@ -227,6 +228,8 @@ class Call(NamedTuple):
         ranks = self.ranks
         if members is not None:
             agree(ranks, self.number, self.params.dropout_seed, signature, self.device)
+            # Messages of the trade name the ranks of the group, so several groups trade at the same
+            # time.
             ranks = ranks.part(members)
         return self.transport.open_heads(
             ranks, self.number, self.params.dropout_seed, signature, self.device, size
@@ -281,6 +284,7 @@ class Resolution(NamedTuple):
         plan, sizes = self.program.plan, self.sizes
         width = sizes.kv_heads * (sizes.head_dim + sizes.v_head_dim)
         token = width * self.itemsize + (4 if self.request.segment_ids else 0)
+        # By the rank that fetches most: all ranks save, or none does.
         longest = longest_gather(plan, splits=gather.splits, tile=gather.tile).length
         return self.request.grad and sizes.batch * longest * token <= MAX_SAVED_BYTES
 

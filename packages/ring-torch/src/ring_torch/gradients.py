@@ -58,6 +58,8 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
     for owner in hooks_in(model):
         if isinstance(owner, ReductionChoice):
             owner.check_reduction()
+    # In the order of the model, which all ranks have: buckets then hold the same parameters
+    # everywhere.
     weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     _check_model(ranks, model, weights)
     if ranks.size == 1:
@@ -81,11 +83,13 @@ def reduce_gradients(ranks: Ranks, model: nn.Module) -> None:
         # ranks, and copy the sums back.
         for bucket in _each_bucket([local_shard(gradient) for gradient in gradients.values()]):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
+            # Summed in 16 bits it would lose digits with each rank.
             flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             with peer_errors(ranks.peers):
                 dist.all_reduce(flat, group=ranks.group)
             sizes = [gradient.numel() for gradient in bucket]
             for gradient, total in zip(bucket, flat.split(sizes), strict=True):
+                # In place: an optimizer, or a bucket of DDP, may hold this very tensor.
                 gradient.copy_(total.view_as(gradient))
     names = {weight: name for name, weight in weights.items()}
     # Remember the summed gradients, to refuse backwards that add to them.
@@ -101,6 +105,7 @@ def _used_gradients(
     """Return the gradients that any rank has; where this rank has none, they are made as zeros."""
     if not weights:
         return {}
+    # A rank without a gradient would otherwise send fewer numbers than its peers.
     used = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     used = used.to(device)
     # A parameter is used if any rank has a gradient for it.
@@ -179,6 +184,7 @@ def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for gradient in gradients:
+        # A sum over ranks needs one dtype and device; the size bounds the copy.
         if bucket and (
             (bucket[0].dtype, bucket[0].device) != (gradient.dtype, gradient.device)
             or size + gradient.nbytes > _BUCKET
@@ -213,6 +219,7 @@ class _Sums:
         The first query checks all gradients at once, so the host waits for the GPU only once. It
         does not wait at all if ``zero_grad`` has set gradients to ``None``.
         """
+        # Freed gradients are gone with their sums: the next backward makes new ones.
         alive = [(key, x) for key, ref in self._refs.items() if (x := ref()) is not None]
         alive.sort(key=lambda item: str(item[1].device))
         refs_of_sums: dict[int, TensorWeakRef] = {}
@@ -259,6 +266,7 @@ class _Guard:
     @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
     def before(self, _: Tensor) -> None:
         """Note, before a gradient is accumulated, if the parameter's gradient is a sum."""
+        # Asking means waiting for the GPU, which a graph that is being captured cannot.
         self._held = not is_capturing() and self.holds(self.summed)
 
     @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types

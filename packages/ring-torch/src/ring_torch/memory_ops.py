@@ -130,6 +130,7 @@ def _pack_arguments(k: Tensor, v: Tensor, packed: Tensor, *, add: bool) -> Argum
         "K": widths[0], "V": widths[1], "K_DIM": dim, "V_DIM": v.shape[3],
         "SIZE": triton.next_power_of_2(max(widths)), "ADD": add,
     }  # fmt: skip
+    # A token is a program: K and V may have any strides but the last.
     integers = *k.stride()[:3], *v.stride()[:3], *packed.stride()[:2]
     return Arguments((tokens, batch), integers, constants)
 
@@ -143,6 +144,8 @@ def add_on_gpu(total: Tensor, summands: Sequence[Tensor]) -> None:
     if rows * size == 0:
         return
     # A kernel takes a fixed number of tensors: missing ones are filled up and not read.
+    # Chunks follow each other on the stream, so the order of additions is that of the summands
+    # whatever their number.
     for start in range(0, len(summands), _AT_ONCE):
         chunk = summands[start : start + _AT_ONCE]
         operands = [*chunk, *[total] * (_AT_ONCE - len(chunk))]
@@ -168,6 +171,7 @@ def _pack_token(
     v_at = v + batch * v_batch + token * v_token + column // V_DIM * v_head + column % V_DIM
     x, y = tl.load(k_at, mask=in_k), tl.load(v_at, mask=in_v)
     if ADD:
+        # No other program has this token, and launches that add to it follow each other.
         x = tl.load(dst, mask=in_k) + x
         y = tl.load(dst + K, mask=in_v) + y
     tl.store(dst, x, mask=in_k)
@@ -215,6 +219,7 @@ def _largest_bias(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     inside = row < rows
+    # Rows beyond the last see an empty range, so they widen no loop.
     row_start = tl.where(inside, 0, columns)
     row_stop = tl.where(inside, columns, 0)
     if start is not None:
@@ -235,9 +240,11 @@ def _largest_bias(
             k_id = tl.load(k_ids_at, mask=column < columns, other=-1)
             visible &= (q_id[:, None] == k_id[None, :]) & (q_id >= 0)[:, None]
         x = tl.load(row_base + column[None, :], mask=visible, other=float("-inf")).to(tl.float32)
+        # -inf hides a key; inf and NaN cannot be shifted away, and show in the results.
         x = tl.where(tl.abs(x) < float("inf"), x, float("-inf"))
         top = tl.maximum(top, tl.max(x, axis=1))
     dst = shift + batch * shift_batch + head * shift_head + row
+    # Small numbers lose nothing beside the scores: a shift of 0 leaves the kernels their fast path.
     is_needed = (top != float("-inf")) & (tl.abs(top) > UNSHIFTED)
     tl.store(dst, tl.where(is_needed, top, 0.0), mask=inside)
 
@@ -250,6 +257,7 @@ def _mark(out, lse, rows, out_batch, out_row, out_head, lse_batch, lse_head, ROW
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     dst = lse + batch * lse_batch + head * lse_head + row
     x = tl.load(dst, mask=row < rows, other=0.0)
+    # Only these rows of `out` are read: one number each tells NaN from "saw nothing".
     unseen = (x == float("-inf")) & (row < rows)
     out_at = out + batch * out_batch + head * out_head + row * out_row
     y = tl.load(out_at, mask=unseen, other=0.0).to(tl.float32)
@@ -267,6 +275,7 @@ def _row_dots(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.arange(0, PADDED)
+    # Dims are padded to a power of two, for which `arange` is made.
     mask = (row < rows)[:, None] & (column < DIM)[None, :]
     x_at = x + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     y_at = y + batch * y_batch + head * y_head + row[:, None] * y_row + column[None, :]

@@ -80,6 +80,8 @@ class JoinOnGpu:
         assert all(start + n <= spans[0][1] for start, n in spans)
         self._missing = MOST_PARTIALS - len(spans)
         bounds = [bound for start, n in spans[1:] for bound in (start, start + n)]
+        # Absent results have no rows. The kernel is compiled for the number that is there, and
+        # reads no others.
         bounds += [0, 0] * self._missing
         self._merge = RepeatedLaunch(_merge_partials, partial(_join_arguments, bounds, len(spans)))
         self._sum = RepeatedLaunch(_sum_partials, partial(_join_arguments, bounds, len(spans)))
@@ -90,6 +92,8 @@ class JoinOnGpu:
         Every row of them sees something, so an infinity in ``lse`` says that a score is not
         finite; it becomes NaN, and so do the row's numbers in ``out``.
         """
+        # Places of absent results are filled with the first one's tensors, which keeps strides and
+        # alignment valid.
         self._merge(*(x for y in (*partials, *[partials[0]] * self._missing) for x in y))
 
     def sum(self, partials: Sequence[Tensor]) -> None:
@@ -118,6 +122,7 @@ def _weights(old, new):
     Weights are relative to the larger lse; a row that neither has seen gets weights of 0.
     """
     top = tl.maximum(old, new)
+    # Rows that neither has seen would subtract -inf from -inf.
     safe = tl.where(top == float("-inf"), 0.0, top)
     old_weight, new_weight = tl.exp(old - safe), tl.exp(new - safe)
     total = old_weight + new_weight
@@ -156,6 +161,7 @@ def _merge(
     old_at = acc_lse + batch * acc_lse_batch + head * acc_lse_head + row
     new_at = lse + batch * lse_batch + head * lse_head + row
     old = tl.full((ROWS,), float("-inf"), tl.float32)
+    # The first result of a call finds no values in memory: what is there is not read.
     if not FIRST:
         old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(new_at, mask=inside, other=float("-inf"))
@@ -170,6 +176,7 @@ def _merge(
         x = tl.load(acc_at, mask=mask & (old_weight > 0)[:, None], other=0.0)
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
     tl.store(acc_at, _weighted(x, old_weight, y, new_weight), mask=mask)
+    # The program that has these rows of this head is the only one: the next merge reads them.
     tl.store(old_at, both, mask=inside)
 
 
@@ -181,6 +188,7 @@ def _add_partial(x, old, out, lse, row, start, stop, mask, batch, head, column, 
     local_row = row - start
     new = tl.load(lse + batch * l_batch + head * l_head + local_row, mask=in_span, other=0.0)
     new = tl.where(tl.abs(new) == float("inf"), float("nan"), new)
+    # Other rows get the weight 0, and nothing of this result is loaded for them.
     new = tl.where(in_span, new, float("-inf"))
     old_weight, new_weight, both = _weights(old, new)
     out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
@@ -207,7 +215,9 @@ def _merge_partials(
     out_at = out + batch * o_batch + head * o_head + row[:, None] * o_row + column[None, :]
     top = tl.load(lse_at, mask=inside, other=0.0)
     is_finite = tl.abs(top) < float("inf")
+    # As every row sees something, an infinity says that a score was not finite.
     top = tl.where(is_finite, top, float("nan"))
+    # With one result there is nothing to merge: it is final where it lies.
     if PARTIALS > 1:
         # Sums stay in registers, in float32, until they are rounded once.
         x = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)

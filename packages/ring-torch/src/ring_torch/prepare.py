@@ -257,14 +257,9 @@ def _prepare(
     checks.check_bias(tensors.bias, sizes, plan.kv_seq_len, tensors.q.device)
     dtype, device = not_none(facts[0]).dtype, not_none(facts[0]).device
     spec, transport = choose_strategy(
-        strategy_setting.name,
-        options.transport,
-        ranks,
-        program,
-        device,
-        request=request,
+        strategy_setting.name, options.transport, ranks, program, device, request=request,
         probe=probe,
-    )
+    )  # fmt: skip
     if strategy_setting.name == "auto":
         strategy_setting = StrategyConfig(spec.name)
     grid = grid_of(strategy_setting, ranks, layout, request, probe=probe)

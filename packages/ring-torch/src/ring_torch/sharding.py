@@ -177,6 +177,7 @@ class Unsharding:
         agree_on_call(self.ranks, self.number, signature, x.device)
         # If the layout cannot divide the length, all ranks refuse it here, as all have the same.
         layout = checks.padded_layout(self.seq_len, x.shape[self.dim], self.layout, self.ranks.size)
+        # Peers' slices have this shape, so one collective of equal sizes will do.
         local_slice = x.contiguous()
         slices = [local_slice]
         if self.ranks.size > 1:
@@ -191,11 +192,13 @@ class Unsharding:
                     _as_bytes(local_slice),
                     group=self.ranks.group,
                 )
+        # Ranks hold every token once: all rows are written, and padding is left out.
         whole = x.new_empty([*x.shape[: self.dim], layout.seq_len, *x.shape[self.dim + 1 :]])
         rows = whole.transpose(0, self.dim)
         # Copy each run of a rank's slice to its rows in the whole sequence.
         for rank, rank_slice in enumerate(slices):
             runs = layout.runs(rank)
+            # Views: each row is copied once, from the slice to its place.
             run_rows = rank_slice.transpose(0, self.dim).split([run.length for run in runs])
             for run, row_block in zip(runs, run_rows, strict=True):
                 dst = rows[_slice(run)]  # without padding, which is behind the last row
@@ -206,6 +209,7 @@ class Unsharding:
         """Return the gradient of this rank's slice from the gradient of the whole tensor."""
         size = self.ranks.size
         layout = Layout.padded(self.layout, grad.shape[self.dim], size)
+        # Each rank keeps a part of its own gradient: nothing is sent.
         if self.grad != "sum" or size == 1:
             return _slice_of(grad, self.dim, layout, self.ranks.rank)
         signature = self._signature(grad)
@@ -214,6 +218,7 @@ class Unsharding:
         # and gives each rank the sum of its own.
         slices = torch.stack([_slice_of(grad, self.dim, layout, rank) for rank in range(size)])
         slices = slices.to(torch.promote_types(grad.dtype, torch.float32))
+        # Of these stacked slices one is for each rank; only the own sum comes back.
         total = torch.empty_like(slices[0])
         with (
             guarded(self.ranks, self.number, signature, grad.device),
@@ -254,6 +259,8 @@ def guarded(
     ranks: Ranks, number: int, signature: CallSignature, device: torch.device
 ) -> Iterator[None]:
     """Run a block on the tensors' GPU, with errors of peers raised as this call's."""
+    # A failure here closes the group: messages of a collective that others are still in would match
+    # a later one.
     with on_device(device), with_peer_errors(ranks, number, signature):
         yield
 
@@ -347,8 +354,10 @@ def check_grad(x: Tensor, grad: object) -> bool:
 def _slice_of(x: Tensor, dim: int, layout: Layout, rank: int, fill: float = 0) -> Tensor:
     """Return a rank's slice of a whole tensor, contiguous, with the padding of the layout."""
     rows = x.transpose(0, dim)
+    # Runs are views of the whole tensor; they are copied once, by `cat`.
     pieces = [rows[_slice(run)].transpose(0, dim) for run in layout.runs(rank)]
     padding = layout.local_len - sum(piece.shape[dim] for piece in pieces)
+    # Padding is behind the last run of a rank, never between.
     if padding > 0:
         shape = [*x.shape]
         shape[dim] = padding

@@ -61,12 +61,15 @@ def merge(out_a: Floats, lse_a: Floats, out_b: Floats, lse_b: Floats) -> tuple[F
         raise ValueError(
             f"out_a and out_b must have one shape, got {out_a.shape} and {out_b.shape}"
         )
+    # Relative to the larger: one of the two weights is 1, and nothing overflows.
     top = np.maximum(lse_a, lse_b)
     top = np.where(np.isneginf(top), 0, top)
     weight_a, weight_b = np.exp(lse_a - top), np.exp(lse_b - top)
     total = weight_a + weight_b
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = top + np.log(total)
+        # A part without visible keys may hold NaN, and 0 * NaN is NaN: it is replaced, not
+        # multiplied.
         parts = [
             np.where(np.isneginf(part_lse)[..., None], 0, (weight / total)[..., None] * part)
             for part, part_lse, weight in ((out_a, lse_a, weight_a), (out_b, lse_b, weight_b))
@@ -113,6 +116,8 @@ def finalize(out: Floats, lse: Floats, sinks: Floats | None = None) -> tuple[Flo
             f"sinks must have shape [{out.shape[2]}] or [{out.shape[2]}, n], got {sinks.shape}"
         )
     folded = sinks if sinks.ndim == 1 else np.logaddexp.reduce(sinks, axis=-1)
+    # Once, at the end: in each partial result the sink would be counted as often as there are
+    # parts.
     with_sink = np.logaddexp(lse, folded[:, None])
     fully_masked = np.isneginf(lse)
     share = np.exp(np.where(fully_masked, 0, lse) - np.where(fully_masked, 0, with_sink))

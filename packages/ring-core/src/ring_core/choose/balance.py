@@ -92,6 +92,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
         and (n <= 2 or cp_size * n <= _MOST_CHUNKS)
     ]
     # Count the visible pairs of the smallest chunks' queries; larger chunks are sums of these.
+    # Each chunk as a rank of its own, against all keys: one call counts them all.
     queries = Layout("contiguous", seq_len, cp_size * counts[-1])
     geometry = BandGeometry(mask, queries, Layout("contiguous", keys, 1), keys - seq_len)
     pairs = geometry.count(np.arange(queries.cp_size), 0)
@@ -104,6 +105,7 @@ def _balance(mask: Mask, seq_len: int, cp_size: int, keys: int) -> ChunkLayout:
         # Sort the ranks by their first chunk, as in ``contiguous`` and ``zigzag``.
         by_first_chunk = tuple(sorted(tuple(sorted(of_rank)) for of_rank in chunks.tolist()))
         balanced.append((balance, ChunkLayout(by_first_chunk)))
+        # More chunks would be more launches, for nothing.
         if balance <= EVEN:
             break
     return min(balanced, key=lambda balance_and_layout: balance_and_layout[0])[1]
@@ -124,6 +126,7 @@ def _assign(weights: Ints, cp_size: int) -> Ints:
     for chunk in np.argsort(-weights, kind="stable").tolist():
         load, rank = heappop(ranks)
         chunks[rank].append(chunk)
+        # Equal numbers of tokens on every rank: one that is full leaves the heap.
         if len(chunks[rank]) < weights.size // cp_size:
             heappush(ranks, (load + int(weights[chunk]), rank))
     return np.array(chunks, dtype=np.int64)
@@ -145,6 +148,7 @@ def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
         moved = pairs[top][:, None, None] - pairs  # [n of the busiest, rank, n of the rank]
         after = np.maximum(load[top] - moved, load[:, None] + moved)
         n, rank, m = map(int, np.unravel_index(int(after.argmin()), after.shape))
+        # No swap helps the busiest rank, and it alone sets the time of a pass.
         if after[n, rank, m] >= load[top]:
             break
         chunks[top, n], chunks[rank, m] = chunks[rank, m], chunks[top, n]

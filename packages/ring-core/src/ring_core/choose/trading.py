@@ -72,6 +72,8 @@ def untraded_reason(plan: Plan, *, q_heads: int, kv_heads: int) -> str | None:
     fetched = longest_gather(plan).length - keys
     if traded > MOST_TRADED * ranks * kv_heads * fetched:
         return _share_text(traded, ranks * kv_heads * fetched)
+    # The inner call of a trade has all tokens on one rank: its launches may span what shards end
+    # with.
     of_all_tokens = make_plan(
         plan.mask, seq_len=plan.seq_len, cp_size=1, kv_seq_len=plan.kv_seq_len,
     )  # fmt: skip

@@ -112,6 +112,7 @@ def bytes_by_link(
         )
     host = np.arange(plan.cp_size) // ranks_per_host
     sent = _bytes_by_ranks(plan, model, config, backward, fetches_again, [str(x) for x in host])
+    # Consecutive ranks share a host, as launchers number them.
     of_host = np.equal.outer(host, host)
     within, between = (np.where(x, sent, 0).sum(axis=1) for x in (of_host, ~of_host))
     return LinkBytes(tuple(map(int, within)), tuple(map(int, between)))
@@ -155,6 +156,7 @@ def _bytes_by_ranks(
     for first in range(0, plan.cp_size, grid.ulysses_size):
         group = grid.inner_ranks(first)
         moved[np.ix_(group, group)] = _exchange_bytes(plan, model, trade.heads, backward)
+    # A rank keeps its own tokens of its own heads.
     np.fill_diagonal(moved, 0)
     if trade.outer_plan is None:
         return moved
@@ -162,6 +164,7 @@ def _bytes_by_ranks(
     between_groups = _bytes_by_ranks(
         trade.outer_plan, trade.outer_model, outer, backward, fetches_again
     )
+    # Ranks with the same place in their groups make one inner call, and each such set its own.
     for rank in grid.inner_ranks(0):
         peers = grid.outer_ranks(rank)
         moved[np.ix_(peers, peers)] += between_groups
@@ -231,10 +234,13 @@ def bytes_held(
         case "ring":
             return keys * (2 * e + 3 * FLOAT32_BYTES) + rows * model.head_dim * FLOAT32_BYTES
         case "gather":
+            # Ranks differ in what they fetch: memory has to do for the one that fetches most.
             gathered = longest_gather(plan).length * keys // plan.k_layout.local_len
             return (gathered + keys) * (e + FLOAT32_BYTES)
     trade = _HeadExchange.of(plan, model, config, hosts)
     rows, keys = rows_and_keys(plan, trade.outer_model)
+    # Q, K, V and out by heads are there while the inner call runs, and in the backward their
+    # gradients beside them.
     traded = rows * (model.head_dim + model.value_dim) + keys
     held = 2 * e * trade.grid.ulysses_size * traded
     if trade.outer_plan is None:
@@ -251,6 +257,7 @@ def _ring_bytes(plan: Plan, model: Model, backward: bool) -> _BytesByRanks:
         for stage in stages:
             for hop, message in ((stage.kv_hop, size.kv), (stage.grad_hop, size.grad)):
                 if hop is not None:
+                    # Ranks without work in a step pass K/V on all the same.
                     moved[ranks, (ranks + hop) % plan.cp_size] += message
     return moved
 
@@ -263,8 +270,10 @@ def _gather_bytes(plan: Plan, model: Model, backward: bool, fetches_again: bool)
     keys = np.zeros((plan.cp_size, plan.cp_size), np.int64)
     for rank in range(plan.cp_size):
         for fetch in gather_program(plan, rank).fetches:
+            # The receiver's program names the sender; own keys are copied, not sent.
             if fetch.rank != rank:
                 keys[fetch.rank, rank] += fetch.source.stop - fetch.source.start
+    # dK/dV go home against the way of their keys, as float32 sums.
     grads = keys.T * width * FLOAT32_BYTES if backward else 0
     return keys * width * model.bytes_per_element * (1 + fetches_again) + grads
 

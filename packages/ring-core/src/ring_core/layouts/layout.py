@@ -164,6 +164,7 @@ class Layout:
             if self.pad_to % self.divisor:
                 raise ValueError(f"padded length {self.pad_to} is not {needs}")
             if self.pad_to == self.seq_len:
+                # Equal layouts must compare equal, as plans and calls are found by them.
                 object.__setattr__(self, "pad_to", None)  # the dataclass is frozen
         elif self.seq_len < 1 or self.seq_len % self.divisor:
             padded = max(1, -(-self.seq_len // self.divisor)) * self.divisor
@@ -186,6 +187,7 @@ class Layout:
         Raises:
             ValueError: Unknown name, chunks for another number of ranks, or no token.
         """
+        # Equal lengths on all ranks, and equal runs inside: the least multiple of both.
         divisor = divisor_of(name, cp_size)
         if not is_integer(seq_len) or seq_len < 1:
             return cls(name, seq_len, cp_size)  # which refuses it
@@ -239,11 +241,14 @@ class Layout:
         if isinstance(self.name, ChunkLayout):
             return self.name.table[r] * self.run_length
         if self._is_zigzag:
+            # Under a causal mask the r-th chunk from the front and the r-th from the back have as
+            # much work together on every rank.
             return np.stack([r, 2 * self.cp_size - 1 - r], axis=-1) * self.run_length
         return r[..., None] * (1 if self.name == "striped" else self.local_len)
 
     def tokens_from(self, position: Ints) -> Ints:
         """Return how many tokens, without padding, a run has that starts at each position."""
+        # Rounded up: a run that begins before the end has at least one token.
         return np.clip(-((position - self.seq_len) // self.stride), 0, self.run_length)
 
     def num_tokens(self, rank: npt.ArrayLike) -> Ints:
@@ -261,6 +266,7 @@ class Layout:
         elif self._is_zigzag:
             chunks = rank, 2 * self.cp_size - 1 - rank
         length = self.run_length
+        # Runs of a striped layout begin one token apart, all others a run apart.
         unit = 1 if self.stride > 1 else length
         return tuple(
             Run(n * length, length, chunk * unit, self.stride) for n, chunk in enumerate(chunks)

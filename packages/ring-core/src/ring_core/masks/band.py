@@ -87,6 +87,7 @@ def clip(
 ) -> Rectangles:
     """Intersect rectangles with others; bands count from the new corners, the result is trimmed."""
     q0, k0 = np.maximum(rect.q_start, q_start), np.maximum(rect.k_start, k_start)
+    # An intersection that is empty gets no rows, and trims to zeros.
     q1 = np.maximum(np.minimum(rect.q_stop, q_stop), q0)
     k1 = np.maximum(np.minimum(rect.k_stop, k_stop), k0)
     q_shift, k_shift = q0 - rect.q_start, k0 - rect.k_start
@@ -96,6 +97,7 @@ def clip(
 
 def count(q_len: IntLike, k_len: IntLike, lo: IntLike, hi: IntLike) -> Ints:
     """Count the cells of ``q_len`` x ``k_len`` rectangles that a band shows, in closed form."""
+    # What is at or above lo, less what is above hi.
     shown: Ints = _at_least(q_len, k_len, lo) - _at_least(
         q_len, k_len, np.asarray(hi, dtype=np.int64) + 1
     )

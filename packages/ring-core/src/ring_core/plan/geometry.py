@@ -71,6 +71,8 @@ class BandGeometry(LaidOutMask):
             half: 0 or 1 asks for the first or second half of the query rows, cut so that both see
                 equally many keys in sum; ``None`` for all rows.
         """
+        # A rectangle for each pair of runs. Trimming has dropped those without a visible pair,
+        # unless documents hide what the band shows.
         table = self._pieces(q_rank, kv_rank, half)
         if self.boundaries is not None:
             table = self._live_only(q_rank, kv_rank, table)
@@ -87,6 +89,7 @@ class BandGeometry(LaidOutMask):
         assert self.k_layout.cp_size == 1
         q_local, k_local, q_pos, k_pos = self._runs(q_rank, 0)
         rect = self._rect_of_runs(q_local, k_local, q_pos, k_pos)
+        # Only the columns that were asked for; rows keep their run.
         rect = band.clip(rect, rect.q_start, rect.q_stop, k_start, k_stop)
         table = self._in_cells(rect, q_pos - q_local, k_pos - k_local)
         return table if self.boundaries is None else self._live_only(q_rank, 0, table)
@@ -146,12 +149,14 @@ class BandGeometry(LaidOutMask):
             return RectangleTable(rect, np.zeros_like(stop), stop)
         # Clipping to the shared cells lets the band trim more, after which fewer cells are shared.
         for _ in range(2):
+            # Documents before the first shared one have queries or keys here, not both.
             first, last = self._shared_cells(rect, q_zero, k_zero)
             inside = rect.live & (first <= last)
             first, last = np.where(inside, first, 0), np.where(inside, last, 0)
             start, stop = cells[first], np.where(inside, cells[last + 1], cells[first])
             rect = band.clip(rect, start - q_zero, stop - q_zero, start - k_zero, stop - k_zero)
         first, last = self._shared_cells(rect, q_zero, k_zero)
+        # Inside one document the band alone decides, which more kernels can do.
         several = rect.live & (last > first)
         return RectangleTable(rect, np.where(several, first, 0), np.where(several, last + 1, 0))
 
@@ -171,6 +176,8 @@ class BandGeometry(LaidOutMask):
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, table: RectangleTable
     ) -> RectangleTable:
         """Replace rectangles without a visible pair by zeros: their band misses all cells."""
+        # The band crosses the rectangle, and no document does: nobody has to launch, or send, for
+        # it.
         live = self._count(q_rank, kv_rank, table) > 0
         parts = [np.where(live, x, 0) for x in (*table.rect, *table[1:])]
         return RectangleTable(Rectangles(*parts[:6]), parts[6], parts[7])
@@ -188,6 +195,8 @@ class BandGeometry(LaidOutMask):
         first, last = table.doc_start, np.maximum(table.doc_stop - 1, 0)
         # Cells between the first and the last lie whole inside the rectangle: a prefix sum counts
         # them. The first and the last may be cut by it, and are clipped and counted each.
+        # A document's pairs do not depend on where its tokens lie, so they are counted once for all
+        # ranks.
         whole = self._pairs_before[last] - self._pairs_before[np.minimum(first + 1, last)]
         ends = self._count_cell(table.rect, first, q_zero, k_zero) + np.where(
             last > first, self._count_cell(table.rect, last, q_zero, k_zero), 0
@@ -232,6 +241,7 @@ class BandGeometry(LaidOutMask):
         """Cut each rectangle at the row that halves its visible pairs; return one side of it."""
         # Bisection: rows up to ``above`` hold half of the pairs or more, rows up to ``below`` less.
         below, above = table.rect.q_start, table.rect.q_stop
+        # Counted in pairs, not rows: under a causal mask the later rows have more to do.
         total = self._count(q_rank, kv_rank, table)
         for _ in range(int((above - below).max()).bit_length()):
             middle = (below + above) // 2
@@ -264,6 +274,7 @@ class BandGeometry(LaidOutMask):
         """
         rect, live = table.rect, table.rect.live
         largest = np.iinfo(np.int64).max
+        # Empty rectangles are zeros, which would pull the corner of the box to 0.
         q0 = np.where(live, rect.q_start, largest).min(axis=-1, keepdims=True)
         k0 = np.where(live, rect.k_start, largest).min(axis=-1, keepdims=True)
         q1, k1 = rect.q_stop.max(axis=-1, keepdims=True), rect.k_stop.max(axis=-1, keepdims=True)
@@ -285,6 +296,7 @@ class BandGeometry(LaidOutMask):
         )
         same = np.all([a == b for a, b in zip(band.clip(box, *runs), rect, strict=True)], axis=0)
         box_shows_the_same = (same & ~(table.doc_stop > 0)).all(axis=-1, keepdims=True)
+        # One rectangle needs no box.
         use_box = (live.sum(axis=-1, keepdims=True) > 1) & box_shows_the_same
         first = np.arange(live.shape[-1]) == 0
         out = Rectangles(

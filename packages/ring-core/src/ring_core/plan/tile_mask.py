@@ -64,6 +64,7 @@ class BlockGeometry(LaidOutMask):
         q_bounds = _token_bounds(pairs.any(axis=-1), self.q_layout.num_tokens(q_rank))
         k_bounds = _token_bounds(pairs.any(axis=-2), self.k_layout.num_tokens(kv_rank))
         zero = np.zeros_like(live, dtype=np.int64)
+        # One launch for all tiles of a pair of ranks; the kernel skips empty ones by their kind.
         box = (*q_bounds, *k_bounds, zero - UNBOUNDED, zero + UNBOUNDED)
         return RectangleTable(Rectangles(*(np.where(live, x, 0) for x in box)), zero, zero)
 
@@ -85,6 +86,8 @@ class BlockGeometry(LaidOutMask):
         """
         numbers: dict[bytes, int] = {}
         index = np.full(self.kinds.shape, -1, dtype=np.int32)
+        # Tiles far apart often look alike, as on the diagonal: each pattern is kept, and sent to
+        # the device, once.
         for q_rank, kv_rank, a, b in np.argwhere(self.kinds == PARTIAL).tolist():
             q = self._q_positions(q_rank)[a * TILE : (a + 1) * TILE]
             k = self._k_positions(kv_rank)[b * TILE : (b + 1) * TILE]
@@ -109,6 +112,7 @@ class BlockGeometry(LaidOutMask):
         pairs: npt.NDArray[np.int32] = self.pairs[q_rank, kv_rank]
         if half is None:
             return pairs
+        # Whole rows of tiles: a kernel cannot begin inside of one.
         total = pairs.sum(axis=-1, dtype=np.int64).cumsum(axis=-1)
         first_half = (2 * total <= total[..., -1:])[..., None]
         return np.where(first_half if half == 0 else ~first_half, pairs, 0)
@@ -169,6 +173,7 @@ class BlockGeometry(LaidOutMask):
                     )
         # The last tile of a rank may be smaller: it is full if all pairs that it has are visible.
         q_sizes, k_sizes = (_tile_sizes(layout) for layout in (self.q_layout, self.k_layout))
+        # Full tiles are computed without a mask, empty ones not at all.
         full = pairs == q_sizes[:, None, :, None] * k_sizes[None, :, None, :]
         kinds = np.where(pairs == 0, EMPTY, np.where(full, FULL, PARTIAL))
         return kinds.astype(np.uint8), pairs

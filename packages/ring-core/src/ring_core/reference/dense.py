@@ -248,6 +248,7 @@ def dense_forward(
     )
 
     q_pos, k_pos = np.arange(sizes.q_len) + sizes.k_len - sizes.q_len, np.arange(sizes.k_len)
+    # The whole matrix at once: this is what all others are compared with, not how they compute.
     visible = visible_pairs(inputs, mask)
     shift = bias_shift(inputs, visible)
 
@@ -258,12 +259,15 @@ def dense_forward(
             squashed = np.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed**2
         if inputs.bias is not None:
+            # Shifted as in every backend, so that a large bias costs the oracle no more digits than
+            # them.
             x = x + (inputs.bias if shift is None else inputs.bias - shift[..., None])
             visible &= ~np.isneginf(inputs.bias)
         if inputs.slopes is not None:
             x = x - inputs.slopes[:, :, None, None] * np.abs(q_pos[:, None] - k_pos)
     sink_rows = np.empty((sizes.q_heads, 0)) if inputs.sinks is None else inputs.sinks
     lse, probs = _softmax(np.where(visible, x, -np.inf), sink_rows.reshape(sizes.q_heads, -1))
+    # What was taken off the scores is put back where they leave.
     lse = lse if shift is None else lse + shift
     probs = np.where(visible, probs, 0)  # not so yet in rows that hold NaN
     keep = np.ones_like(probs)
@@ -283,6 +287,7 @@ def dense_forward(
 def _softmax(logits: Floats, sinks: Floats) -> tuple[Floats, Floats]:
     """Return ``(lse, softmax)`` over the last axis; sinks ``[H, n]`` take their share."""
     top = logits.max(axis=-1, initial=-np.inf)
+    # Sinks are in the softmax: the largest logit may be one of them.
     top = np.maximum(top, sinks.max(axis=-1, initial=-np.inf)[:, None])
     safe = np.where(np.isneginf(top), 0, top)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -298,6 +303,7 @@ def dense_backward(dense: Dense, dout: Floats, dlse: Floats | None) -> Grads:
     """Return the gradients of a forward pass."""
     do = dout.transpose(0, 2, 1, 3)
     dprobs = (do @ dense.v.swapaxes(-1, -2)) * dense.keep
+    # delta = rowsum(P * dP) - dlse; it equals rowsum(dout * out) - dlse without reading out.
     weighted = np.where(dense.visible, dense.probs * dprobs, 0)
     delta = weighted.sum(axis=-1, keepdims=True) - (0 if dlse is None else dlse[..., None])
     dlogits = np.where(dense.visible, dense.probs * (dprobs - delta), 0)
@@ -308,6 +314,7 @@ def dense_backward(dense: Dense, dout: Floats, dlse: Floats | None) -> Grads:
     dv = masked_matmul((dense.probs * dense.keep).swapaxes(-1, -2), seen_by, do)
     sinks, bias, sizes = dense.inputs.sinks, dense.inputs.bias, dense.inputs.sizes
     groups = sizes.kv_heads, sizes.q_heads // sizes.kv_heads
+    # K/V were repeated for their query heads, so their gradients are summed over these.
     dk, dv = (x.reshape(len(x), *groups, *x.shape[2:]).sum(axis=2) for x in (dk, dv))
     dsinks = None
     if sinks is not None:

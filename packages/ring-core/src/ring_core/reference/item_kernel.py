@@ -100,6 +100,7 @@ def forward(
     weights = np.exp(logits - safe[..., None])
     total = weights.sum(axis=-1)
     probs = weights / total[..., None]  # NaN where lse is -inf: merge does not read it
+    # Rounded where kernels round: the weights enter the product in the inputs' dtype.
     weights_kept = round_to(probs * _dropout_factor(rows, columns, q, params), params.precision)
     out = masked_matmul(weights_kept, visible, _heads(v, q.shape[2]))
     return out.swapaxes(1, 2), safe + np.log(total)
@@ -130,6 +131,7 @@ def backward(
     dout_by_head, q_by_head = dout.swapaxes(1, 2), q.swapaxes(1, 2)
     k_by_head, v_by_head = _heads(k, q.shape[2]), _heads(v, q.shape[2])
     keep = _dropout_factor(rows, columns, q, params)
+    # Probabilities over all keys of all ranks, although only this item's are here: lse is final.
     probs = np.where(visible, np.exp(logits - safe[..., None]), 0)
     dprobs = (dout_by_head @ v_by_head.swapaxes(-1, -2)) * keep
     dlogits = np.where(visible, probs * (dprobs - delta[..., None]), 0)
@@ -155,6 +157,7 @@ def _logits(
         squashed = np.tanh(x / params.softcap)
         x, slope = params.softcap * squashed, 1 - squashed**2
     if rows.bias is not None:
+        # A bias has all keys in natural order; those of the item may lie anywhere in it.
         bias = rows.bias[..., columns.indices]
         visible = visible & ~np.isneginf(bias)
         x = x + (bias if rows.bias_shift is None else bias - rows.bias_shift[..., None])
@@ -207,6 +210,7 @@ def _heads(x: Floats, heads: int) -> Floats:
 
 def _grouped(x: Floats, kv_heads: int) -> Floats:
     """Sum over the query heads of each K/V head: ``[B, H, m, D]`` to ``[B, m, K, D]``."""
+    # Neighbouring query heads share a K/V head.
     groups = x.reshape(len(x), kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
     return groups.sum(axis=2).swapaxes(1, 2)
 

@@ -21,7 +21,7 @@ from ring_core.layouts.layout import LAYOUTS, LayoutName
 from ring_core.masks.mask import Mask, Window
 from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import ring_program
-from ring_core.tools.sizes import add_window, size
+from ring_core.tools.sizes import WINDOW, add_each, size
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 
@@ -115,57 +115,51 @@ def default_case(ranks: int, *, on_cpu: bool) -> BenchCase:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a ``bench`` command; :func:`default_case` has those left out."""
-    add = parser.add_argument
     usual, on_cpu = (default_case(2, on_cpu=x) for x in (False, True))
 
     def default(name: str) -> str:
         return f"default: {getattr(usual, name)}, on a CPU {getattr(on_cpu, name)}"
 
-    add(
-        "--seq-len", type=size, metavar="N",
-        help=f"tokens over all ranks, such as 65536 or 64k; {default('seq_len')}",
-    )  # fmt: skip
-    add(
-        "--ranks", type=int, metavar="P",
-        help="devices that share the sequence; default: all, on a CPU 2",
-    )  # fmt: skip
-    add("--heads", type=int, metavar="H", help=f"query heads; {default('heads')}")
-    add(
-        "--kv-heads", type=int, metavar="K",
-        help=f"key/value heads, a divisor of --heads; {default('kv_heads')}",
-    )  # fmt: skip
-    add("--head-dim", type=int, metavar="D", help=f"head dim of Q, K and V; {default('head_dim')}")
-    add(
-        "--dtype", choices=("float64", "float32", "bfloat16", "float16"),
-        help=f"dtype of Q, K and V; {default('dtype')}",
-    )  # fmt: skip
-    add_window(parser)
-    add(
-        "--layout",
-        choices=LAYOUTS,
-        default="zigzag",
-        help="which rank holds which tokens; default: zigzag",
-    )
-    add(
-        "--strategy",
-        choices=("auto", *STRATEGIES),
-        default="auto",
-        help="how K/V travel; default: auto",
-    )
-    add(
-        "--kernel",
-        default="auto",
-        metavar="NAME",
-        help="a kernel that `matrix` lists; default: auto",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="seconds for all rounds; default: 20",
-    )
-    add("--json", action="store_true", help="print JSON, with times in seconds")
+    add_each(parser, {
+        "--seq-len": {
+            "type": size, "metavar": "N",
+            "help": f"tokens over all ranks, such as 65536 or 64k; {default('seq_len')}",
+        },
+        "--ranks": {
+            "type": int, "metavar": "P",
+            "help": "devices that share the sequence; default: all, on a CPU 2",
+        },
+        "--heads": {"type": int, "metavar": "H", "help": f"query heads; {default('heads')}"},
+        "--kv-heads": {
+            "type": int, "metavar": "K",
+            "help": f"key/value heads, a divisor of --heads; {default('kv_heads')}",
+        },
+        "--head-dim": {
+            "type": int, "metavar": "D", "help": f"head dim of Q, K and V; {default('head_dim')}",
+        },
+        "--dtype": {
+            "choices": ("float64", "float32", "bfloat16", "float16"),
+            "help": f"dtype of Q, K and V; {default('dtype')}",
+        },
+        "--window": WINDOW,
+        "--layout": {
+            "choices": LAYOUTS, "default": "zigzag",
+            "help": "which rank holds which tokens; default: zigzag",
+        },
+        "--strategy": {
+            "choices": ("auto", *STRATEGIES), "default": "auto",
+            "help": "how K/V travel; default: auto",
+        },
+        "--kernel": {
+            "default": "auto", "metavar": "NAME",
+            "help": "a kernel that `matrix` lists; default: auto",
+        },
+        "--seconds": {
+            "type": float, "default": 20.0, "metavar": "S",
+            "help": "seconds for all rounds; default: 20",
+        },
+        "--json": {"action": "store_true", "help": "print JSON, with times in seconds"},
+    })  # fmt: skip
 
 
 def setting_of(args: argparse.Namespace, defaults: BenchCase) -> BenchCase:

@@ -21,7 +21,7 @@ from ring_core.plan.plan import make_plan
 from ring_core.programs.ring import RingProgram, ring_program
 from ring_core.tools import advice, doctor
 from ring_core.tools.commands import add_command
-from ring_core.tools.sizes import add_mask_options, integer, mask_of
+from ring_core.tools.sizes import add_each, add_mask_options, integer, mask_of
 
 #: Defaults of ``--heads``, ``--kv-heads`` and ``--head-dim``.
 MODEL_OPTIONS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -63,39 +63,43 @@ def _parser() -> argparse.ArgumentParser:
         example="python -m ring_core plan --seq-len 64k --cp 8 --layout all --window 4096,0",
         version=_VERSION,
     )  # fmt: skip
-    add = plan.add_argument
     add_mask_options(plan)
-    add("--cp", required=True, metavar="P", help="number of ranks; several to compare: 2,4,8")
-    add(
-        "--layout", metavar="NAME",
-        help=f"{', '.join(ALL_LAYOUTS)}, or all for a table; default: {DEFAULT_LAYOUT}",
-    )  # fmt: skip
-    add(
-        "--strategy", choices=RING_STRATEGIES, default=RING_STRATEGIES[0],
-        help="default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--png", metavar="FILE",
-        help="also draw the plan, or with --advise the costs, to a .png, .svg or .pdf file",
-    )  # fmt: skip
-    add(
-        "--color", choices=("auto", "always", "never"), default="auto",
-        help="colour the ranks; default: in a terminal",
-    )  # fmt: skip
-    add("--advise", action="store_true", help="estimate time and memory of every layout")
-    for option, default in MODEL_OPTIONS.items():
-        add(
-            f"--{option.replace('_', '-')}", type=int, metavar="N",
-            help=f"{_MODEL_WORDS[option]} of the model to estimate; default: {default}",
-        )  # fmt: skip
-    add(
-        "--hardware", metavar="NAME",
-        help=f"devices to estimate for: {', '.join(HARDWARE)}; default: {DEFAULT_HARDWARE}",
-    )  # fmt: skip
-    add(
-        "--ranks-per-host", type=int, metavar="N",
-        help="with --advise, also which strategy to take on hosts of so many ranks, and what each sends",
-    )  # fmt: skip
+    add_each(plan, {
+        "--cp": {
+            "required": True, "metavar": "P", "help": "number of ranks; several to compare: 2,4,8",
+        },
+        "--layout": {
+            "metavar": "NAME",
+            "help": f"{', '.join(ALL_LAYOUTS)}, or all for a table; default: {DEFAULT_LAYOUT}",
+        },
+        "--strategy": {
+            "choices": RING_STRATEGIES, "default": RING_STRATEGIES[0], "help": "default: %(default)s",
+        },
+        "--png": {
+            "metavar": "FILE",
+            "help": "also draw the plan, or with --advise the costs, to a .png, .svg or .pdf file",
+        },
+        "--color": {
+            "choices": ("auto", "always", "never"), "default": "auto",
+            "help": "colour the ranks; default: in a terminal",
+        },
+        "--advise": {"action": "store_true", "help": "estimate time and memory of every layout"},
+        **{
+            f"--{option.replace('_', '-')}": {
+                "type": int, "metavar": "N",
+                "help": f"{_MODEL_WORDS[option]} of the model to estimate; default: {default}",
+            }
+            for option, default in MODEL_OPTIONS.items()
+        },
+        "--hardware": {
+            "metavar": "NAME",
+            "help": f"devices to estimate for: {', '.join(HARDWARE)}; default: {DEFAULT_HARDWARE}",
+        },
+        "--ranks-per-host": {
+            "type": int, "metavar": "N",
+            "help": "with --advise, also which strategy to take on hosts of so many ranks, and what each sends",
+        },
+    })  # fmt: skip
     report = add_command(
         commands, "doctor", "Show versions, and test what is installed.",
         example="python -m ring_core doctor --json", version=_VERSION,

@@ -14,7 +14,7 @@ from ring_core.base.config import StrategyName
 from ring_core.choose.balance import ALL_LAYOUTS, layout_for
 from ring_core.layouts.layout import Layout, LayoutSpec
 from ring_core.masks.mask import Mask
-from ring_core.tools.sizes import add_mask_options, head_counts, mask_of
+from ring_core.tools.sizes import add_each, add_mask_options, head_counts, mask_of
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,35 @@ class ExplainCase:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of an ``explain`` command; those of the mask are ``plan``'s."""
-    add = parser.add_argument
     add_mask_options(parser)
-    add("--cp", type=int, required=True, metavar="P", help="number of ranks")
-    add(
-        "--heads", type=head_counts, required=True, metavar="H/K",
-        help="query heads, and key/value heads if they are fewer: 32/8",
-    )  # fmt: skip
-    add("--head-dim", type=int, default=128, metavar="D", help="head dim; default: %(default)s")
-    add("--batch", type=int, default=1, metavar="B", help="sequences; default: %(default)s")
-    add(
-        "--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="bfloat16",
-        help="default: %(default)s",
-    )  # fmt: skip
-    add(
-        "--layout", choices=ALL_LAYOUTS, default="zigzag",
-        help="which rank holds which tokens; default: %(default)s",
-    )  # fmt: skip
-    for name, meaning in (
-        ("kernel", "a kernel that `matrix` lists"), ("strategy", "what moves between ranks"),
-        ("transport", "how it gets there"),
-    ):  # fmt: skip
-        add(f"--{name}", default="auto", metavar="NAME", help=f"{meaning}; default: auto")
+    add_each(parser, {
+        "--cp": {"type": int, "required": True, "metavar": "P", "help": "number of ranks"},
+        "--heads": {
+            "type": head_counts, "required": True, "metavar": "H/K",
+            "help": "query heads, and key/value heads if they are fewer: 32/8",
+        },
+        "--head-dim": {
+            "type": int, "default": 128, "metavar": "D", "help": "head dim; default: %(default)s",
+        },
+        "--batch": {
+            "type": int, "default": 1, "metavar": "B", "help": "sequences; default: %(default)s",
+        },
+        "--dtype": {
+            "choices": ("float64", "float32", "bfloat16", "float16"), "default": "bfloat16",
+            "help": "default: %(default)s",
+        },
+        "--layout": {
+            "choices": ALL_LAYOUTS, "default": "zigzag",
+            "help": "which rank holds which tokens; default: %(default)s",
+        },
+        **{
+            f"--{name}": {"default": "auto", "metavar": "NAME", "help": f"{meaning}; default: auto"}
+            for name, meaning in (
+                ("kernel", "a kernel that `matrix` lists"), ("strategy", "what moves between ranks"),
+                ("transport", "how it gets there"),
+            )
+        },
+    })  # fmt: skip
 
 
 def case_of(args: argparse.Namespace) -> ExplainCase:

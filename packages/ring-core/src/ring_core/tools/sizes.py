@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from ring_core.masks.mask import Mask, Window
 
@@ -63,32 +65,40 @@ def head_counts(text: str) -> tuple[int, int]:
     return counts[0], counts[-1]
 
 
+def add_each(parser: argparse.ArgumentParser, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add options to a parser: for each flag the arguments of ``add_argument``."""
+    for flag, arguments in options.items():
+        parser.add_argument(flag, **arguments)
+
+
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a sequence and its mask, which :func:`mask_of` reads."""
-    add = parser.add_argument
-    add(
-        "--seq-len", type=size, required=True, metavar="N",
-        help="queries over all ranks, such as 65536 or 64k",
-    )  # fmt: skip
-    add("--kv-seq-len", type=size, metavar="N", help="keys over all ranks; default: as many")
-    add(
-        "--causal", action=argparse.BooleanOptionalAction, default=True,
-        help="a query sees no later key, which is the default",
-    )  # fmt: skip
-    add_window(parser)
-    add(
-        "--chunk-size", type=size, metavar="N",
-        help="tokens per chunk, where a query sees its own chunk only",
-    )  # fmt: skip
-    add("--cu-seqlens", metavar="0,...,N", help="offsets of packed documents, in tokens")
+    add_each(parser, {
+        "--seq-len": {
+            "type": size, "required": True, "metavar": "N",
+            "help": "queries over all ranks, such as 65536 or 64k",
+        },
+        "--kv-seq-len": {
+            "type": size, "metavar": "N", "help": "keys over all ranks; default: as many",
+        },
+        "--causal": {
+            "action": argparse.BooleanOptionalAction, "default": True,
+            "help": "a query sees no later key, which is the default",
+        },
+        "--window": WINDOW,
+        "--chunk-size": {
+            "type": size, "metavar": "N",
+            "help": "tokens per chunk, where a query sees its own chunk only",
+        },
+        "--cu-seqlens": {"metavar": "0,...,N", "help": "offsets of packed documents, in tokens"},
+    })  # fmt: skip
 
 
-def add_window(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--window``, which :func:`window` reads."""
-    parser.add_argument(
-        "--window", type=window, metavar="LEFT,RIGHT",
-        help="keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
-    )  # fmt: skip
+#: Arguments of the option ``--window``, which :func:`window` reads.
+WINDOW = {
+    "type": window, "metavar": "LEFT,RIGHT",
+    "help": "keys before and after its own that a query sees: 4096,0; none is no limit: 4096,none",
+}  # fmt: skip
 
 
 def mask_of(args: argparse.Namespace) -> Mask:

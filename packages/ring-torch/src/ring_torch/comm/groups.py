@@ -36,6 +36,7 @@ def members_of(group: Any) -> Members:
     if is_foreign(group):
         # Torch orders the ranks of a group.
         return Members(group, tuple(sorted(group.mesh.flatten().tolist())))
+    # A rank of the group counts as using it from here on: the others learn its host.
     ranks = ranks_of(group)
     if ranks.group is None:
         return Members(None, (0,))

@@ -43,12 +43,12 @@ def move_on_gpu(
     arguments = HeadArguments.of(layout, tensors, orders, at_once=_NUMBERS)
     if arguments.blocks == 0:
         return
-    grid = layout.ranks * arguments.blocks, len(tensors)
     values = (
         buffer, *arguments.tensors, *arguments.orders, *arguments.sizes, *arguments.strides,
         layout.parts[0].batch, layout.ranks, layout.message.size,
     )  # fmt: skip
     constants = arguments.constants | {"BY_HEADS": by_heads, "PACKS": packs}
+    grid = layout.ranks * arguments.blocks, len(tensors)
     keep(layout.launches, key, _move_tensors.launch(grid, *values, **constants))
 
 

@@ -128,13 +128,10 @@ class Ranks:
 
     def watch(self, timeout: timedelta) -> Thread:
         """Start the thread that logs failed ranks, and passes that do not end."""
-
-        def failure() -> str | None:
-            """Return the error message that a rank has left in the store of the group."""
-            ranks_of(self.group)
-            return read_failure(not_none(self.group))
-
-        return watch(self.state, self.rank, self.peers, failure, timeout)
+        return watch(
+            self.state, self.rank, self.peers,
+            lambda: read_failure(not_none(ranks_of(self.group).group)), timeout,
+        )  # fmt: skip
 
     def start(
         self,

@@ -127,6 +127,7 @@ class StoreAgreement:
         """Delete the keys of this agreement, once all ranks have read them."""
 
         def delete() -> None:
+            # Ranks of another digest have failed, and with them the group: their keys may stay.
             for key in (self._key, self._count(digest)):
                 self.store.delete_key(key)
 

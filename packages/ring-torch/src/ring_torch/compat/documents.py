@@ -213,6 +213,7 @@ def _spans_by_call(ranks: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[i
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
     if ranks.size == 1 or len(spans) < 2:
         return [tuple(spans) or ((0, 0),)]
+    # A call costs the host the same whatever it computes, so short documents share one.
     short = tuple(span for span in spans if span[1] - span[0] < LONG)
     return [(span,) for span in spans if span not in short] + ([short] if short else [])
 
@@ -231,6 +232,7 @@ def _shared_call(
         q, k, v = (x[slice(*spans[0])] for x in (q, k, v))
     else:
         q, k, v = (torch.cat([x[slice(*span)] for span in spans]) for x in (q, k, v))
+        # Offsets of the whole sequence: every rank holds an equal piece of each document.
         documents = tuple(ranks.size * offset for offset in offsets)
     call, inputs = checked(ranks, layout, q[None], k[None], v[None], options, documents)
     return _SharedCall(spans, offsets, call, inputs)

@@ -88,9 +88,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, 1, local_k_slice, causal=True
         )
     """
-    prepared: tuple[Tensor, Tensor, int, int, slice]
-    prepared = _prepare_on_host(cu_seqlens, causal, rank, world_size)
-    return prepared
+    return _prepare_on_host(cu_seqlens, causal, rank, world_size)
 
 
 # This reads numbers of tensors, which torch.compile must not trace. The decorator is on an inner
@@ -218,6 +216,8 @@ def _prepared(
     # last token if causal, else with the document that it is in.
     left, right = bisect_left(documents, first_token), bisect_left(documents, end)
     left -= documents[left] != first_token
+    # Borders inside of this rank's tokens cut its queries; those before them are of documents that
+    # began on earlier ranks.
     inner, start = documents[left + 1 : right], documents[left]
     stop = end if causal else documents[right]
     return Prepared(
@@ -267,6 +267,7 @@ def _attend_stream(
     check_stride(heads_k_stride, k.shape[1])
     documents = slice_start.prepared.documents
     check_slopes(options.alibi_slopes, len(documents) - 1)
+    # Keys need not be gathered by document: the plan knows from all offsets what each rank sees.
     call, inputs = checked(ranks, "contiguous", q[None], k[None], v[None], options, documents)
     out, lse = run_call(call, inputs)
     return as_requested(out[0], lse[0], options)

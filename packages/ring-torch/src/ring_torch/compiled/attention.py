@@ -60,6 +60,8 @@ def attend_in_graph(
     grad = bias_grad or (
         torch.is_grad_enabled() and any(_requires_grad(x) for x in (q, k, v, options.sinks))
     )
+    # The operation takes tensors, numbers that may change from call to call, and a text that the
+    # graph holds as a constant.
     tensors: list[Tensor] = [q, k, v]
     numbers: list[int] = []
     fields = [
@@ -274,6 +276,7 @@ def _widest(options: CallOptions, q: Tensor, k: Tensor, cp_size: int) -> CallOpt
     seq_len = None
     if options.seq_len is not None and options.bias is not None and options.bias.ndim == 4:
         keys, q_len, k_len = int(options.bias.shape[-1]), int(q.shape[1]), int(k.shape[1])
+        # Equal numbers of queries and keys a rank are one sequence with one length.
         seq_len = (keys if q_len == k_len else cp_size * q_len, keys)
     return options._replace(seq_len=seq_len, window=None, chunk_size=None, cu_seqlens=None)
 
@@ -286,6 +289,7 @@ def attention(
     static = _static_call(text)
     call, inputs = _call(text, tensors, numbers, static.ranks.next_call())
     out, lse, saved = forward_pass(call, inputs)
+    # The trace has promised tensors for every plan that the graph serves.
     shapes = saved_shapes(call, inputs, plan_known=static.plan_known)
     # This call may save fewer tensors than the trace has promised: add empty ones.
     extra = [inputs.q.new_empty(shape, dtype=dtype) for shape, dtype in shapes[len(saved) :]]
@@ -300,7 +304,7 @@ def attention(
 
 @attention.register_fake
 def _attention_like(
-    tensors: Sequence[Tensor], numbers: Sequence[int], text: str
+    tensors: Sequence[Tensor], _numbers: Sequence[int], text: str
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return tensors of the results' shapes and dtypes, while a graph is traced.
 
@@ -308,7 +312,6 @@ def _attention_like(
         ValueError: The call is malformed, whatever its numbers are.
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
-    del numbers
     # A call is planned for the lengths that it has: where the compiler has symbols for them, the
     # graph is of the lengths at hand, and others are traced anew.
     qkv = [x.new_empty([int(size) for size in x.shape]) for x in tensors[:3]]
@@ -318,6 +321,7 @@ def _attention_like(
     out = q.new_empty(batch, length, heads, v.shape[3])
     lse = q.new_empty(batch, heads, length, dtype=call.acc_dtype)
     shapes = saved_shapes(call, inputs, plan_known=_static_call(text).plan_known)
+    # As many as the real operation returns, whatever it will save.
     saved = [q.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     if call.needs_grad:
         saved.append(torch.empty(_IDENTITY, dtype=torch.int64, device="cpu"))
@@ -341,6 +345,7 @@ def attention_backward(
     # AOTAutograd itself refuses create_graph=True only if a saved tensor needs a gradient.
     check_backward()
     (dout, dlse), (out, lse, *saved, identity) = grads, results
+    # Read on the host: it is a CPU tensor, so nobody waits for the GPU.
     number, every, checked = identity.tolist()
     call, inputs = _call(text, tensors, numbers, number, (every, checked))
     input_grads = backward_pass(call, inputs, (out, lse), tuple(saved), (dout, dlse))
@@ -349,11 +354,10 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _attention_backward_like(
-    grads: Sequence[Tensor | None], results: Sequence[Tensor], tensors: Sequence[Tensor],
-    numbers: Sequence[int], text: str,
+    _grads: Sequence[Tensor | None], _results: Sequence[Tensor], tensors: Sequence[Tensor],
+    _numbers: Sequence[int], text: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return tensors of the gradients' shapes and dtypes, while a graph is traced."""
-    del grads, results, numbers
     indices = _static_call(text).differentiable(tensors)
     return [tensors[n].new_empty(tensors[n].shape) for n in indices]
 
@@ -379,6 +383,7 @@ def _backward_of_attention(
     for index, grad in zip(
         _static_call(ctx.text).differentiable(tensors), input_grads, strict=True
     ):
+        # Tensors without a gradient, as segment ids, keep None.
         grads[index] = grad
     # torch takes an empty list of numbers for a list of tensors, and asks for a list of gradients.
     return grads, None if ctx.numbers else [], None

@@ -92,6 +92,7 @@ def halo_in_graph(
     dim %= x.ndim
     text = _text((group,), "halo", fields, index(dim), _needs_grad(x))
     moved, _ = move(x, tensors, numbers, text, x.shape[dim] * size, 0, None)
+    # The movement alone is an operation of its own; the rest is traced as torch's.
     rows = rows_of_runs(moved, dim, runs_a_rank(layout, size))
     return Halo(rows, *halo_ids(x, tensors, numbers, text))
 
@@ -199,6 +200,7 @@ def move(
     """
     facts: dict[str, Any] = json.loads(text)
     ranks = ranks_named(facts)
+    # Counted when it runs, not when it is traced: one trace serves many calls.
     number = ranks.next_call()
     kind = _kind(text, tensors, numbers)
     needs_grad = facts["needs_grad"] and order == 0
@@ -212,10 +214,9 @@ def move(
 @move.register_fake
 def _move_like(
     x: Tensor, tensors: Sequence[Tensor], numbers: Sequence[int], text: str, tokens: int,
-    order: int, check: Tensor | None,
+    order: int, _check: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return tensors of the results' shapes, while a graph is traced."""
-    del check
     facts, shape = json.loads(text), list(x.shape)
     rank, size = facts["ranks"]
     fields = [from_json(field, tensors, numbers) for field in facts["fields"]]
@@ -224,6 +225,7 @@ def _move_like(
         side = 0 if order % 2 else 1
         layout, holders = fields[side], fields[2 + side] or range(size)
         unit = divisor_of(layout, len(holders))
+        # With the least padding that the layout needs, which is what the operation allocates.
         rows = -(-tokens // unit) * unit // len(holders) if rank in holders else 0
     elif facts["kind"] == "halo" and order % 2 == 0:
         layout, left, right, *_ = fields

@@ -87,12 +87,12 @@ def unshard_backward(grad: Tensor, seq_len: int | None, text: str) -> Tensor:
 
 
 @unshard_backward.register_fake
-def _unshard_backward_like(grad: Tensor, seq_len: int | None, text: str) -> Tensor:
+def _unshard_backward_like(grad: Tensor, _seq_len: int | None, text: str) -> Tensor:
     """Return a tensor of the slice's shape, while a graph is traced."""
-    del seq_len
     facts = json.loads(text)
     size, shape = facts["ranks"][1], list(grad.shape)
     divisor = divisor_of(from_json(facts["layout"]), size)
+    # Padding comes back here: the slices had it, and the whole tensor has not.
     shape[facts["dim"]] = -(-shape[facts["dim"]] // divisor) * (divisor // size)
     return grad.new_empty(shape)
 
@@ -103,10 +103,8 @@ def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.seq_len, ctx.text = inputs
 
 
-def _backward_of_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    """Run the backward operation."""
-    return unshard_backward(grad, ctx.seq_len, ctx.text), None, None
-
-
-unshard.register_autograd(_backward_of_unshard, setup_context=_keep_text)
+unshard.register_autograd(
+    lambda ctx, grad: (unshard_backward(grad, ctx.seq_len, ctx.text), None, None),
+    setup_context=_keep_text,
+)
 refuse_batches("unshard_backward", unshard_backward)

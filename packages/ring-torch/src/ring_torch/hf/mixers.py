@@ -72,6 +72,7 @@ class WholeLayer(MaskKeeper):
         arguments = by_name(module, args, kwargs)
         name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes [B, T, dim]
         arguments[name] = self.mask.unshard(arguments[name])
+        # The state runs over whole rows, and so must know the padding of all ranks.
         arguments["attention_mask"] = self.mask.whole
         if isinstance(arguments.get("position_ids"), Tensor):
             arguments["position_ids"] = self.mask.unshard(arguments["position_ids"])
@@ -90,6 +91,7 @@ class WholeLayer(MaskKeeper):
                 f"{type(module).__name__} must return [B, T, ...] = {(self.mask.shape[0], self.mask.length)} "
                 f"to be split after it, and returns {tuple(hidden_states.shape)}"
             )
+        # The other ranks keep their own tokens of the same output: nothing is sent.
         local = self.mask.shard(hidden_states)
         return (local, *output[1:]) if isinstance(output, tuple) else local
 
@@ -113,7 +115,11 @@ class ConvolutionLayer(MaskKeeper):
         name = next(iter(arguments))  # the hidden states: [B, T_local, dim] becomes rows
         x, runs, left = arguments[name], self._runs, module.conv.kernel_size[0] - 1
         if runs is not mask.sharding:
+            # A striped rank has no neighbours of its tokens: give it a run of consecutive ones for
+            # this layer.
             x = methods.relayout(mask.sharding, x, runs, dim=1, seq_len=None)
+        # Only the tokens before each run come from other ranks; the backward sends their gradients
+        # home.
         rows, positions, _ = methods.halo(runs, x, left, 0, dim=1, cu_seqlens=None, seq_len=None)
         lacking = self._lacking(left)
         arguments[name] = _rolled(rows, [-n for n in lacking])
@@ -141,6 +147,8 @@ class ConvolutionLayer(MaskKeeper):
                 f"{type(module).__name__} must return [B, T, ...] = {shape} to be split after it, "
                 f"and returns {tuple(output.shape)}"
             )
+        # Undo the roll, and drop what was computed of the tokens before the run, which belongs to
+        # other runs.
         rows = _rolled(output, lacking)[:, left:]
         local = methods.join(rows, 1, runs.layout, runs.ranks.size)
         if runs is not mask.sharding:
@@ -156,6 +164,7 @@ class ConvolutionLayer(MaskKeeper):
     def _lacking(self, left: int) -> list[int]:
         """Return for each run how many of the ``left`` tokens before it are not in the sequence."""
         runs = self._runs
+        # Only the first runs of the sequence reach back beyond its beginning.
         starts = runs.layout_of(self.mask.seq_len).run_positions(runs.ranks.rank)
         return [max(left - start, 0) for start in starts.tolist()]
 

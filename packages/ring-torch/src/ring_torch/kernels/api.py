@@ -238,6 +238,8 @@ class Kernel(Protocol):
     ) -> None:  # fmt: skip
         """Compute the item's gradients and add them to the accumulators, in place."""
         grads = self.grads(rows, columns, upstream, item, params)
+        # Accumulators are wider than results: rounding happens once an item, and not once more a
+        # sum.
         row_grads.dq.add_(grads.dq)
         column_grads.dk.add_(grads.dk)
         column_grads.dv.add_(grads.dv)
@@ -306,6 +308,7 @@ def merge_of_seen(like: Tensor, *, first: bool) -> Callable[[AttentionState, Att
     def merge_in_torch(into: AttentionState, results: AttentionState) -> None:
         lse = results.lse.masked_fill(results.lse.isinf(), torch.nan)
         if first:
+            # There is nothing to merge with yet; copying is exact.
             into.out.copy_(results.out)
             into.lse.copy_(lse)
         else:
@@ -326,6 +329,7 @@ class AccumulatingKernel(Kernel, Protocol):
     ) -> AttentionState:  # fmt: skip
         """Return attention over the item's keys, in the accumulators' dtype."""
         del out  # it is narrower
+        # The identity of merging, so what is merged into it is the item's own result.
         into = empty_state(rows.q, columns.v.shape[3])
         self.attend_into(rows, columns, item, params, into)
         return into

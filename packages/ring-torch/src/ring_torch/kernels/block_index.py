@@ -86,6 +86,8 @@ def _in_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> 
     """
     q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))
+    # Ranges that overlap may still have no id in common: such a block is visited, and its mask
+    # shows nothing.
     meets = (q_min <= k_max) & (k_min <= q_max) & (q_max >= 0) & (k_max >= 0)
     alike = (q_min == q_max) & (k_min == k_max) & (q_min == k_min) & (q_min >= 0)
     return torch.where(meets, torch.where(alike, kinds, kinds.clamp(max=PARTIAL)), EMPTY)
@@ -110,10 +112,14 @@ def kinds_on(item: WorkItem, grid: Grid) -> Tensor:
 def _indexed(kinds: Tensor, grid: Grid) -> BlockIndex:
     """Return kinds as lists: blocks sorted by partial, full and empty."""
     if grid.all_partial:
+        # The loop over full blocks reads no bias: with one, every block goes through the other
+        # loop.
         kinds = kinds.clamp(max=PARTIAL)
     if grid.k_major:
+        # Kernels that sum dK/dV go over queries for each block of keys.
         kinds = kinds.transpose(1, 2).contiguous()
     order = torch.where(kinds == EMPTY, FULL + 1, kinds)
+    # A stable sort keeps blocks of a kind ascending: neighbours are visited one after the other.
     blocks = torch.argsort(order, dim=2, stable=True).to(torch.int32)
     counts = torch.stack([(kinds == kind).sum(dim=2) for kind in (PARTIAL, FULL)], dim=2)
     return BlockIndex(blocks, counts.to(torch.int32))
@@ -135,6 +141,8 @@ def _in_band(item: WorkItem, block_q: int, block_k: int) -> Kinds:
     top, bottom = (x[:, None] for x in _edges(q_len, block_q))
     left, right = _edges(k_len, block_k)
     lo, hi = (-FAR if item.lo is None else item.lo), (FAR if item.hi is None else item.hi)
+    # The corners decide: i - j is largest at the bottom left of a block, and smallest at its top
+    # right.
     live = (bottom - left >= lo) & (top - right <= hi)
     inside = (top + block_q <= q_len) & (left + block_k <= k_len)
     return _kinds(live, inside & (top - right >= lo) & (bottom - left <= hi))
@@ -177,6 +185,7 @@ def _in_tiles(item: WorkItem, shape: tuple[int, ...], grid: Grid) -> Kinds:
     )
     for dim, block in enumerate((grid.block_q, grid.block_k)):
         parts_per_block = block // sizes[dim]
+        # Beyond the last tile nothing is visible, and nothing is missing from a full block either.
         live = _in_blocks(live, dim, shape[dim], parts_per_block, beyond=False).any(axis=dim + 1)
         full = _in_blocks(full, dim, shape[dim], parts_per_block, beyond=True).all(axis=dim + 1)
     return _kinds(live, full)
@@ -204,6 +213,7 @@ def _block_min_max(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest id of each block of ``ids [B, n]``, ``[B, blocks]``."""
     padding = -ids.shape[1] % size
     if padding:
+        # Copies of the last id change neither extreme of its block.
         ids = torch.cat([ids, ids[:, -1:].expand(-1, padding)], dim=1)
     blocks = ids.unflatten(1, (-1, size))
     return blocks.amin(dim=2), blocks.amax(dim=2)

@@ -201,10 +201,8 @@ class ScoreBlocks:
 
     def _is_shown(self, i: slice, j: slice) -> bool:
         """Return False if a boolean mask in the form of a bias hides all of a block."""
-        bias = self.rows.bias
-        if bias is None or not self.params.bias_masks:
-            return True
-        return bool((self._bias(bias, i, j) > -torch.inf).any())
+        bias, hides = self.rows.bias, self.params.bias_masks
+        return bias is None or not hides or bool((self._bias(bias, i, j) > -torch.inf).any())
 
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
         """Return the factors of dropout, 0 or ``1 / (1 - p)``, for a block; ``None`` without it."""

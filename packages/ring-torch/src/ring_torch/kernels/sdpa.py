@@ -75,6 +75,7 @@ class CpuFlashKernel(AccumulatingKernel):
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, item.lo is not None, scale=params.scale
             )
+            # Views of the accumulators: these heads of all rows.
             own_heads = AttentionState(into.out[:, :, heads], into.lse[:, heads])
             own_heads.merge(out.transpose(1, 2), lse)
 
@@ -101,6 +102,7 @@ class CpuFlashKernel(AccumulatingKernel):
                 item.lo is not None,
                 scale=params.scale,
             )
+            # A query head is in one call only, its K/V head in as many as share it.
             row_grads.dq[:, :, heads] += dq.transpose(1, 2)
             column_grads.dk.add_(dk.transpose(1, 2))
             column_grads.dv.add_(dv.transpose(1, 2))
@@ -171,6 +173,8 @@ class Cudnn(FlashLibrary):
         the first does not see and whose own gradient is 0.
         """
         if q.shape[1] == k.shape[1] == 1:
+            # The first query sees the first key alone, as the mask is causal; the second row's dout
+            # is 0, so it adds nothing.
             q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
             dout, out = (torch.cat([x, torch.zeros_like(x)], dim=1) for x in (dout, out))
             causal = options._replace(window=(None, 0))
@@ -272,6 +276,7 @@ def _head_groups(q: Tensor, columns: KeyBlock) -> list[tuple[slice, tuple[Tensor
     # The operator misreads other strides, without an error.
     assert False not in [x.stride(-1) == 1 for x in (q, columns.k, columns.v) if x.shape[-1] > 1]
     group = q.shape[2] // columns.k.shape[2]
+    # K/V of all heads are shared by the calls; only q is sliced.
     k, v = columns.k.transpose(1, 2), columns.v.transpose(1, 2)
     spans = [slice(start, None, group) for start in range(group)]
     return [(heads, (q[:, :, heads].transpose(1, 2), k, v)) for heads in spans]

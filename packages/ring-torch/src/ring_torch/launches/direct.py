@@ -129,6 +129,7 @@ class DirectKernel:
         if len(self._compiled) >= _MOST_LAUNCHES:
             # Launches that were handed out keep their kernels alive; only later lookups begin anew.
             self._compiled = {}
+        # Options that are no arguments of the kernel, such as num_warps, are compiled in.
         constants = tuple(options[name] for name in self.kernel.arg_names[count:])
         self._compiled[key] = _Compiled(kernel, kernel.run, constants)
 
@@ -173,6 +174,7 @@ def _key_and_values(
     for x in arguments:
         if isinstance(x, Tensor):
             pointer = x.data_ptr()
+            # Addresses change from call to call; only their alignment is compiled in.
             facts += (x.dtype, x.get_device(), pointer % 16 == 0)
             values.append(pointer)
         else:

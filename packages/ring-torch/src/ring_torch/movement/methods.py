@@ -105,6 +105,8 @@ def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
     runs = check_rows(y.shape, dim, layout, size)
     if dim == 0:
         return y.flatten(0, 1)
+    # The batch has the runs of a sequence side by side; they go back behind each other, in the
+    # order of the layout.
     split: Tensor = y.unflatten(0, (y.shape[0] // runs, runs))
     return split.movedim(1, dim).flatten(dim, dim + 1)
 
@@ -130,6 +132,8 @@ def ranks_of_relayout(
     """
     if source.ranks == target.ranks:
         return ranks_of(source.group), None, None
+    # All messages go over one group: ranks that hold nothing, or get nothing, take part with empty
+    # tensors.
     wider, other = (source, target) if set(source.ranks) >= set(target.ranks) else (target, source)
     if not set(wider.ranks) >= set(other.ranks):
         raise UnsupportedError(
@@ -183,6 +187,7 @@ def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
 def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
     """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
     layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
+    # Every rank works them out of the plan: ids are never sent.
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
     return ids.repeat(1, 1 if dim == 0 else x.shape[0], 1)  # a copy: the caller may write to it
 

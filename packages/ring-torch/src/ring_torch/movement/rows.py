@@ -141,6 +141,8 @@ class _Copy(NamedTuple):
     @classmethod
     def of(cls, copies: RowCopy, device: torch.device) -> _Copy:
         """Make the copies of a plan."""
+        # Slices are views, which cost a launch each; index tensors cost memory, and one launch for
+        # all.
         if len(copies.length) <= _MOST_SLICES:
             return cls(copies.rows, tuple(copies.slices()), None, None)
         read, written = (torch.as_tensor(x, device=device) for x in copies.indices())
@@ -183,6 +185,8 @@ class _Pass(NamedTuple):
     def run(self, ranks: Ranks, x: Tensor, dim: int, fill: float) -> Tensor:
         """Return the rows of the result from the rows of ``x``, along a dimension."""
         rows = x.movedim(dim, 0)
+        # Rows that leave are packed: `x` itself may be changed or freed as soon as this pass
+        # returns.
         leaving = x.new_empty((self.pack.rows, *rows.shape[1:]))
         self.pack.run(leaving, rows, add=False)
         arriving = x.new_empty((self.unpack.rows, *rows.shape[1:]))
@@ -192,10 +196,13 @@ class _Pass(NamedTuple):
         shape = (*x.shape[:dim], self.rows, *x.shape[dim + 1 :])
         dtype = torch.promote_types(x.dtype, torch.float32) if self.add else x.dtype
         if self.add:
+            # A row that was copied to several places gets a gradient from each of them.
             out = x.new_zeros(shape, dtype=dtype)
         elif self.local.rows + self.unpack.rows == self.rows:
+            # Every row is written: by this rank's copies, or by those that arrive.
             out = x.new_empty(shape)
         else:
+            # Rows that nobody sends, at the ends of the sequence or of documents, keep the fill.
             out = x.new_full(shape, fill)
         out_rows = out.movedim(dim, 0)
         self.local.run(out_rows, rows, add=self.add)
@@ -221,6 +228,8 @@ def _passes(
     return (
         _Pass(local, pack, unpack, part.sent, part.received, wanted, add=False),
         _Pass(
+            # The inverse movement: what was received is sent back in the same order, so both ends
+            # match without a word.
             local.reversed(), unpack.reversed(), pack.reversed(), part.received, part.sent, held,
             add=movement.repeats,
         ),
@@ -278,6 +287,7 @@ class MoveCall:
         agree_on_call(ranks, self.number, signature, x.device)
         # Refuse what no rank can do. All ranks refuse alike, as their arguments are equal.
         passes = _passes(kind, tokens, (ranks.rank, ranks.size), x.device)
+        # The derivative of a backward is the forward again.
         forth, back = passes if self.order % 2 == 0 else reversed(passes)
         if x.shape[self.dim] != back.rows:
             raise ValueError(
@@ -290,6 +300,7 @@ class MoveCall:
             if self.checked:
                 with Watch(x.device) as watch:
                     moved = forth.run(ranks, x, self.dim, fill)
+                # Ranks exchange findings here: all of them raise, or none.
                 error_message = self._faults(x, tokens, watch.sent)
             else:
                 moved = forth.run(ranks, x, self.dim, fill)
@@ -320,6 +331,7 @@ class MoveCall:
         kind, rows = self.kind, x.shape[self.dim]
         if not isinstance(kind, RelayoutMove) or kind.tokens is None:
             return tuple(x.shape)
+        # A backward has the parts the other way round.
         holders = (kind.source_ranks, kind.target_ranks)[self.order % 2] or range(self.ranks.size)
         layout = (kind.layout, kind.to)[self.order % 2]
         part = Layout.padded(layout, kind.tokens, len(holders)).local_len
@@ -349,6 +361,7 @@ def _messages(buffer: Tensor, counts: tuple[tuple[int, int], ...]) -> list[tuple
     """Return the pieces of a buffer with their peers, as bytes: gloo knows few dtypes."""
     if buffer.numel() == 0:
         return []
+    # A peer's rows lie together in the buffer, so its message is a view.
     pieces = buffer.split([rows for _, rows in counts])
     return [
         (piece.view(-1).view(torch.uint8), peer)

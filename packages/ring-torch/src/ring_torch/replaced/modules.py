@@ -103,6 +103,7 @@ def replace_forwards(
         _check_module(name, x)
     classes: dict[tuple[type, Scope, bool], type] = {}
     for _, x in chosen:
+        # Modules of one class share the new one, as the compiler's guards compare classes.
         kind = type(x), scope_of(x), x is module
         if kind not in classes:
             classes[kind] = _class_on_ring(*kind[:2], is_root=kind[2])
@@ -181,6 +182,7 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
         "forward": forward, "_ring_scope": scope, "__module__": base.__module__,
         "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
+    # The name stays: checkpoints, wrappers and messages go by it.
     return types.new_class(base.__name__, (base,), {}, lambda namespace: namespace.update(body))
 
 
@@ -193,6 +195,8 @@ def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
     @functools.wraps(original)
     def forward_on_ring(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state = scope.state
+        # Nested modules run in the mode of the outermost; a checkpoint runs one of them alone,
+        # which then enters it.
         if state.computes == "off" or _current_scope() is scope:
             return original(self, *args, **kwargs)
         if is_root:
@@ -236,6 +240,7 @@ def _forward_of_heads(original: Any, scope: Scope) -> Any:
 
 def _current_scope() -> Scope | None:
     """Return the scope of the innermost mode of ours in this thread."""
+    # Other libraries' modes may lie between: ours is the last that was entered.
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):  # noqa: SLF001 - no public way
         if isinstance(mode, RingMode):
             return mode.scope

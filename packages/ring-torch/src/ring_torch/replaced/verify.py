@@ -14,10 +14,10 @@ from ring_core import UnsupportedError
 from ring_core.base.arguments import describe_value, is_integer
 from ring_torch.comm.ranks import ranks_of
 from ring_torch.replaced.calls import Replacement
+from ring_torch.verification.comparison import compare_with_whole
 from ring_torch.verification.judgement import VerifyReport
 from ring_torch.verification.runs import Runner
 from ring_torch.verification.trace import Tokens, tensors_in
-from ring_torch.verification.verify import compare_with_whole
 
 
 def verify_module(

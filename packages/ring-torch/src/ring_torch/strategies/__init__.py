@@ -108,6 +108,7 @@ def choose_strategy(
         if strategy == "auto" and is_left_out:
             continue
         reasons = _reasons(spec, candidate, ranks, program, device, request, probe=probe)
+        # Who names one of the two wants it even where `auto` would rather not.
         if not reasons and (strategy, transport) == ("auto", "auto"):
             reasons = [*spec.automatic_refusals(program.plan, request)]
         if not reasons:
@@ -169,6 +170,7 @@ def ask_ranks(ranks: Ranks) -> None:
     """
     if ranks.size > 1:
         device = default_device(ranks)
+        # What they find out is kept with the group, where the traced call reads it.
         for transport in transports.TRANSPORTS:
             transport.refusals(ranks, device, True)
 
@@ -184,13 +186,13 @@ def describe_strategy(call: Call, inputs: Inputs) -> str:
         return f"{lines[0]} (one rank: nothing travels)"
     if transport.refusals(ranks, call.device, False) is None:
         lines[0] += f", if {transport.asks}"
+    # The same answers as when the call was prepared: they depend on plan and request alone.
     unsuited = {spec.name: spec.unsuited(call.plan, call.request) for spec, _ in ways()}
     spec, fastest = next(way for way in ways() if not unsuited[way[0].name])
     if (call.strategy.name, transport) != (spec.name, fastest):
-        reasons: list[str] | tuple[str, ...] = _reasons(
+        reasons = _reasons(
             spec, fastest, ranks, call.program, call.device, call.request, probe=False
-        )
-        reasons = reasons or spec.automatic_refusals(call.plan, call.request)
+        ) or [*spec.automatic_refusals(call.plan, call.request)]
         reason_text = "; ".join(reasons) or "another one was named"
         lines.append(f"  not {spec.name} over {fastest.name}: {reason_text}")
     lines += [

@@ -220,16 +220,10 @@ class Gather(GatheringStrategy):
                 differentiate(call, work, *group_tensors, sums, grad_sums[n], gather.length)
                 # These sums are final on this rank: let the owners of their keys take them, and
                 # start taking the peers' sums for this rank's keys.
-                in_flight[n].append(
-                    session.return_grads(
-                        gather,
-                        sums,
-                        grad_sums[n],
-                        n,
-                        before_last_item=before_last_item,
-                        overlapped=overlapped,
-                    )
-                )
+                in_flight[n].append(session.return_grads(
+                    gather, sums, grad_sums[n], n, before_last_item=before_last_item,
+                    overlapped=overlapped,
+                ))  # fmt: skip
             in_place = items_in_place(call, gather, inputs, n, groups)
             # Beside that: rows that see own keys only, whose gradients do not travel.
             own_sums.append(differentiate_in_place(call, in_place, *group_tensors, sums))

@@ -44,6 +44,7 @@ def attend_group(
         # buffer meanwhile; peers copy from this rank's memory and need nothing from this loop.
         if waits_for > 0:
             arriving.wait(waits_for)
+        # An empty batch launches nothing; the caller waits for the fetches all the same.
         if rows.q.shape[0] == 0:
             break
         operands = rows.take(item.q_slice), keys.take(item.k_slice)
@@ -108,6 +109,7 @@ def differentiate(
         operands = rows.take(item.q_slice), columns.take(item.k_slice), upstream.take(item.q_slice)
         query_grads = row_grads.take(item.q_slice)
         if sums.head_major and call.kernel.split_backward is not None:
+            # The kernel adds to the sums itself, in float32 and unrounded.
             totals = sums.span_views(grads, length, item.k_slice)
             call.kernel.split_backward.accumulate(
                 *operands, item, call.params, query_grads.dq, totals
@@ -115,6 +117,7 @@ def differentiate(
         else:
             result = call.kernel.grads(*operands, item, call.params, query_grads.dq)
             if result.dq.data_ptr() != query_grads.dq.data_ptr():
+                # A row is in one launch only, so this is its whole dQ.
                 query_grads.dq.copy_(result.dq)
             if query_grads.dbias is not None and result.dbias is not None:
                 query_grads.dbias.add_(result.dbias)

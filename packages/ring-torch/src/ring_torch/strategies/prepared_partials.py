@@ -69,8 +69,7 @@ class PartialLaunches(NamedTuple):
         """
         q, dout, out = (x.narrow(1, *self.rows) for x in tensors)
         k, v = (x.narrow(1, *self.columns) for x in kv)
-        # New tensors: they are read once more, to be put into the sums, and freed in the order of
-        # the stream.
+        # dk and dv may be freed once they are put into the sums: all of it is on one stream.
         dq, dk, dv = self.backward(q, k, v, dout, out, lse.narrow(2, *self.rows))
         for start, offset, length, put in self.puts:
             # Mostly one span has all columns: then nothing is sliced.

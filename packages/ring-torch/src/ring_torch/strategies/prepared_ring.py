@@ -113,6 +113,7 @@ def prepare_ring(
     """
     q, params = rows.q, replace(params, needs_lse=True)
     first_items = steps[0][1]
+    # No row is left out if the first item begins at row 0, and each where the one before ends.
     edges = [0, *(item.q_stop for item in first_items)]
     starts_everywhere = edges[-1] == q.shape[1] and all(
         item.q_start == start for item, start in zip(first_items, edges, strict=False)

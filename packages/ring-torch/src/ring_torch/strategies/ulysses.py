@@ -372,9 +372,9 @@ def shared_bias_refusals(request: Request, ranks: int) -> Refusals:
 
 def _unsuited(plan: Plan, request: Request) -> Refusals:
     """Return why a gather may move fewer bytes than a trade."""
-    reason = untraded_reason(plan, q_heads=request.q_heads, kv_heads=request.kv_heads)
     if request.bias:
-        reason = "the bias would travel, too"
+        return ("the bias would travel, too",)
+    reason = untraded_reason(plan, q_heads=request.q_heads, kv_heads=request.kv_heads)
     return () if reason is None else (reason,)
 
 

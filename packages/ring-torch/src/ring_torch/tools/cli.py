@@ -19,6 +19,7 @@ import torch
 from ring_core.choose.rates import RATES_VARIABLE
 from ring_core.tools import bench, doctor, explain
 from ring_core.tools.commands import framework_commands, is_refused
+from ring_core.tools.sizes import add_each
 from ring_torch.comm.ranks import ALONE, Ranks
 from ring_torch.context import explained
 from ring_torch.kernels import matrix
@@ -42,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--backward", action=argparse.BooleanOptionalAction, default=True,
         help="a backward follows, which is the default",
     )  # fmt: skip
-    bench_parser.add_argument(
-        "--transport",
-        choices=transport_names(),
-        default="auto",
-        help="how bytes get from rank to rank; default: auto",
-    )
-    bench_parser.add_argument(
-        "--rates", type=Path, metavar="FILE",
-        help="time each kernel alone, at --seq-len tokens, and write the table to FILE",
-    )  # fmt: skip
+    add_each(bench_parser, {
+        "--transport": {
+            "choices": transport_names(), "default": "auto",
+            "help": "how bytes get from rank to rank; default: auto",
+        },
+        "--rates": {
+            "type": Path, "metavar": "FILE",
+            "help": "time each kernel alone, at --seq-len tokens, and write the table to FILE",
+        },
+    })  # fmt: skip
     args = parser.parse_args(argv)
     if args.command == "explain":
         return _explain(args)

@@ -126,6 +126,7 @@ def linear_cross_entropy(
     _check_options(cp, weight, classes, ignore_index, reduction, label_smoothing, count)
     tokens_at_once = check_size("tokens_at_once", tokens_at_once)
     labels = _without_padding(cp, labels, ignore_index, seq_len)
+    # The operation below is one kernel to autocast, so it would not cast inside.
     hidden, head_weight = _as_in_autocast(hidden), _as_in_autocast(head_weight)
     bias = None if bias is None else _as_in_autocast(bias)
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -149,6 +150,7 @@ def _divisor(
         "the labels of all ranks cannot be counted", "count them before, and pass count="
     )
     is_kept = labels != ignore_index
+    # A mean with class weights is divided by the weights of the labels, as torch does.
     own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
     # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
     counts = own.reshape(1)
@@ -186,6 +188,7 @@ def _without_padding(
         return labels
     if torch.compiler.is_compiling():
         seq_len = index(seq_len)
+    # Padding lies behind a rank's tokens: everything from there on is ignored.
     tokens = _own_tokens(cp.group, to_json(cp.layout), seq_len, index(labels.shape[-1]))
     is_padding = torch.arange(labels.shape[-1], device=labels.device) >= tokens
     return labels.masked_fill(is_padding, ignore_index)

@@ -30,6 +30,7 @@ def loss_part(
     """
     total = functional.cross_entropy(
         logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        # The sum, not the mean: only the ranks together know the divisor.
         labels.flatten().long(), weight, ignore_index=ignore_index, reduction="sum",
         label_smoothing=label_smoothing,
     )  # fmt: skip
@@ -59,6 +60,7 @@ def linear_loss(
         tokens_at_once: Number of tokens whose logits exist at a time.
     """
     total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    # Logits of a piece are freed before those of the next are made: [tokens_at_once, V] at a time.
     for h, y in zip(hidden.split(tokens_at_once), labels.split(tokens_at_once), strict=True):
         logits = functional.linear(h, head_weight, bias)
         total += loss_part(
@@ -82,8 +84,10 @@ def linear_loss_backward(
     """Return the gradients of ``hidden``, ``head_weight`` and a bias."""
     classes, wide = head_weight.shape[0], grad.dtype
     grad_hidden = torch.empty_like(hidden)
+    # Every piece adds to the head: in 16 bits the sum would lose digits with the number of pieces.
     grad_head = torch.zeros_like(head_weight, dtype=wide)
     grad_bias = grad_head.new_zeros(classes)
+    # Weights of 1 make both cases one formula.
     class_weight = grad_bias + 1 if weight is None else weight
     pieces = (x.split(tokens_at_once) for x in (hidden, labels, grad_hidden))
     for h, y, grad_h in zip(*pieces, strict=True):
@@ -101,6 +105,7 @@ def linear_loss_backward(
             d_logits.addr_(rest, class_weight, alpha=-1)
         grad_bias += d_logits.sum(0)
         d_logits = d_logits.to(hidden.dtype)
+        # Rows of `grad_hidden`, each of one piece, written in place.
         grad_h.copy_(d_logits @ head_weight)
         grad_head += d_logits.T @ h
     return grad_hidden, grad_head.to(head_weight.dtype), grad_bias.to(head_weight.dtype)
@@ -108,10 +113,9 @@ def linear_loss_backward(
 
 @linear_loss_backward.register_fake
 def _linear_loss_backward_like(
-    grad: Tensor, hidden: Tensor, head_weight: Tensor, *_: Any
+    _grad: Tensor, hidden: Tensor, head_weight: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors like the gradients, while a graph is traced."""
-    del grad
     bias = head_weight.new_empty(head_weight.shape[0])
     return torch.empty_like(hidden), torch.empty_like(head_weight), bias
 

@@ -123,10 +123,9 @@ def clear(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch |
     Returns:
         The same launch for later calls, or ``None`` if it cannot be repeated directly.
     """
-    grid = (setup.programs if zero else 1,)
-    size = sums.numel() if zero else 0
+    programs, size = (setup.programs, sums.numel()) if zero else (1, 0)
     arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    return _clear.launch(grid, *arguments, NUMBERS=NUMBERS, **OPTIONS)
+    return _clear.launch((programs,), *arguments, NUMBERS=NUMBERS, **OPTIONS)
 
 
 def reduce_from_peers(

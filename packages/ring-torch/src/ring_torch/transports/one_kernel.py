@@ -136,12 +136,11 @@ class ExchangeState:
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
-        assert self._setup is not None
         if len(self._tables) > _MOST_TABLES:
             self._forget()
         if key not in self._tables:
             values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = values.to(self._setup.headers.device)
+            self._tables[key] = values.to(not_none(self._setup).headers.device)
         if is_capturing():
             self._kept.append(self._tables[key])
         return self._tables[key]

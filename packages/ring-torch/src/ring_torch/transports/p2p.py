@@ -56,6 +56,7 @@ class Messages:
         """
         groups = self.spec.groups
         parts = [inputs] if groups == 1 else [head_group(inputs, n, groups) for n in range(groups)]
+        # All groups at once: waiting for one leaves the messages of the next under way.
         pending = [self._fetch(gather, part) for part in parts]
         # Not before: messages wait for the kernels that are queued when they are started.
         meanwhile()

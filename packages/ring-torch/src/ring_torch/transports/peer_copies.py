@@ -71,7 +71,9 @@ class PeerCopies:
         spans = spans_of(
             [*requests, *(x for x in gather.fetches if through_buffer and x.rank == rank)]
         )
+        # Where peers read: the same offsets in every rank's memory, so no address is sent.
         own = [buffer.memory.views(rank, n * message.size, message) for n in group_numbers]
+        # New tensors each pass: autograd may keep those of the pass before.
         tensors = [
             [x.new_empty(x.shape[0], gather.length, *x.shape[2:]) for x in own[n]]
             for n in group_numbers
@@ -187,6 +189,7 @@ class PeerCopies:
         # This rank's sums are final when the caller's stream is here.
         main = torch.cuda.current_stream(buffer.device)
         ready = main.record_event()
+        # Each group has one barrier, or two where its first part leaves before the last launch.
         is_first = group == 0 and before_last_item is not False
         is_last = group + 1 == self.spec.groups and not before_last_item
         with on_stream(main):

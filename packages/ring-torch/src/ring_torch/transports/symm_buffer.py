@@ -70,7 +70,6 @@ class SymmetricMemory:
         """Replace the memory by a larger one. All ranks do so together, and the host waits."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        assert self.ranks.group is not None
         # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
         # have, too, so nobody reads what is freed here.
         torch.cuda.synchronize()
@@ -83,7 +82,7 @@ class SymmetricMemory:
         self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
         self._memory[: self.header].zero_()
         torch.cuda.synchronize()  # it is zero before any peer writes there
-        self.handle = symm_mem.rendezvous(self._memory, self.ranks.group)
+        self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
@@ -142,7 +141,6 @@ class SymmBuffer:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        assert ranks.group is not None
         self.ranks, self.device = ranks, torch.cuda.current_device()
         locations = [DeviceLocation(*x) for x in self._gathered(device_location(self.device))]
         reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
@@ -151,7 +149,7 @@ class SymmBuffer:
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
         self.stream, self.local_stream, self.peer_stream = streams
         self.memory = SymmetricMemory(ranks, _HEADER_SIZE)
-        self._patience = timeout_of(ranks.group, torch.device("cuda"))
+        self._patience = timeout_of(not_none(ranks.group), torch.device("cuda"))
         # Recorded when all ranks have read what the last pass needed; then it may be overwritten.
         self._reusable_event: torch.cuda.Event | None = None
         # Likewise, in the pass that is being captured.

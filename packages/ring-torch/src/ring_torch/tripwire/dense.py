@@ -165,6 +165,8 @@ class Partial(NamedTuple):
 def merged(partials: Sequence[Partial]) -> Partial:
     """Return the means over the keys of all parts together."""
     # A part's weight is its share of the softmax mass of all keys.
+    # Blocks of keys are merged all at once, not one by one as the ring does: a wrong merge there is
+    # not repeated here.
     lse = torch.logsumexp(torch.stack([x.lse for x in partials]), dim=0)
     weights = [_weight(x.lse, lse).unsqueeze(-1) for x in partials]
     means = torch.stack([weight * x.means for weight, x in zip(weights, partials, strict=True)])
@@ -259,6 +261,7 @@ def _scores(
     """
     params, acc_dtype = rule.params, precision.acc_dtype
     if precision.reverse:
+        # Another order of additions, by which the noise of rounding is told.
         q, k = q.flip(-1), k.flip(-1)
     x = torch.einsum("nkgd,mkd->kgnm", q, k) * params.scale
     by_group = x.shape[:2]
@@ -290,6 +293,7 @@ def _visible_pairs(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) 
     q_pos, k_pos, mask = queries.position[:, None], keys.position[None], rule.params.mask
     shape, device = (len(queries.position), len(keys.position)), q_pos.device
     visible = torch.as_tensor(mask.rule(q_pos, k_pos), device=device).expand(shape)
+    # Padding sees nothing and is not seen.
     visible = visible & (queries.indices < rule.seq_len)[:, None] & (k_pos < rule.kv_seq_len)
     if mask.document_offsets is not None:
         offsets = on_device(mask.document_offsets, device)
@@ -317,6 +321,7 @@ def _means_of_block(
     x, slope, keep = _scores(rule, queries, keys, q, k, precision)
     x = x.masked_fill(~_by_group(visible, x.shape[:2]), -torch.inf)
     lse = x.logsumexp(dim=-1)
+    # Softmax over this block alone; `lse` says how much of the whole row it is.
     p = x.softmax(dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     lse = lse.flatten(0, 1).t()
 
@@ -348,8 +353,10 @@ def _sums_of_block(
         """Reshape ``[n, H]`` to ``[K, G, n, 1]``."""
         return rows.to(acc_dtype).t().reshape(*by_group, -1, 1)
 
+    # As the backward had it: of the output that the forward returned.
     delta = (queries.dout.double() * results.out.double()).sum(dim=-1)
     delta = delta if results.dlse is None else delta - results.dlse.double()
+    # Probabilities of a row that saw nothing become 0.
     lse = results.lse.masked_fill(results.lse == -torch.inf, torch.inf)
     p = torch.where(_by_group(visible, by_group), (x - column(lse)).exp(), 0.0)
     dp = torch.einsum("nkgd,mkd->kgnm", dout, v) * keep
@@ -368,6 +375,7 @@ def _operands(
     Returns:
         ``q [n, K, G, D]``, ``dout [n, K, G, Dv]`` or ``None``, ``k [m, K, D]``, ``v [m, K, Dv]``.
     """
+    # Grouped heads are an axis of their own, so K/V are not repeated.
     by_group = (keys.k.shape[1], queries.q.shape[1] // max(keys.k.shape[1], 1))
     seen = visible.any(dim=0)
     q_seen, k_seen = (seen.any(dim=x)[:, None, None] for x in (1, 0))

@@ -1,13 +1,54 @@
-"""Comparison of traces: of a split run with a whole one, token by token."""
+"""Run a batch split and twice whole, and compare the runs token by token."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ring_torch.verification.judgement import (
+    ComparedRuns,
+    VerifyReport,
+    gradient_differences,
+    judge,
+)
+from ring_torch.verification.runs import Runner
+from ring_torch.verification.state import unchanged
 from ring_torch.verification.trace import LEAST_FLOOR, Difference, Key, Tokens, Trace
+
+
+def compare_with_whole(runner: Runner, attention: str, other_attention: str | None) -> VerifyReport:
+    """Run the runner's batch split and whole, compare, and return the differences.
+
+    Args:
+        runner: Runner of the model and the batch.
+        attention: Attention of the whole run.
+        other_attention: Attention of a second whole run, which shows the noise; ``None`` for the
+            same, with outputs of modules changed at random by a unit in the last place.
+
+    Raises:
+        WrongResultError: The split run differs by more than rounding.
+        ValueError: There is nothing to compare, or the whole run's loss is not finite.
+    """
+    with unchanged(runner.model):
+        split = runner.run()
+        with runner.unhooked():
+            whole = runner.run(attention)
+            errors = runner.gradient_distances(split, whole)
+            split.gradients.clear()  # free their memory before the next run
+            other = runner.run(other_attention or attention, perturbs=other_attention is None)
+            noise = runner.gradient_distances(other, whole)
+            sizes = runner.gradient_distances(None, whole)
+    if whole.loss is not None and not math.isfinite(whole.loss):
+        raise ValueError(
+            f"verify: the whole model's loss is {whole.loss}, with which nothing can be compared; "
+            f"give a batch whose loss is finite"
+        )
+    outputs = compare_traces(split.trace, whole.trace, other.trace, runner.sequences, runner.rows)
+    gradients = gradient_differences(errors, noise, sizes, runner, whole.trace.floor)
+    return judge(runner, ComparedRuns(split, whole, other), outputs, gradients)
 
 
 def compare_traces(
@@ -65,6 +106,7 @@ def _sequence_of(
         for dim, sizes in enumerate(zip(split, whole, strict=True))
         if sizes[0] != sizes[1] and (dim or sizes != (rows, 1))
     ]
+    # Splitting changes one dimension; with two the tensors are not the same.
     if len(unlike) > 1:
         return None
     for dim in unlike or range(len(split) - 1, -1, -1):
@@ -110,13 +152,16 @@ def _largest_errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens 
     real = torch.ones_like(size, dtype=torch.bool)
     if tokens is not None:
         real = _real_tokens(tokens, len(whole))
+    # Tokens of nearly no norm would show rounding as a large relative error.
     typical = size[real].median() if bool(real.any()) else size.new_zeros(())
     size = size.maximum(typical).clamp(min=torch.finfo(torch.float32).tiny)
     noise = _largest_relative(other - whole, size, real)
     if tokens is not None:
         real = _real_tokens(tokens, max(len(split), len(whole)))[:, tokens.positions]
         whole, size = whole[:, tokens.positions], size[:, tokens.positions]
+        # Rank by rank: each compares its own tokens with the same tokens of the whole run.
         split = split[:, tokens.local_positions]
+    # What is not finite in the whole run is not the ring's fault.
     difference = (split - whole).where(whole.isfinite(), 0.0)
     return torch.stack([_largest_relative(difference, size, real), noise])
 

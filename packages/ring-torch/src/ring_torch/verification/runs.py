@@ -94,8 +94,10 @@ class Runner(ABC):
         try:
             run = self._run(attention, perturbs=perturbs)
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if not is_memory_error and "allocate memory" not in str(error):
                 raise
+        # The next run needs the memory, and must not add to these.
         self.model.zero_grad(set_to_none=True)
         is_full = torch.tensor(float(run is None), device=default_device(self.ranks))
         # Tell the other ranks if this one ran out of memory. With FSDP they are waiting in one of
@@ -113,6 +115,7 @@ class Runner(ABC):
 
     def _run(self, attention: str | None, *, perturbs: bool) -> ModelRun:
         """Run forward and backward once, and return their results."""
+        # The backward is outside of it: checkpointed modules run a second time there.
         with self.recorder.recording(perturbs=perturbs) as trace:
             loss, total = self.compute(attention)
         if total.requires_grad:
@@ -154,6 +157,7 @@ class Runner(ABC):
         squares = [torch.zeros((), dtype=torch.float64, device=default_device(self.ranks))]
         for name, weight in self.parameters.items():
             gradients = [x.gradients.get(name) for x in (run, whole) if x is not None]
+            # A parameter that a run has not used has a gradient of 0.
             a, b = (0 if x is None else local_shard(x).double() for x in ([None, *gradients])[-2:])
             square = torch.as_tensor(a - b, device=weight.device).square().sum()
             squares.append(square.to(squares[0]))
@@ -181,10 +185,3 @@ class Runner(ABC):
 def class_name(module: nn.Module) -> str:
     """Return the name of a module's class, without the prefix that ``fully_shard`` gives it."""
     return type(module).__name__.removeprefix("FSDP")
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device's or the host's memory was too small."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(
-        error
-    )

@@ -42,6 +42,7 @@ class SavedFields:
         for current, before in self._dicts:
             added = {key: x for key, x in current.items() if key not in before}
             current.clear()
+            # Handles of hooks refer to these very dictionaries: their contents change, not they.
             current.update(before | added)
 
 
@@ -72,6 +73,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             # Ranks compare the dropout seeds that they draw, so they must draw alike.
             torch.default_generator.manual_seed(0)
             for weight, weight_hooks in zip(weights, hooks, strict=True):
+                # Gradients of the user's step are set aside, not added to.
                 weight.grad = None
                 weight_hooks.clear()
             for module in model.modules():
@@ -81,6 +83,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         fields.restore()
         with torch.no_grad():
             for buffer, before in buffers:
+                # In place, as modules and compiled graphs hold the tensors.
                 buffer.copy_(before)
         for weight, gradient, weight_hooks, saved in zip(
             weights, gradients, hooks, saved_hooks, strict=True

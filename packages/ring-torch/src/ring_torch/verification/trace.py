@@ -189,6 +189,7 @@ class Recorder:
     ) -> None:
         """Keep a module's arguments as its caller gave them, before every other hook of it."""
         caller_arguments = dict(tensors_in(_arguments_by_name(module, args, kwargs)))
+        # Modules call each other: the innermost one under way is the last.
         self._open.append((name, self._started[name], caller_arguments))
         self._started[name] += 1
 
@@ -199,10 +200,13 @@ class Recorder:
         """Record a module's arguments after its other pre-hooks, which may have replaced some."""
         caller_arguments = self._open[-1][2]
         arguments = dict(tensors_in(_arguments_by_name(module, args, kwargs)))
+        # What hooks have replaced is their doing; all else was made by the module outside of this
+        # one.
         caller = self._open[-2][0] if len(self._open) > 1 else name
         kept = {path: x for path, x in arguments.items() if caller_arguments.get(path) is x}
         self._add("given", name, {path: x for path, x in arguments.items() if path not in kept})
         self._add("given", caller, kept)
+        # Kept arguments would stay in memory until the module returns.
         caller_arguments.clear()
 
     @untraced
@@ -232,6 +236,8 @@ class Recorder:
         x = torch.view_as_real(x) if x.is_complex() else x
         shape = x.shape
         projections: dict[int | None, Tensor] = {None: self._projected(x.reshape(1, shape[0], -1))}
+        # Any dimension of these sizes may be the sequence. Which one it is shows when shapes of two
+        # runs are compared.
         lengths = {
             n for sequence in self.sequences for n in (sequence.length, sequence.local_length)
         }
@@ -255,6 +261,8 @@ class Recorder:
         if width <= _WIDTH:
             return x.double().clone()
         if (width, x.device) not in self._matrices:
+            # Seeded by the width, on the CPU: ranks and runs project alike without sending a
+            # matrix.
             generator = torch.Generator().manual_seed(width)
             matrix = torch.randn(width, _WIDTH, generator=generator, dtype=torch.float64)
             self._matrices[width, x.device] = (matrix / width**0.5).to(x.device)

@@ -90,6 +90,8 @@ def split_batch(
         raise ValueError(f"batch must be a mapping of names to tensors, got {type(batch).__name__}")
     entries = {name: value for name, value in batch.items() if value is not None}
     _check_names(entries)
+    # Every rank has the whole batch and works out the same masks and positions: only a digest is
+    # sent.
     tokens = tokens_of(entries)
     _check_shapes(entries, tokens)
     size, length = tokens.shape[:2]
@@ -358,6 +360,7 @@ def _check_same_batch(
     """
     if ranks.size == 1:
         return
+    # Embeddings may differ in their last digits between ranks: of floats shapes are compared.
     digest = hashlib.blake2b(digest_size=8)
     for name, value in sorted({**entries, "segments": torch.from_numpy(segments)}.items()):
         if isinstance(value, Tensor):

@@ -136,6 +136,8 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     model = unwrapped(model)
     if is_of_transformers(model):
         return _report(model, joins_router=joins_router)
+    # A user's own module round models of transformers: each of them is examined, the rest is taken
+    # on trust.
     reports = [_report(inner) for inner in _models_in(model) if _takes_tokens(inner)]
     if not reports:
         return ModelReport()
@@ -170,6 +172,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
     """Return the report of a model of transformers that has no wrappers."""
+    # Towers get whole inputs on every rank, so nothing in them has to be exact on parts.
     modules = dict(text_modules(model))
     pooling = pooling_of(model)
     types = getattr(_text_config(model), "layer_types", None)
@@ -230,6 +233,7 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     if is_pair(model):
         yield from model.named_modules()
         return
+    # A model of several parts has the sequence in its decoder, and in the two shells round it.
     decoder = model
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
@@ -281,6 +285,7 @@ def _layer_reasons(
 ) -> Iterator[str]:
     """Yield reasons that lie in layers which mix tokens in a way that a ring cannot."""
     has_chunks = any(map(makes_chunks, modules.values()))
+    # Hooks give a recurrent layer whole sequences: what it contains may mix tokens as it likes.
     in_recurrent = {id(x) for y in modules.values() if is_recurrent(y) for x in y.modules()}
     served = {
         *SERVED_LAYERS, "attention", *(("chunked_attention",) if has_chunks else ()),
@@ -352,6 +357,8 @@ def _mask_reasons(modules: Mapping[str, nn.Module], hooks: tuple[str, ...]) -> I
     attention = [x for x in modules.values() if has_attention(x)]
     if not attention:
         return
+    # Masks that transformers makes are replaced by stand-ins; those that a model builds itself
+    # cannot be.
     makes = {n for x in modules.values() for n in names_in(type(x)) if is_mask_function(n)}
     parameters = [parameters_of(type(x)) for x in modules.values() if makes_masks(type(x))]
     reasons = {

@@ -307,6 +307,7 @@ def pooling_reason(model: Any, pooling: str) -> str:
 
 def position_offset(modules: Mapping[str, nn.Module]) -> int:
     """Return a first token's position id: ``padding_idx + 1`` if made from token ids, else 0."""
+    # transformers counts from here if it makes position ids of token ids itself.
     paddings = (
         getattr(x, "padding_idx", None)
         for x in modules.values()
@@ -328,6 +329,7 @@ def shifts_labels(model: Any) -> bool:
         return False
     names = names_in_forward(type(model))
     if "loss_function" in names:
+        # transformers picks the loss by the head: only these two do not shift.
         loss = getattr(model, "loss_function", None)
         return getattr(loss, "__name__", "") not in ("ForMaskedLMLoss", "ForTokenClassification")
     return not ({"CrossEntropyLoss", "cross_entropy"} & names) or any("shift" in n for n in names)

@@ -100,6 +100,7 @@ def _of_mask(batch: dict[str, Any], shape: tuple[int, int]) -> Ints | None:
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         return None
     values = mask.detach().cpu().numpy()
+    # It hides nothing, and would keep documents from being found in position ids.
     if (values == 1).all():
         del batch["attention_mask"]
         return None
@@ -127,6 +128,7 @@ def _of_offsets(q: Any, k: Any, shape: tuple[int, int]) -> Ints:
             f"cu_seq_lens_q beside {shape[0]} rows: they count tokens of all rows in one; give one "
             f"row, or position_ids that start again with each document"
         )
+    # On the host: a plan is made of them, and the batch is compared there anyway.
     q, k = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (q, k))
     if not np.array_equal(q, k):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal: a token sees its document")
@@ -150,5 +152,6 @@ def _of_ids(ids: Any, shape: tuple[int, int]) -> Ints:
 def _run_numbers(values: npt.NDArray[Any]) -> Ints:
     """Return the number of each entry's run of equal values in its row, counted from 0."""
     segments = np.zeros(values.shape, np.int64)
+    # Equal numbers in two places are two documents: only changes count.
     segments[:, 1:] = np.cumsum(np.diff(values, axis=1) != 0, axis=1)
     return segments

@@ -392,6 +392,4 @@ def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], obje
     """Set an attribute of an instance, and return a function that restores the former state."""
     is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
-    if is_own:
-        return lambda: setattr(owner, name, before)
-    return lambda: delattr(owner, name)
+    return lambda: setattr(owner, name, before) if is_own else delattr(owner, name)

@@ -87,6 +87,7 @@ def split_pair(
         )
     shards = []
     for names, seed in (
+        # Encoder and decoder have layers of the same numbers: with one seed both would drop alike.
         (_SOURCE, None if dropout_seed is None else dropout_seed ^ 1),
         (_TARGET, dropout_seed),
     ):
@@ -193,14 +194,18 @@ def split_labels(
     if isinstance(positions, Tensor) and positions.ndim == _ROPE_AXES:
         del text["position_ids"]
         if len(positions) == _WITH_TEXT_ROW:
+            # Documents begin where these start again; the other rows are places in images.
             text["position_ids"] = positions[0]
     mask = text.get("attention_mask")
     if isinstance(mask, Tensor) and int(mask.max()) > 1:
         raise UnsupportedError(
             "an attention_mask that numbers documents is not supported beside images; give one of 0 and 1"
         )
+    # Images are not split, but ranks compare them: every rank must see the same.
     other_entries = {name: x for name, x in batch.items() if name not in text}
     shard = split_batch(sharding, text, report, dropout_seed, weight, other_entries)
+    # Towers and the merge of embeddings run on whole tokens; the text model's hook splits what
+    # comes out.
     unsplit = {name: x for name, x in batch.items() if name not in (*_LABELS, *STATED)}
     return unsplit | {name: shard[name] for name in _LABELS if name in shard}, shard[
         "attention_mask"
@@ -227,6 +232,7 @@ def split_text(
         for name, x in arguments.items()
     }
     if split_arguments.get("position_ids") is None:
+        # The text model would count a rank's tokens from 0.
         split_arguments["position_ids"] = mask.position_ids
     split_arguments["attention_mask"] = mask
     return (), split_arguments

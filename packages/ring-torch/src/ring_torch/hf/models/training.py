@@ -46,6 +46,7 @@ def weight_checksum(module: nn.Module) -> float:
     weights = [x for x in module.parameters() if x.requires_grad]
     if not module.training or not torch.is_grad_enabled() or not weights:
         return 0.0
+    # The smallest weight: its sum costs next to nothing, and drift shows in any of them.
     weight = min(weights, key=Tensor.numel)
     if isinstance(weight, DTensor):
         return 0.0
@@ -65,6 +66,7 @@ def attention_dropout_seed(module: nn.Module) -> int | None:
 def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
     """Return the attention dropout rates in the configs of a model's modules, nested ones too."""
     configs = (getattr(submodule, "config", None) for submodule in module.modules())
+    # Modules share configs; each is read once.
     by_id = {id(x): x for x in configs if hasattr(x, "__dict__")}
     nested = [y for x in by_id.values() for y in vars(x).values() if hasattr(y, "to_dict")]
     return (

@@ -12,8 +12,8 @@ from ring_core import UnsupportedError
 from ring_torch.hf.models.batch import tokens_of
 from ring_torch.hf.models.documents import STATED
 from ring_torch.hf.verification.runs import HFRunner, Target
+from ring_torch.verification.comparison import compare_with_whole
 from ring_torch.verification.judgement import VerifyReport
-from ring_torch.verification.verify import compare_with_whole
 
 _NO_DOCUMENTS = (
     "verify: {}: with transformers' own attention the whole model does not read documents from it; "

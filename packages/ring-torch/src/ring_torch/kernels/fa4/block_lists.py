@@ -100,6 +100,7 @@ def _list_blocks(
     least = tl.min(tl.where(inside, ids, 2147483647), axis=0)
     largest = tl.max(tl.where(inside, ids, -2147483648), axis=0)
     row = (batch * outer_count + outer) * inner_count
+    # Both kinds of lists lie in one buffer, the full ones behind all partial ones.
     partial_dst, full_dst = (
         blocks + row,
         blocks + tl.num_programs(1) * outer_count * inner_count + row,
@@ -120,6 +121,7 @@ def _list_blocks(
         inner_largest = tl.max(tl.where(is_inside, block_ids, -2147483648), axis=1)
         meets = (least <= inner_largest) & (inner_least <= largest)
         meets = meets & (largest >= 0) & (inner_largest >= 0) & (kind != EMPTY)
+        # Only blocks of one id on both sides show all that the band shows.
         alike = (least == largest) & (inner_least == inner_largest) & (least == inner_least)
         full = meets & alike & (kind == FULL)
         partial = (meets & ~full).to(tl.int32)

@@ -89,6 +89,7 @@ class _Backward(NamedTuple):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         delta, lse_log2 = empty_floats(q, (2, *self.rows)).unbind()
         dq_sums = empty_floats(q, self.dq_sums)
+        # Where each query head has its own K/V head, the main kernel rounds dK and dV itself.
         sums = (dk, dv) if self.dkv_sums is None else _zero_sums(q, *self.dkv_sums)
         semaphores = [
             None if shape is None else torch.zeros(shape, dtype=torch.int32, device=q.device)
@@ -142,9 +143,8 @@ class CompiledFlash4:
         modded: Modded,
     ) -> None:  # fmt: skip
         """Write ``out``, and ``lse`` if it is given."""
-        key = None
-        if _can_record(q, k, v, out, modded.sinks):
-            key = _forward_key(q, k, v, out, lse, options, modded)
+        is_recorded = _can_record(q, k, v, out, modded.sinks)
+        key = _forward_key(q, k, v, out, lse, options, modded) if is_recorded else None
         launch = self._forwards.get(key)
         if launch is not None:
             launch(q, k, v, out, lse, options, modded)
@@ -282,6 +282,8 @@ def _forward_of(
     launch, arguments = calls[0]
     compiled = _Forward(launch, arguments[11:13])
     aux = arguments[15] if len(arguments) > 15 else ()
+    # Built as later calls will build it: if that is what the library has passed, it may be left
+    # out.
     expected = compiled.arguments(q, k, v, out, lse, options, modded, aux)
     return compiled if _alike(arguments, expected) else None
 

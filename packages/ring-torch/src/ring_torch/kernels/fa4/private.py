@@ -121,6 +121,7 @@ def calls_of(*functions: Any) -> Iterator[tuple[Calls, ...]]:
         # call of another thread passes through them unrecorded.
         caches = [function.compile_cache for function in functions]
         for function, compiled, recorded in zip(functions, caches, calls, strict=True):
+            # The library looks functions up here before each launch, and launches what it finds.
             function.compile_cache = _RecordingCache(compiled, recorded, get_ident())
         try:
             yield calls
@@ -148,6 +149,7 @@ class _RecordingCache:
 
         def call(*arguments: Any) -> None:
             function(*arguments)
+            # A launch of another thread is none of the call that is recorded.
             if get_ident() == self.thread:
                 self.calls.append((function, arguments))
 

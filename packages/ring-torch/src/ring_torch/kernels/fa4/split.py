@@ -97,6 +97,7 @@ def accumulate_all(
     # Libraries misread lse if it is not contiguous.
     lse = lse.contiguous()
     if runs > 1:
+        # Rows of a launch become a batch row of their own, as in the views of q and dout.
         lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
     dq = dq.view(shape)
     functions.prepare(
@@ -110,6 +111,7 @@ def accumulate_all(
     # `main` adds to whatever is in `sums`: they are not cleared between launches. The last
     # launch goes first, as in the forward in reverse.
     for launch, q_n, dout_n, *rows_and_sums in reversed([*zip(launches, *tensors, strict=True)]):
+        # Columns of the sums that this launch sees, as the library lays its own buffer out.
         size = batch, kv_heads, launch.keys * dim
         first = start + launch.k_start * dim
         launch.functions.main(
@@ -119,6 +121,7 @@ def accumulate_all(
             sums.as_strided(size, strides, first + batch * sequence_stride),
             launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
         )  # fmt: skip
+    # dQ is complete when all launches have run: one rounding for all rows.
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
     return delta.narrow(2, 0, rows)
 
@@ -140,6 +143,7 @@ def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tenso
         count = spans.number if in_one_launch else batch
         steps = (spans.target_step * dim, spans.source_step * row)
         if not in_one_launch:
+            # Sequences of the batch lie that far apart, in sums and in gradients.
             steps = heads * head, length * row
         sum_start = first + n * spans.target_step * dim
         grad_start = (spans.source + n * spans.source_step) * row
@@ -177,6 +181,7 @@ def split_functions(
     """
     module = interface()
     left, right = (64 if side else None for side in bounded)
+    # Any numbers will do: only the functions are kept, which depend on dtypes, dims and the band.
     q, out, dout = (
         torch.zeros(2, 512, 2 * group, dim, dtype=dtype, device="cuda") for _ in range(3)
     )
@@ -194,5 +199,6 @@ def split_functions(
     rows = module._tile_size_bwd_sm90(
         dim, dim, is_causal, not is_causal and any(bounded)
     ).m_block_size
+    # Read off the library's own buffer: it pads head dims by rules of its own.
     padded = arguments[6].shape[2] // (-(-512 // rows) * rows)
     return SplitFunctions(prepare, launch, tuple(arguments[16:]), round_dq, round_dkv, rows, padded)

@@ -68,6 +68,8 @@ class ItemLaunch:
         k_len, kv_heads = k.shape[1:3]
         blocks = self.blocks(name)
         num_q_blocks, num_k_blocks = -(-q_len // blocks.q), -(-k_len // blocks.k)
+        # Programs are one a block of the side whose results they sum: queries in the forward and
+        # for dQ, keys for dK/dV.
         k_major = name in ("bwd_dkv", "bwd_fused")
         tensors = {"q": q, "k": k, "v": v, **pass_tensors}
         assert all(map(has_unit_stride, tensors.values())), "kernels read and write rows"
@@ -78,6 +80,8 @@ class ItemLaunch:
         }  # fmt: skip
         if name == "bwd_dbias":
             dbias = pass_tensors["dbias"]
+            # One program sums what the batch rows and heads that share an element of the bias have
+            # to add.
             values |= {
                 "dbias_batch": dbias.stride(0), "dbias_head": dbias.stride(1),
                 "dbias_row": dbias.stride(2), "shared_batch": batch // dbias.shape[0],
@@ -99,6 +103,8 @@ class ItemLaunch:
         if name != "fwd" and self.rows.bias_shift is not None:
             # One of the two computes; the host does not wait to know which.
             values["any_shift"] = self.rows.bias_shift.any().to(torch.int32)
+            # Both are queued, with equal arguments but for the shift; the flag is read on the GPU,
+            # where one of them returns at once.
             launches.append({**values, "bias_shift": None})
         for arguments in launches:
             _launch(
@@ -131,6 +137,8 @@ class ItemLaunch:
             step = f"{_STRIDES_OF.get(tensor_name, tensor_name).upper()}_STEP"
             if step in steps:
                 steps[step] = x.stride(1)
+        # Constants are compiled in: each new combination of them costs a compilation, so lengths
+        # and the seed are none.
         p = params.dropout_p
         return {
             "D": q.shape[3], "DV": v.shape[3], "PADDED": padded_head_dim(q.shape[3]),
@@ -147,6 +155,7 @@ class ItemLaunch:
     def _block_index(self, blocks: Blocks, *, k_major: bool) -> dict[str, Any]:
         """Return the arguments that list the blocks to visit, unless the kernel derives them."""
         if not self._is_indexed:
+            # The blocks of a band follow from its two bounds.
             return {"block_index_batch": 0}
         rows, columns = self.rows, self.columns
         grid = Grid(
@@ -200,6 +209,8 @@ class ItemLaunch:
         for name, x in (("bias", rows.bias), ("bias_shift", rows.bias_shift)):
             if x is not None:
                 assert has_unit_stride(x)
+                # A dimension of size 1 is shared: a stride of 0 reads it again for each row or
+                # head.
                 batch, head = (x.stride(n) if x.shape[n] > 1 else 0 for n in range(2))
                 arguments |= {name: x, f"{name}_batch": batch, f"{name}_head": head}
         if rows.bias is not None:
@@ -241,6 +252,8 @@ def _launch(
         **values, "consts": as_constants(constexprs),
         "nan_safe": as_constants(nan_safe_constexprs(constexprs)),
     }  # fmt: skip
+    # Kernels of other passes take fewer arguments; what is absent in this call is None, and not
+    # compiled.
     arguments = {name: all_values.get(name) for name in kernel.arg_names}
     dims, itemsize = (constexprs.D, constexprs.DV), values["q"].element_size()
     stages = stages_that_fit(name, blocks, dims, itemsize, capability)
@@ -293,6 +306,7 @@ def _cells(item: WorkItem, k_major: bool, device: torch.device) -> Tensor:
 
     Outer tokens are keys with ``k_major``, otherwise queries.
     """
+    # Documents ascend on both sides, so a token sees one interval of the other side.
     cu_q, cu_k = not_none(item.cu_q), not_none(item.cu_k)
     outer, inner = (cu_k, cu_q) if k_major else (cu_q, cu_k)
     sides = [np.repeat(x, np.diff(outer)) for x in (inner[:-1], inner[1:])]
