@@ -150,7 +150,7 @@ def choose_blocks(
 
 
 def span_of(mask: Mask) -> float:
-    """Return the largest number of keys that a query sees by a mask's band."""
+    """Return the largest number of keys that a query sees by a mask's band, infinite if open."""
     left, right = mask.band
     return math.inf if left is None or right is None else left + right + 1
 
@@ -160,7 +160,8 @@ def default_sizes(
 ) -> Pair:
     """Return block sizes by head dim, dtype and ``span``, the most keys that a query sees.
 
-    float32 and head dims beyond 128 take twice the memory. Along both sides of a window half of
+    They are halved until the model says that they fit on chip. float32 and head dims beyond 128
+    take twice the memory. Along both sides of a window half of
     each block is masked, so large blocks waste more on small windows.
     """
     wide = max(shape.head_dim, shape.v_dim) > LANES or shape.itemsize > 2

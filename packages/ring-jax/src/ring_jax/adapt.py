@@ -59,7 +59,9 @@ class BoundAttention:
     context: ContextParallel | None
 
     def __call__(self, q: Array, k: Array, v: Array, options: Mapping[str, Any]) -> Any:
-        """Attend with the bound options and those of this call; only ``causal`` may be in both.
+        """Attend with the bound options and those of this call.
+
+        Only ``causal`` may be in both, and the call's counts.
 
         Raises:
             ValueError: Another option is in both.

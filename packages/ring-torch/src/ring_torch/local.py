@@ -130,11 +130,13 @@ class LocalRanks:
     ) -> list[tuple[bool, Any]]:
         """Run a function on every rank; return ``(True, result)`` or ``(False, error)`` by rank.
 
+        A rank that has not answered after ``patience`` counts as failed.
+
         Args:
             function: A function that can be imported by name.
             *args: Arguments; they and the result must be picklable.
-            grace: Seconds that the other ranks get after the first failure; ``None`` for
-                ``patience``.
+            grace: Seconds that the other ranks get after the first failure; ``None`` for no other
+                limit than ``patience``.
         """
         for rank, pipe in enumerate(self._pipes):
             self._pending[rank] += 1

@@ -64,12 +64,14 @@ class BandGeometry(LaidOutMask):
     def rectangles(
         self, q_rank: npt.ArrayLike, kv_rank: npt.ArrayLike, half: int | None = None
     ) -> RectangleTable:
-        """Return the rectangles that pairs of ranks compute, as few as possible.
+        """Return the rectangles that pairs of ranks compute: one a pair of runs, or one for all.
+
+        It is one where a single band over their bounding box shows the same.
 
         Args:
             q_rank, kv_rank: Ranks whose queries and whose keys meet; they broadcast to ``[...]``.
-            half: 0 or 1 asks for the first or second half of the query rows, cut so that both see
-                equally many keys in sum; ``None`` for all rows.
+            half: 0 or 1 asks for the first or second half of each rectangle's query rows, cut so
+                that both show about equally many pairs; ``None`` for all rows.
         """
         # A rectangle for each pair of runs. Trimming has dropped those without a visible pair,
         # unless documents hide what the band shows.

@@ -16,7 +16,7 @@ from ring_core.base.arguments import check_size
 from ring_core.tripwire import VARIABLE, every_of
 from ring_jax.records import Array, CallSpec
 
-_HASHED_TOKENS = 64  # tokens of q that go into the hash
+_HASHED_TOKENS = 64  # at least so many tokens of a rank's q go into the hash, if there are
 _every: Any = jax.make_user_context(default_value=None)  # part of the key of compiled programs
 
 
@@ -89,7 +89,10 @@ class CheckedCall(NamedTuple):
 
     @classmethod
     def of(cls, call: CallSpec, q: Array) -> Self:
-        """Hash the queries ``[B, T, H, D]`` of a call, over all ranks; ``q`` must not be empty."""
+        """Hash some tokens of the queries ``[B, T, H, D]`` of a call, over all ranks.
+
+        ``q`` must not be empty.
+        """
         sample = q[:, :: max(1, q.shape[1] // _HASHED_TOKENS)]
         width = jnp.uint16 if sample.dtype.itemsize == 2 else jnp.uint32
         digits = lax.bitcast_convert_type(sample, width).astype(jnp.uint32).reshape(-1)

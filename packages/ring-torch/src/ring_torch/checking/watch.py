@@ -20,8 +20,9 @@ _NOTE = 2048  # bytes of the message in which a rank tells the others what it ha
 class Watch(TorchDispatchMode):
     """Dispatch mode that counts the bytes sent or read from peers in a block, and takes the time.
 
-    Messages are counted at torch's operations of process groups. Copies out of peers' memory are no
-    such operations; :func:`ring_torch.transports.api.counted_by` reports them.
+    Messages are counted at torch's operations of process groups, sends and all-to-alls. Copies out
+    of peers' memory are no such operations; :func:`ring_torch.transports.api.counted_by` reports
+    them.
 
     Args:
         device: Device on which the call computes.
@@ -59,7 +60,7 @@ class Watch(TorchDispatchMode):
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first to the last operation in the block, on a GPU by its own clock."""
+        """Seconds that the block took, on a GPU by its own clock for what was queued there."""
         start, end = self._marks
         if self._device.type != "cuda":
             return float(end - start)
@@ -95,7 +96,8 @@ def shared_findings(ranks: Ranks, messages: Sequence[str], device: torch.device)
         device: Device of the call's tensors.
 
     Returns:
-        The findings by rank, as one text; ``None`` if no rank has any.
+        The findings by rank, as one text, each rank's cut to ``_NOTE`` bytes; ``None`` if no rank
+        has any.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.

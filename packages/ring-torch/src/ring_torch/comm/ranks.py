@@ -70,7 +70,7 @@ class Ranks:
 
     @property
     def peers(self) -> list[int]:
-        """Peers of this rank: the other ranks of the group, ascending."""
+        """Peers of this rank: the numbers of the others among these ranks, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @cached_property

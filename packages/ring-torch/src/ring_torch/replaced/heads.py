@@ -17,7 +17,8 @@ def attend_with_heads(
 ) -> Tensor:  # fmt: skip
     """Compute the layer's output from this rank's tokens.
 
-    Arguments but ``attend``, which takes those of SDPA, are the forward's.
+    Arguments but ``attend``, which takes those of SDPA, are the forward's. With ``is_causal``
+    ``attn_mask`` is not read, as in torch.
 
     Raises:
         UnsupportedError: Tensors are nested.
@@ -56,7 +57,10 @@ def attend_with_heads(
 
 
 def _shown(mask: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
-    """Return a mask of the layer as attention takes it: true where a key is seen, or added."""
+    """Return a mask of the layer as SDPA takes it: true where a key is seen, or numbers to add.
+
+    The layer's own booleans are true where a key is hidden.
+    """
     if mask is None:
         return None
     if mask.ndim == 3:  # [B * H, T, S]

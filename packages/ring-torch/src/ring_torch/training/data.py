@@ -51,7 +51,8 @@ class Batch:
         positions: int64 ``[T_local]``, place of each token in its document, as for RoPE.
         cu_seqlens: ``(0, ..., T)``, bounds of packed documents; ``None`` for rows of one document.
         seq_len: ``T``, length of the whole sequence without the layout's padding.
-        count: Number of labels that are not ignored, in the batches of all rings of this step.
+        count: Number of labels that are not ignored, in the batches of all rings of this step; with
+            ``dp="own"`` of this ring alone, so sum it over the rings.
         cp: The ranks, and the layout in which this batch is sharded.
     """
 
@@ -91,14 +92,15 @@ class ShardedLoader:
         self._pass = 0  # number of the pass that runs; another pass or state ends it
 
     def __len__(self) -> int:
-        """Return the number of batches of a pass, as the loader's."""
+        """Return the number of batches of a pass: the loader's, divided by the rings in turn."""
         return len(cast("Sized", self._loader)) // self._rings
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's batches; after :meth:`load_state_dict` those that are left.
 
         Raises:
-            RankMismatchError: Ranks read different batches.
+            RankMismatchError: Ranks read different batches. They compare those so far at the first,
+                at every 32nd after it and at the end.
             ValueError: A batch is malformed; or the loader yields others than before the state was
                 saved.
             RuntimeError: Another pass began meanwhile, or a state was loaded.
@@ -246,7 +248,8 @@ def dataloader(
             for documents.
         dp: Ranks that hold the same part of different sequences, as ``mesh["dp"]``: their rings
             take turns. ``"own"`` if each ring's loader has batches of its own, as with a
-            ``DistributedSampler``; ``None`` if there is one ring.
+            ``DistributedSampler``, whose ``count`` you sum over the rings; ``None`` if there is one
+            ring.
         ignore_index: Label of tokens that have nothing to predict.
         balanced: Shard each batch of documents in a layout of its own, in which causal attention
             gives every rank equally much work, whatever the documents' lengths: use the batch's

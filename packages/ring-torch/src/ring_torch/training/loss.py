@@ -36,7 +36,7 @@ def cross_entropy(
 
     Options mean what they mean to :func:`torch.nn.functional.cross_entropy`. If all labels of all
     ranks are ignored, the mean is NaN, as torch's is. All ranks must call it, unless ``count`` is
-    given: then nothing is sent.
+    given or ``reduction="sum"``: then nothing is sent.
 
     Args:
         cp: The ranks that share the sequence, and its layout.

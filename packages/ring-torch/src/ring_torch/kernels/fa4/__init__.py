@@ -71,7 +71,7 @@ class Flash4(FlashLibrary):
     def prepare_forward(
         self, q: Tensor, k: Tensor, v: Tensor, dst: AttentionState, options: LaunchOptions
     ) -> ForwardLaunch | None:
-        """Return the compiled function of a forward like this one, if private ones are known."""
+        """Return the compiled function of an earlier forward like this one, if there is any."""
         if not private.is_known() or options.softcap is not None:
             return None
         has_lse = options.needs_lse or q.shape[-1] == v.shape[-1]
@@ -84,7 +84,7 @@ class Flash4(FlashLibrary):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         options: LaunchOptions, dst: Tensor,
     ) -> ItemBackward | None:  # fmt: skip
-        """Return the compiled functions of a backward like this one, if private ones are known."""
+        """Return the compiled functions of an earlier backward like this one, if there are any."""
         is_plain = options.softcap is None and q.shape[-1] == v.shape[-1]
         if not (private.is_known() and is_plain):
             return None
@@ -138,6 +138,8 @@ def _limits(request: Request, program: RingProgram) -> tuple[str, ...]:
 
 def _head_dims(direction: Direction, head_dim: int, v_head_dim: int) -> HeadDims | None:
     """Return the head dims to pad to, at which version 4.0.0b36 was found right on Hopper.
+
+    It is ``None`` if there are none on this GPU.
 
     The forward is right at all multiples of 16. In the backward dQ is wrong at 48, 80 and 112, and
     so are dK and dV of grouped heads; V wider than Q and K does not launch; and 64 beside 128 is
@@ -205,7 +207,11 @@ class HopperSplitBackward:
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
         items: Sequence[WorkItem], params: KernelParams,
     ) -> BackwardLaunch | None:  # fmt: skip
-        """Return one launch of all items, if each has as many rows, one after the other."""
+        """Return one launch of all items, if each has as many rows, one after the other.
+
+        It is ``None`` otherwise, and for tensors that are not aligned, items whose functions have
+        unlike tiles, and several items of several sequences.
+        """
         q, k = rows.q, columns.k
         count = q.shape[1] // max(len(items), 1)
         in_turn = all(
@@ -261,7 +267,8 @@ def _split_functions(q: Tensor, k: Tensor, item: WorkItem) -> tuple[split.SplitF
 def in_whole_tiles(plan: Plan, splits: bool, tile: int) -> bool:
     """Return True if all items and fetches of all ranks begin and end at edges of tiles of keys.
 
-    Items must also have more than a tile of queries and of keys, and be of one document.
+    Items must also have more than a tile of queries and of keys, and be of one document. ``splits``
+    and ``tile`` are those of the gather programs; edges are checked by the library's tiles.
     """
     programs = [
         gather_program(plan, rank, splits=splits, tile=tile) for rank in range(plan.cp_size)
