@@ -89,6 +89,7 @@ def _ids_of_all_keys(call: CallSpec, x: Inputs) -> Array | None:
     if x.k_ids is None:
         return None
     plan = call.plan
+    # Gathered in the order of the ranks; columns of a bias lie in natural order.
     ids = Ranks(call.axis_name, plan.cp_size).gather(x.k_ids, 1)
     if plan.k_layout.name == "contiguous":
         return ids

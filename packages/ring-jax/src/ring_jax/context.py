@@ -139,6 +139,7 @@ class ContextParallel:
         checks.check_padding(pad, fill)
         layout = self.layout_of(x.shape[dim], pad=pad)
         if layout.pad_to is not None:
+            # Padded in natural order: behind the last token, wherever the layout puts it then.
             missing = [0] * dim + [layout.padded_len - layout.seq_len] + [0] * (x.ndim - dim - 1)
             x = split(x, self.mesh, dim, self.axis_name, whole=True)
             x = jnp.pad(x, [(0, n) for n in missing], constant_values=fill)

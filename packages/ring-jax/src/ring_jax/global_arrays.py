@@ -88,6 +88,7 @@ def _specs_of(x: Inputs, batch: Axes, tokens: str, heads: Axes) -> Inputs:
     def by_rows(x: Array | None) -> PartitionSpec | None:
         if x is None:
             return None
+        # A dimension of 1 broadcasts over batch or heads, so that each device has all of it.
         pairs = zip(x.shape[:2], (batch, heads), strict=True)
         return PartitionSpec(*(None if size == 1 else axis for size, axis in pairs), tokens, None)
 
@@ -117,6 +118,7 @@ def global_attention(
             0 if axis is None else lax.axis_index(axis) * x.q.shape[dim]
             for axis, dim in ((batch_axis, 0), (head_axis, 2))
         )
+        # Dropout counts batch rows and heads over the mesh, whatever devices hold them.
         return attend(call, prepared(call, x, (batch, heads)))
 
     rows = PartitionSpec(batch_axis, head_axis, call.axis_name)

@@ -222,6 +222,7 @@ def _compact_rows(table: Table, wanted: npt.NDArray[np.bool_]) -> Table:
     Returns:
         ``[P, R, C]`` with the ``R`` of the busiest rank; unused rows are zeros.
     """
+    # Stable, so that a rank's items stay in the order of the plan.
     order = np.argsort(~wanted, axis=1, kind="stable")[..., None]
     width = int(wanted.sum(axis=1).max(initial=0))
     return np.take_along_axis(np.where(wanted[..., None], table, 0), order, axis=1)[:, :width]

@@ -252,6 +252,8 @@ class ScoreBlocks:
         """Add a block's gradient of scores to ``dbias``, summed where the bias broadcasts."""
         shared = tuple(axis for axis in (0, 1) if dbias.shape[axis] == 1)
         grad = lax.collapse(dscores, 1, 3).sum(axis=shared, keepdims=True)
+        # Blocks at the end overlap those before them, whose rows and columns are masked here: their
+        # gradients are 0, and adding them again changes nothing.
         start = (_ZERO, _ZERO, i.start, j.start)
         old = lax.dynamic_slice(dbias, start, grad.shape)
         return lax.dynamic_update_slice(dbias, old + grad, start)

@@ -266,6 +266,8 @@ def _ring_sent(call: CallSpec, x: Inputs, direction: Direction) -> int:
 
 def _helper_bytes(call: CallSpec, x: Inputs, direction: Direction, stage: Stage, wide: int) -> int:
     """Return the bytes of queries to helpers and of results back, in one stage."""
+    # Messages leave for helpers alone, and return from them: out and lse, or dQ and dbias, both
+    # wide. In a backward dO, lse and delta go along with the queries.
     helpers = len(step_table(call.program, stage.step).helpers)
     rows = x.q.size // x.q.shape[3]
     bias = 0 if x.bias is None else x.bias.size // x.bias.shape[3] * x.k.shape[1]

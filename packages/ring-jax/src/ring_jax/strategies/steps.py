@@ -270,6 +270,7 @@ class StepRunner:
 
     def add_returned(self, grads: QueryGrads, part: StepTable, returned: QueryGrads) -> QueryGrads:
         """Add the gradients that this device's helper sent back."""
+        # On a rank that nobody helped zeros have arrived, which change neither sum.
         return QueryGrads(
             grads.dq + returned.dq,
             self._add_bias_grad(grads.dbias, self._helper_key_positions(part), returned.dbias),

@@ -258,6 +258,7 @@ def _means_of_block(
     scores = _scores(rule, queries, keys, precision)
     _, dout, k, v = _zero_hidden(scores.visible, queries, keys, precision.wide)
     x = jnp.where(scores.visible, scores.x, -jnp.inf)
+    # A softmax over this block alone; `merged` weights it by its share of the whole one.
     top = x.max(axis=-1, keepdims=True)
     weights = jnp.exp(x - jnp.where(top == -jnp.inf, 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)

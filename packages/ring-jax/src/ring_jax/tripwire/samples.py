@@ -91,6 +91,7 @@ def check_backward(
         exact_dq, plain_dq, rounded = sample.dq(results, upstream)
         q_side: Results = {"dq": (dq[b, rows], exact_dq, plain_dq, size, rounded)}
         exact, plain = sample.key_sums(results, upstream)
+        # Gradients of a key are as large as the weights that all queries together give it.
         weights = exact[..., -1].max(axis=-1) * digits.max()
         long, dim = _longest(dout), inputs.k.shape[3]
         cuts = (dim, dim + inputs.v.shape[3], 2 * dim + inputs.v.shape[3])
