@@ -1,4 +1,4 @@
-"""Train on documents of unlike lengths, packed, with equally much work for every process.
+"""Train on packed documents of different lengths, with equal work for every process.
 
 The documents are the help topics that come with Python, a few of them to a step. In ``zigzag`` the
 ranks that hold long documents compute longer than the others, which wait. ``ring_torch.dataloader``
