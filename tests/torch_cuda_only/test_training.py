@@ -1,0 +1,104 @@
+"""A model whose attention and loss are replaced: as good on two GPUs as whole on one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ring_torch import ContextParallel, cross_entropy, linear_cross_entropy, replace_sdpa
+from ring_torch.local import LocalRanks
+
+pytestmark = pytest.mark.ranks(2)
+CLASSES, WIDTH, HEADS, LENGTH = 512, 256, 4, 4096
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        added: Tensor = x + self.out(y.transpose(1, 2).flatten(2))
+        return added
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(_Block(), _Block())
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The hidden states; the head is part of the loss."""
+        hidden: Tensor = self.blocks(self.tokens(tokens) + self.places(positions))
+        return hidden
+
+
+def _whole(model: _Model, hidden: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(model.head(hidden).float().flatten(0, 1), labels.flatten())
+
+
+def _grads(model: _Model, loss: Tensor, cp: ContextParallel | None = None) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    if cp is not None:
+        cp.reduce_gradients(model)
+    return [x.grad.float() for x in model.parameters() if x.grad is not None]
+
+
+def _error(grads: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    pairs = zip(grads, expected, strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def losses_and_errors(_: int, layout: Any) -> list[tuple[float, float, float]]:
+    """By loss: how far its sum is off, and errors of gradients, here and on one GPU."""
+    torch.manual_seed(0)
+    exact = _Model().cuda()
+    model = copy.deepcopy(exact).bfloat16()
+    tokens = torch.randint(CLASSES, (2, LENGTH + 1), device="cuda")
+    labels = tokens[:, 1:].clone()
+    labels[:, ::7] = -100
+    tokens, positions = tokens[:, :-1], torch.arange(LENGTH, device="cuda")[None]
+    reference = _whole(exact, exact(tokens, positions), labels)
+    expected = _grads(exact, reference)
+    alone = _error(_grads(model, _whole(model, model(tokens, positions), labels)), expected)
+
+    cp = ContextParallel(layout=layout)
+    replace_sdpa(model, cp)
+    ways: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda hidden, y: cross_entropy(cp, model.head(hidden).float(), y),
+        lambda hidden, y: linear_cross_entropy(
+            cp, hidden, model.head.weight, y, bias=model.head.bias
+        ),
+    ]
+    results = []
+    for loss_of in ways:
+        hidden = model(cp.shard(tokens, dim=1), cp.positions(LENGTH)[None])
+        loss = loss_of(hidden, cp.shard(labels, dim=1))
+        error = _error(_grads(model, loss, cp), expected)
+        total = loss.detach().float()
+        dist.all_reduce(total)
+        results.append((float(total - reference), error, alone))
+    return results
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_losses_and_gradients_are_those_of_one_gpu(layout: str) -> None:
+    with LocalRanks(2, cuda=True) as ranks:
+        for results in ranks.run(losses_and_errors, layout):
+            for difference, error, alone in results:
+                assert abs(difference) < 1e-3
+                assert error < 1.5 * alone
