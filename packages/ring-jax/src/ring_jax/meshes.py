@@ -19,8 +19,8 @@ def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: o
     ``batch_axis`` and ``head_axis`` are a name, a tuple of names, or ``None``.
 
     Raises:
-        ValueError: ``mesh`` is no mesh or has no such axis, one of its axes is named twice, or its axes
-            are partly explicit.
+        ValueError: ``mesh`` is no mesh or has no such axis, an axis is named twice, or some axes
+            are explicit and others not.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
