@@ -87,7 +87,7 @@ class ContextParallel:
         """Set the fields, with the devices of these numbers here.
 
         Raises:
-            ValueError: This process has no such device.
+            ValueError: There is no such device.
         """
         vars(self).update(state | {"mesh": with_devices(state["mesh"])})
 

@@ -48,7 +48,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     The other arguments are those of Equinox's module.
 
     Raises:
-        ValueError: ``attention`` is something else.
+        ValueError: ``attention`` is something else, or has an unknown option or ``return_lse``
+            bound.
     """
 
     attention: Attention = eqx.field(static=True)
@@ -163,7 +164,8 @@ def convert[Model](model: Model, attention: Attention) -> Model:
             causal=True)``.
 
     Raises:
-        ValueError: There is no such module in the model, or ``attention`` is something else.
+        ValueError: There is no such module in the model, or ``attention`` is something else, or
+            has an unknown option or ``return_lse`` bound.
         UnsupportedError: The model has a subclass of that module, which may compute anything.
     """
     bind(attention)

@@ -60,7 +60,8 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
     * ``dtype``: The dtype that queries, keys and values are cast to; by default the one that all
       of them promote to. ``promote_dtype((q, k, v), dtype=dtype)``, if given, casts in its place.
     * ``force_fp32_for_softmax``: True or false, the softmax runs in float32 (float64 for float64).
-    * ``precision``: Refused if neither the default nor, for float32, the highest, which runs.
+    * ``precision``: Refused if neither the default nor, for float32 and float64, the highest,
+      which runs.
     * ``module``: Refused: attention weights are never formed (``sow_weights``).
     * ``input_positions``: Refused: rotate before, by ``cp.positions(T)``.
     * ``einsum_dot_general``, ``qk_attn_weights_einsum``, ``attn_weights_value_einsum``: Refused.
@@ -70,11 +71,12 @@ def make_attention_fn(attention: Attention) -> Callable[..., Array]:
             ``functools.partial(ring_jax.ring_attention, axis_name=...)``, inside ``shard_map``.
             Options that Flax has no name for, such as ``window`` or ``kernel``, are bound by
             ``functools.partial``; an option that is bound and given by a call is a ``ValueError``,
-            but for ``causal``. Arrays that are bound, such as ``sinks``, get a gradient only if
-            the function is made where it is taken.
+            but for ``causal``, which holds where either sets it. Arrays that are bound, such as
+            ``sinks``, get a gradient only if the function is made where it is taken.
 
     Raises:
-        ValueError: ``attention`` is something else.
+        ValueError: ``attention`` is something else, or has an unknown option or ``return_lse``
+            bound.
 
     The function returns ``[batch..., T, H, Dv]`` and raises ``ValueError`` where an argument is
     malformed and :class:`ring_core.UnsupportedError` where it cannot be honoured. A query that sees

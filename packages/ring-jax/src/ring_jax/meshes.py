@@ -14,7 +14,14 @@ from ring_jax.collectives import AnyMesh
 
 
 def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
-    """Check that the axes are distinct axes of the mesh, all explicit or all auto."""
+    """Check the axes of a ``ContextParallel``; if one axis of the mesh is explicit, all must be.
+
+    ``batch_axis`` and ``head_axis`` are a name, a tuple of names, or ``None``.
+
+    Raises:
+        ValueError: ``mesh`` is no mesh or has no such axis, an axis is named twice, or some axes
+            are explicit and others not.
+    """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     checks.check_choice("axis_name", axis_name, mesh.axis_names)
@@ -90,10 +97,10 @@ def numbered(mesh: AnyMesh) -> AbstractMesh | NumberedMesh:
 
 
 def with_devices(mesh: AbstractMesh | NumberedMesh) -> AnyMesh:
-    """Make a mesh of this process's devices with the given numbers.
+    """Make a mesh of the devices with the given numbers, of all processes of the job.
 
     Raises:
-        ValueError: This process has no such device.
+        ValueError: There is no such device.
     """
     if isinstance(mesh, AbstractMesh):
         return mesh

@@ -61,10 +61,11 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
         attention: ``cp.attention`` of a :class:`ring_jax.ContextParallel`, for global arrays, or
             ``functools.partial(ring_jax.ring_attention, axis_name=...)``, inside ``shard_map``.
             Other options are bound by ``functools.partial``; one that is bound and given by a call
-            is a ``ValueError``, but for ``causal``.
+            is a ``ValueError``, but for ``causal``, which holds where either sets it.
 
     Raises:
-        ValueError: ``attention`` is something else.
+        ValueError: ``attention`` is something else, or has an unknown option or ``return_lse``
+            bound.
 
     The function raises ``ValueError`` where an argument is malformed and
     :class:`ring_core.UnsupportedError` where it cannot be honoured.

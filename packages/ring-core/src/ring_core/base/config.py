@@ -24,7 +24,7 @@ class Capabilities:
     Attributes:
         name: The kernel's name, as in ``kernel=``.
         devices: Device types, e.g. ``("cpu", "cuda")``; empty means any.
-        dtypes: Names of input dtypes, e.g. ``("float32", "bfloat16")``.
+        dtypes: Names of input dtypes, e.g. ``("float32", "bfloat16")``; empty means any.
         max_head_dim: Largest head dim of Q, K or V; ``None`` is unlimited.
         mixed_head_dims: The head dim of V may differ from that of Q and K.
         bands: The bands ``lo <= i - j <= hi`` of a launch that it takes: ``full`` rectangles only,
@@ -88,7 +88,8 @@ class KernelConfig:
         fused_backward: One backward kernel for dQ, dK and dV rather than two.
 
     Raises:
-        ValueError: A name that is empty, or a block size that is no positive integer.
+        ValueError: A name that is empty, a block size that is no positive integer, or a
+            ``fused_backward`` that is no bool.
     """
 
     name: str = "auto"
@@ -131,10 +132,11 @@ def kernel_config(kernel: str | KernelConfig, names: Sequence[str]) -> KernelCon
 class Request:
     """The requirements of one call on a kernel: static facts only, equal on every rank.
 
-    Flags are named as in :class:`Capabilities`, and compared with those by
-    :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads`` say how large the call is on
-    one device, by which measured times are scaled. ``shared_bias_bytes`` are the bytes that a
-    device holds of a bias with one head for all query heads, or 0.
+    Flags are named as in :class:`Capabilities`, but for ``grad``, which asks for a ``backward``,
+    and compared with those by :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads``
+    say how large the call is on one device, by which measured times are scaled.
+    ``shared_bias_bytes`` are the bytes that a device holds of a bias with one head for all query
+    heads, or 0.
     """
 
     device: str
@@ -220,7 +222,8 @@ class StrategyConfig:
         local_size: Ranks of one host. No strategy has it yet.
 
     Raises:
-        ValueError: A field that means nothing for it; of a call, no such strategy.
+        ValueError: A name that is empty, a field that means nothing for it, or a value that a field
+            cannot have. Whether there is such a strategy is checked by the call.
     """
 
     name: str

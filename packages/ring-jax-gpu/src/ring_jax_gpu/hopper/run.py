@@ -145,7 +145,8 @@ def _key_heads_per_swizzle(heads: int, blocks: int) -> int:
     """Return the K/V heads of a swizzle in the backward, a divisor of ``heads``.
 
     They are few, so that programs that run at once share keys, but enough that few of them add to
-    dQ of the same queries.
+    dQ of the same queries. ``heads`` counts the K/V heads of all batch rows, ``blocks`` the blocks
+    of keys of each head.
     """
     least = max(_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE // blocks)
     return next(n for n in range(min(least, heads), heads + 1) if heads % n == 0)

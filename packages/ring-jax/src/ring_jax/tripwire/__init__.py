@@ -3,8 +3,8 @@
 ``settings`` decides which calls are checked; ``dense`` is attention in float64, from positions and
 the mask's rule alone; ``samples`` computes it over all ranks and hands the numbers to the host,
 which compares and raises; ``traffic`` counts the bytes that a traced pass sends, and times it.
-Beside it ``agreement`` compares a call between processes before the first step. May import what
-strategies import, and no strategy.
+Beside it ``agreement`` compares a call between processes before the first step. May import
+``rank_view``, ``meshes`` and what is below them, and no strategy.
 """
 
 from ring_jax.tripwire.samples import (

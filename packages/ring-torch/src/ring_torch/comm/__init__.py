@@ -1,5 +1,5 @@
 """Communication between the ranks of a process group: messages, agreement on calls, exchanges.
 
-Nothing here knows of attention. This package may import ``buffers`` and ``capture``. Another way to
-agree is one file here.
+May import ``buffers`` and what is below it, and knows nothing of attention. Another way to agree
+is one file here.
 """

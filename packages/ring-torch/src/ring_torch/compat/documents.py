@@ -53,8 +53,9 @@ def ring_flash_attn_varlen_func(
     """Compute exact attention of packed documents; each rank holds a contiguous piece of each.
 
     A document with at least 4096 tokens on each rank gets a ring attention call of its own. All
-    shorter ones share one call, between two all-to-all exchanges: one that moves the rows of Q, K
-    and V, and one that moves the result back.
+    shorter ones, if several, share one call, between all-to-all exchanges: one that moves the rows
+    of Q, K and V, and one that moves the result back, with ``return_attn_probs`` another for
+    ``lse``. One rank runs one call for all documents.
 
     Args:
         q: ``[T_local, H, D]``, this rank's pieces of the documents, one after the other.
@@ -171,12 +172,12 @@ def attend_documents(
 ) -> Any:
     """Compute attention of shards ``[T_local, H, D]`` that hold a piece of every document.
 
-    Each document is a sequence in the layout, and a long one gets a call of its own. Short ones
-    share a call. Windows, slopes and dropout depend on positions within a document. Where a
-    document goes on on the next rank, these positions jump by a step that depends on its length, so
-    no single layout of all tokens describes them. Therefore the rows of Q, K and V are first moved
-    to where the layout puts the tokens of the packed documents as one sequence, and the result is
-    moved back.
+    Each document is a sequence in the layout. Among several ranks a long one gets a call of its
+    own, and short ones share one. Windows, slopes and dropout depend on positions within a
+    document. Where a document goes on on the next rank, these positions jump by a step that depends
+    on its length, so no single layout of all tokens describes them. Therefore the rows of Q, K and
+    V are first moved to where the layout puts the tokens of the packed documents as one sequence,
+    and the result is moved back.
     """
     ranks = ranks_of(group)
     check_shards(q, k, v)
@@ -209,7 +210,10 @@ def attend_documents(
 
 
 def _spans_by_call(ranks: Ranks, offsets: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    """Return the documents of each call: long ones alone, all short ones together."""
+    """Return the documents of each call: long ones alone, all short ones together, if any.
+
+    On one rank all are together. Empty documents are left out.
+    """
     spans = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
     if ranks.size == 1 or len(spans) < 2:
         return [tuple(spans) or ((0, 0),)]
@@ -224,7 +228,7 @@ def _shared_call(
 ) -> _SharedCall:  # fmt: skip
     """Check the call of some documents, and return it with their pieces joined.
 
-    Documents of more than one become a sequence with ``cu_seqlens``.
+    Several documents become one sequence with ``cu_seqlens``.
     """
     offsets = (0, *accumulate(stop - start for start, stop in spans))
     documents = None
@@ -271,7 +275,7 @@ def offsets_of(
 
     Args:
         name: Name of the argument, for messages.
-        cu_seqlens: ``(0, ..., tokens)``, ascending.
+        cu_seqlens: ``(0, ..., tokens)``, ascending; a document may be empty.
         tokens: Number at which they must end; ``None`` for any.
 
     Raises:

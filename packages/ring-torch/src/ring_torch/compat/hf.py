@@ -46,8 +46,9 @@ class RingFlashAttention:
 
     Attributes:
         group: Ranks that share a sequence.
-        heads_k_stride: Number by which the K/V heads must be divisible; without effect.
-        documents: Offsets of the documents of the next batch; ``None`` before the first.
+        heads_k_stride: Number by which each call's K/V heads must be divisible; no other effect.
+        documents: Offsets of the documents of all calls until they are stated anew; ``None`` before
+            the first batch, when calls are refused.
         strategy: Strategy of each call, as in :func:`ring_torch.ring_attention`.
     """
 
@@ -80,7 +81,7 @@ class RingFlashAttention:
             ``(out [1, T_local, H, D], None)``.
 
         Raises:
-            ValueError: An argument is malformed; nothing was sent.
+            ValueError: An argument is malformed, or no documents were stated; nothing was sent.
             UnsupportedError: An argument that could change the result cannot be honoured.
         """
         from transformers.integrations.flash_attention import get_target_dtype
@@ -131,7 +132,9 @@ def substitute_hf_flash_attn(
     ``_3``, ``_4`` and kernels from its hub) are replaced. Each rank's input must be a contiguous
     piece of one row of packed documents, which :func:`update_ring_flash_attn_params` states before
     every forward. The model decides on causality, sliding windows, softcap, sinks, scaling and
-    dropout.
+    dropout, whose seeds are drawn from torch's default CPU generator: its state must be the same on
+    all ranks. A model that imports transformers' flash attention function itself raises an
+    ``UnsupportedError`` from then on.
 
     Args:
         process_group: The ranks that share a sequence; ``None`` is the default group.
@@ -160,8 +163,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     """State the documents of the next batch, before the model's forward.
 
     Args:
-        cu_seqlens: Integers ``(0, ..., T)``, offsets of the documents in the whole row. From a GPU
-            they are copied to the host, which has to wait.
+        cu_seqlens: Integers ``(0, ..., T)``, offsets of the documents in the whole row; the number
+            of ranks must divide ``T``. From a GPU they are copied to the host, which has to wait.
         process_group: The group that :func:`substitute_hf_flash_attn` was given.
 
     Raises:

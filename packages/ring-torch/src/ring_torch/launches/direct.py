@@ -45,7 +45,8 @@ class _Compiled(NamedTuple):
 class PreparedLaunch(NamedTuple):
     """A launch whose arguments are known, but for some tensors and integers that change.
 
-    Tensors are held by their addresses: whoever keeps a launch keeps its tensors alive.
+    Tensors are given by their addresses, which keep nothing alive: whoever keeps a launch also has
+    to keep the tensors that do not change.
     """
 
     compiled: _Compiled
@@ -57,7 +58,9 @@ class PreparedLaunch(NamedTuple):
         """Launch with other arguments at some indices: addresses of tensors, or integers.
 
         They must be of the kind that the kernel is specialised for: tensors of the same dtype and
-        alignment to 16 bytes, integers of the same width.
+        alignment to 16 bytes; integers of the same width and, unless their parameter is in the
+        kernel's ``do_not_specialize``, alike in being 1 or a multiple of 16. Whoever repeats a
+        launch asks :func:`has_launch_hooks` before.
         """
         # A copy: another thread may repeat the same launch with other tensors.
         values = [*self.values]
@@ -100,7 +103,7 @@ class DirectKernel:
     ) -> PreparedLaunch | None:
         """Launch, and return the launch, to be repeated with other tensors.
 
-        It is ``None`` where kernels are not launched directly.
+        It is ``None`` where the kernel cannot be launched directly.
         """
         self[grid](*arguments, **options)
         if not self._is_direct:

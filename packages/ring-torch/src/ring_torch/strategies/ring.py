@@ -101,14 +101,15 @@ class RemoteWork(Protocol):
 class Ring(Strategy):
     """Strategy ``ring``: each rank computes for its own queries, and K/V shards go round.
 
-    The forward saves the packed K/V that arrived last, if any travelled: the backward starts from
-    them and sends the others round again.
+    The forward starts with the rank's own K/V, and saves the packed ones that arrived last, if any
+    travelled. The backward starts from those, sends the others round again, and ends with its own.
     """
 
     forward_steps: tuple[RingStep, ...]
     backward_steps: tuple[RingStep, ...]
     name: str = "ring"
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
+    # A forward's launches by the strides and alignment of q, k and v.
     launches: dict[object, PreparedRing] = field(default_factory=dict, compare=False)
     offloads: ClassVar[bool] = False  # True if ranks also compute for each other
 

@@ -259,9 +259,10 @@ def _compared(
     run: Callable[[], Sequence[Tensor] | Arrays],
     mask: Mask = doctor.CAUSAL,
 ) -> Iterator[Check]:
-    """Run a function, and yield the checks of its results against torch's own dense attention.
+    """Run a function, and yield the checks of its results against dense attention in float64.
 
-    If it raises, yield a failed check with the traceback.
+    The errors allowed are a few times those of torch's own dense attention, in the dtype and on the
+    device of ``inputs``. If the function raises, yield a failed check with the traceback.
     """
     try:
         results = [_float64_array(x) for x in run()]

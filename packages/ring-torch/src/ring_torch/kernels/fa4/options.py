@@ -68,8 +68,8 @@ def modded_of(direction: Direction, q: Tensor, v: Tensor, options: LaunchOptions
 def _packed(direction: Direction, q: Tensor, v: Tensor) -> int:
     """Return how many heads share a row in the indices that the library gives to ``score_mod``.
 
-    On Hopper its backward gives indices as if it had packed grouped heads into rows, as its forward
-    does, though it has not.
+    Its forward packs grouped heads into rows, and unpacks the indices. Its backward on Hopper gives
+    packed indices, though it has packed nothing. It matters to ALiBi alone, which is for Hopper.
     """
     return q.shape[-2] // v.shape[-2] if direction == "backward" else 1
 
