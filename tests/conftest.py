@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -66,10 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     For torch, start the process that ranks are forked from with all they import, once.
     """
+    # Workers and ranks take the cores: threads of numpy and torch beside them wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     backend = config.getoption("--backend")
     also = {  # the compiler would else be imported by each rank that compiles: two seconds
         "torch": ("ring_torch.hf", "transformers.trainer", "peft", "torch._inductor.compile_fx"),
-        "torch-triton": ("triton",),
+        "torch-triton": ("backends.quick_interpreter",),
     }
     runs_tests = not config.getoption("numprocesses", None)  # else its workers do
     if backend in ("torch-triton", "jax-gpu"):
@@ -79,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         multiprocessing.set_forkserver_preload([*PRELOADED, "pytest", *also[backend]])
         forkserver.ensure_running()
+        if backend == "torch-triton":
+            importlib.import_module("backends.quick_interpreter")
     if config.getoption("--backend") == "torch-cuda":
         # NCCL waits so long, 60 s by default, before it ends a process whose peer is lost.
         os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1000"

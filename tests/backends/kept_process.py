@@ -17,7 +17,8 @@ Answer = list[dict[str, Any]]
 
 def asked(program: Path, environment: dict[str, str], question: Any) -> Answer:
     """What a program that :func:`serve` runs answers to a question of JSON."""
-    process = _started(program, tuple(sorted(environment.items())))
+    kept = {name: x for name, x in environment.items() if name != "PYTEST_CURRENT_TEST"}  # of each
+    process = _started(program, tuple(sorted(kept.items())))
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(question) + "\n")
     process.stdin.flush()

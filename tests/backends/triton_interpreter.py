@@ -7,7 +7,6 @@ a kernel runs, so one runs at a time.
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,13 +21,12 @@ import numpy.typing as npt
 from cases import Case
 from jax.interpreters import mlir
 
+import backends.quick_interpreter  # noqa: F401 - sets the environment, too
 from backends.jax_devices import GRADS, Arrays, JaxBackend, Ways
 from ring_core import KernelConfig
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.launch import Launch, arguments_of, arrays_of, kernel_of, launches_of
 from ring_jax_gpu.primitive import triton_launch_p
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 Array = npt.NDArray[Any]
 

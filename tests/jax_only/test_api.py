@@ -115,13 +115,7 @@ def test_replicated_parameters_get_their_gradient_once(*, check_vma: bool) -> No
         close(grad, getattr(expected, name))
 
 
-@pytest.mark.nightly(
-    unless=[
-        "contiguous-AxisType.Auto",
-        "zigzag-AxisType.Explicit",
-        "chunks-AxisType.Explicit",
-    ]
-)
+@pytest.mark.nightly(unless=["zigzag-AxisType.Explicit", "chunks-AxisType.Explicit"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("layout", "strategy"),

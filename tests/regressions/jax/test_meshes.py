@@ -123,12 +123,10 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
 @pytest.mark.nightly(
     unless=[
         "auto-cp-class-set_mesh-split",
-        "auto-dp-cp-function-no set_mesh-whole",
         "auto-dp-cp-tp-function-no set_mesh-split",
         "auto-pod-cp-class-set_mesh-whole",
         "explicit-cp-function-no set_mesh-whole",
         "explicit-dp-cp-function-no set_mesh-split",
-        "explicit-dp-cp-tp-class-no set_mesh-split",
         "explicit-pod-cp-class-set_mesh-split",
     ]
 )

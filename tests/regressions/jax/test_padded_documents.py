@@ -46,10 +46,8 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
     unless=[
         "causal-packed-keys longer",
         "window-rows-equal",
-        "causal window-packed-equal",
         "causal window-rows-queries longer",
         "none-packed-queries longer",
-        "none-rows-keys longer",
     ]
 )
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

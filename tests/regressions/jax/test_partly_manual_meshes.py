@@ -56,6 +56,7 @@ RUNS = [
         "chunks of numpy-shards-False",
         "chunks-global_arrays-False",
         "both-global_arrays-False",
+        "both-shards-False",  # `documents` and `chunks` run
         "both-global_arrays-True",
         "gathered-shards-False",
     ]

@@ -19,7 +19,7 @@ ring_attention = RingAttention((PallasKernel(), XlaKernel()))
 B, T, HEADS, BLOCK = 2, 300, 2, 128
 
 
-@pytest.mark.nightly(only=["shape2-False-True"])  # a bias of each sequence, as of each head
+@pytest.mark.nightly(unless=["shape0-True-True"])  # others: `test_kernels`, `bias-shared`
 @pytest.mark.parametrize(
     ("shape", "fused", "segmented"),
     [((1, 1), True, True), ((1, HEADS), False, False), ((B, 1), False, True)],
