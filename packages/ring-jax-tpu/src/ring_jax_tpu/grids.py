@@ -75,7 +75,7 @@ def bias_grid(walk: Walk, bias: tuple[int, ...], q: tuple[int, ...]) -> Grid:
     """Return the grid of all visits for each bias ``[B or 1, H or 1, ...]``.
 
     Each visit is repeated for all batch rows and query heads that share the bias, so that the
-    gradient is added up on chip.
+    gradient is added up on chip. The walk has one list of blocks, for all batch rows.
     """
     shared = q[0] // bias[0], q[1] // bias[1]
 

@@ -53,7 +53,7 @@ def attend(call: CallSpec, inputs: Inputs) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=128)
 def _compiled(call: CallSpec) -> Callable[[Inputs], tuple[Array, Array]]:
-    """Return the jitted function of a call; ``inline`` hides it inside other programs."""
+    """Return the jitted function of a call. Equal calls share it, and are not traced again."""
 
     def run(x: Inputs) -> tuple[Array, Array]:
         q, k, v, sinks, bias = _gradients_only("forward", (x.q, x.k, x.v, x.sinks, x.bias))

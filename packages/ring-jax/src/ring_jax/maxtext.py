@@ -64,9 +64,11 @@ def with_ring(
         kernel, strategy: See :func:`ring_jax.ring_attention`.
 
     The method raises :class:`ring_core.UnsupportedError`, while a program is traced, for what has
-    no counterpart: other kinds of layers, decoding, dropout in attention, quantised keys, masks
-    that a model makes, MoBA, recorded logits, and the strategies ``ulysses`` and ``usp``. A query
-    that sees nothing gets zeros, where MaxText averages all values.
+    no counterpart: other kinds of layers, prefill and decoding, dropout in attention, quantised
+    keys, masks that a model makes, MoBA, recorded logits, and the strategies ``ulysses`` and
+    ``usp``. A query that sees nothing gets zeros, where MaxText averages all values. The method
+    returns ``(out, None, None)``, and does not read ``segment_positions``, ``lengths``,
+    ``use_ragged_attention``, ``pad_kv_total``, ``compress_ratio`` and the two einsums.
     """
 
     @wraps(apply_attention)

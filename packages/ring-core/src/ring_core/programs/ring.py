@@ -113,8 +113,8 @@ class RingProgram:
     Attributes:
         plan: The work items of every pair of ranks.
         strategy: ``ring`` or ``balanced``.
-        steps: The live steps, in which some rank has work, by ascending shift; the first is each
-            rank's own block.
+        steps: The live steps by ascending shift. The first is each rank's own block, which is there
+            even without work; in each other one some rank has work.
     """
 
     plan: Plan

@@ -1,7 +1,8 @@
 """Run a ring's program in one process, rank by rank in numpy, messages and all.
 
-Each simulated rank holds what a real one would hold, and what would be sent is moved, so it shows
-that a plan and its program are right before any device runs them.
+Each simulated rank holds what a real one would hold, and K/V and dK/dV move as messages, so it
+shows that a plan and its program are right before any device runs them. Offloaded queries are not
+moved: a helper reads those of the rank it helps, and adds the results to that rank's own.
 """
 
 from __future__ import annotations
@@ -120,6 +121,10 @@ def simulate(
     Returns:
         ``(out, lse)``, or ``(out, lse, dq, dk, dv)`` when ``dout`` is given. :func:`run` returns
         the gradients of sinks and bias too.
+
+    Raises:
+        ValueError: An argument is malformed, lengths are not those of the plan, or ``dlse`` comes
+            without ``dout``.
     """
     result = run(
         program, q, k, v, dout=dout, dlse=dlse, segment_ids=segment_ids, softmax_scale=softmax_scale,

@@ -1,7 +1,8 @@
 """Time a ring against one device that computes everything: a short benchmark for all backends.
 
-``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. Rounds of the two
-alternate, so that a machine that slows down slows both, and each round has new random inputs.
+``python -m ring_torch bench`` and ``python -m ring_jax bench`` are made of this. The ring is timed
+twice, also with ``RING_CHECK=1``. Rounds of the three alternate, so that a machine that slows down
+slows all, and each round has new random inputs.
 """
 
 from __future__ import annotations
@@ -203,15 +204,15 @@ def timings(
 ) -> tuple[Timing, Timing]:
     """Time one device, a ring and a checked ring in turns, with progress on stderr.
 
-    The first round warms up and is not counted. At least three follow, then as many as ``seconds``
-    allow, at most twenty in all.
+    The first round warms up, and is neither counted nor a part of ``seconds``. At least three timed
+    ones follow, then as many as ``seconds`` allow, up to twenty.
 
     Args:
         alone: Runs a round on one device that computes everything.
         ring: Runs it on the ring.
         checked: Runs it on the ring with ``RING_CHECK=1``.
         work_fraction: As in :class:`Timing`.
-        seconds: Time for all rounds.
+        seconds: Time for all timed rounds; the one under way at its end is finished.
 
     Returns:
         Timings of the forward, and of forward and backward.

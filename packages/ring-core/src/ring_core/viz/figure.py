@@ -56,6 +56,7 @@ def plot_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, path: 
         path: The file; its name gives the format, as in :func:`plot`.
 
     Raises:
+        ValueError: An argument is malformed, or ``costs`` is empty.
         ImportError: matplotlib is not installed.
     """
     check_text("title", title)

@@ -51,7 +51,8 @@ class Sizes(NamedTuple):
         batch: Batch rows.
         heads: Query heads.
         group: Query heads that share a K/V head.
-        heads_per_swizzle: Heads whose keys share the L2 cache.
+        heads_per_swizzle: Heads whose keys share the L2 cache: query heads in the forward, K/V
+            heads in the backward.
         stream_k: Pointer to the fields of the schedule, or None.
     """
 
@@ -115,9 +116,9 @@ def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
 def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
     """Return the range of inner blocks that a block of outer tokens visits for item ``n``.
 
-    ``(low, whole_low, whole_high, high)``: some of the outer tokens ``[outer, outer_stop)`` see
-    something of blocks ``[low, high)``, and all of them see all of ``[whole_low, whole_high)``,
-    which need no mask.
+    ``(low, whole_low, whole_high, high)`` are numbers of blocks: some of the outer tokens ``[outer,
+    outer_stop)`` see something of blocks ``[low, high)``, and all of them see all of ``[whole_low,
+    whole_high)``, which need no mask.
     """
     begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
     shift = start - begin
@@ -141,7 +142,10 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
 
 @gluon.jit
 def seen_by(items, n, outer, ROWS_OUTSIDE: gl.constexpr):
-    """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``."""
+    """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``.
+
+    One that sees none has ``stop <= first``; outside of the item ``stop`` is 0.
+    """
     begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
     diagonal = outer + (start - begin)
     first = gl.maximum(diagonal + lo, start)

@@ -1,7 +1,7 @@
 """Classify the blocks of scores of a launch as empty, partial or full.
 
-An empty block shows nothing, a full one needs no mask. Kernels turn the kinds into lists of the
-blocks that they visit, each in its own format.
+An empty block shows nothing, a full one needs no mask, but for a bias that holds ``-inf``. Kernels
+turn the kinds into lists of the blocks that they visit, each in its own format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Flags = tuple[Array, Array]  # bool for each block: some of it is visible, all o
 
 
 def item_bounds(work: ItemTable) -> Array:
-    """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Item`."""
+    """Return the bounds of each item, int32 ``[R, 6]`` in the order of :class:`Item`.
+
+    They are clipped, so that a few of them can be added up.
+    """
     return jnp.clip(work.items, -_FAR, _FAR)
 
 
@@ -28,7 +31,8 @@ def kinds_of(
     """Return the kind of each block, int32 ``[1 or B, I, J]``: ``EMPTY``, ``PARTIAL`` or ``FULL``.
 
     ``in_tiles`` are the flags of a predicate, ``None`` without one. They account for documents and
-    chunks already. With ``bias_masks`` blocks that the bias hides entirely are empty.
+    chunks already. With ``bias_masks`` blocks that the bias hides entirely are empty; one that it
+    hides in part keeps its kind, even ``FULL``.
     """
     grid = -(-rows.q.shape[2] // block_q), -(-columns.kv.shape[2] // block_k)
     live, full = _in_items(item_bounds(work), grid, block_q, block_k)

@@ -51,7 +51,7 @@ class AbsentKernel:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return its name and platform, for calls that no reason but its own refuses."""
+        """Capabilities that refuse other platforms alone: :meth:`refusals` has the reason."""
         return replace(EVERYTHING, name=self.name, devices=(self.platform,))
 
     def refusals(self, *_: object) -> tuple[str, ...]:
@@ -99,7 +99,10 @@ def _lower(here: str, _: object, x: Any, *, platform: str, error: str) -> list[A
 
 
 def _run(x: Array, **params: str) -> Array:
-    """Return ``x`` outside of programs, as under ``jax.disable_jit``."""
+    """Return ``x`` outside of programs, as under ``jax.disable_jit``.
+
+    It is lowered first, which raises the error on a platform that it is not for.
+    """
     jax.jit(partial(only_on_p.bind, **params)).lower(x)
     return x
 

@@ -54,6 +54,8 @@ def checked(
 ) -> tuple[Call, Inputs]:
     """Check the arguments of a call, and return the call with its inputs. Nothing is sent.
 
+    The call gets the group's next number and, with dropout, a new seed.
+
     Raises:
         ValueError: An argument is malformed.
         UnsupportedError: No kernel can do the call.

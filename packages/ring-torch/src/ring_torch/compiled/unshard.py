@@ -98,7 +98,7 @@ def _unshard_backward_like(grad: Tensor, _seq_len: int | None, text: str) -> Ten
 
 
 def _keep_text(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the constant part for the backward."""
+    """Save the constant part and ``seq_len`` for the backward."""
     del output
     _, ctx.seq_len, ctx.text = inputs
 

@@ -102,6 +102,9 @@ class TrainerHooks:
     The ranks of a ring work on one batch, so to the Trainer they are one device: they draw the same
     batches, report the same loss, and count once in tokens, samples and results.
 
+    All ranks make theirs together, as they tell each other their rings. ``hooks.undivided_share``
+    is set where the Trainer counts labels on each rank of a ring.
+
     Args:
         trainer: The Trainer; its model is parallelized already.
         hooks: Hooks of its model.
@@ -116,7 +119,7 @@ class TrainerHooks:
         self.trainer = trainer
         self.accelerator = trainer.accelerator
         self.hooks = hooks
-        self.owner: Any = None
+        self.owner: Any = None  # the handle of parallelize, which sets it
         self.evaluated: Any = None  # the model, while it is prepared for evaluation only
         self.firsts, self.ring_index = _first_ranks(hooks)
         self.cp_size = hooks.sharding.ranks.size
@@ -344,7 +347,7 @@ class _Metrics(dict[str, float]):
 
 @dataclass(frozen=True)
 class _LabelSmoother:
-    """Label-smoothing loss of the whole batch, computed from each rank's part of the logits.
+    """Label-smoothing loss of the whole batch, from each rank's logits or, if joined, from all.
 
     Attributes:
         smoother: The Trainer's label smoother.
@@ -362,6 +365,8 @@ class _LabelSmoother:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Return the loss of the whole batch; its gradient is this rank's part.
+
+        Without ``num_items_in_batch`` it is multiplied by ``hooks.undivided_share``.
 
         Args:
             model_output: Output with logits: ``[B, T, V]`` if the model joins them, else ``[B,

@@ -43,7 +43,8 @@ def wire(hooks: ModelHooks, model: Any) -> Iterator[_Undo]:
     """Install hooks on the modules of a model that need them; yield a function that removes each.
 
     A module's class tells what it needs; hooks for positions and chunked masks are installed only
-    if the model's report names them, or for positions in an encoder-decoder.
+    if the model's report names them, or for positions in an encoder-decoder. Of a multimodal model
+    ``hooks.takes_merged`` is set as well.
     """
     if (text := text_model(model)) is not None:
         hooks.takes_merged = True
@@ -89,7 +90,7 @@ class _Positions(MaskKeeper):
     def add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass ``position_ids [B, T_local]`` to a module that would make them from a length.
+        """Pass ``position_ids [T_local]`` to a module that would make them from a length.
 
         Positions that it was given already are taken to count from 0, and are replaced.
 

@@ -300,7 +300,10 @@ def _refuse(module: str, reason: str) -> Never:
 
 
 def _within_documents(state: Replacement, call: _Call) -> Tensor:
-    """Return a mask of a whole sequence in which documents see themselves alone."""
+    """Return a mask of a whole sequence in which documents see themselves alone.
+
+    The call's own mask, and its causality, are part of it.
+    """
     device, mask = call.query.device, call.attn_mask
     ends = torch.tensor(not_none(state.documents)[1:], device=device)
     index = torch.arange(call.query.shape[-2], device=device)

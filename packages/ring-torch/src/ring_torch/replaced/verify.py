@@ -41,6 +41,8 @@ def verify_module(
 def _checked_dims(batch: Mapping[str, Any], dims: Mapping[str, int] | None) -> dict[str, int]:
     """Return the dimension of the sequence of each argument that is split.
 
+    Without ``dims`` it is dimension 1 of every tensor that has one.
+
     Raises:
         ValueError: A name is no tensor of the batch, a dimension is not one of its, or none is
             split.
@@ -110,7 +112,10 @@ class _ModuleRunner(Runner):
             self.state.computes = before
 
     def compute(self, attention: str | None) -> tuple[Tensor | None, Tensor]:
-        """Run a forward; return no loss, and a random weighting of its outputs to differentiate."""
+        """Run a forward; return no loss, and a random weighting of its outputs to differentiate.
+
+        Outputs without a dimension of a sequence are left out where others have one.
+        """
         backend = sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext()
         with backend:
             output = self.model(**(self.split if attention is None else self.whole))

@@ -101,8 +101,9 @@ def differentiate(
     """Run backward launches: write dQ into ``row_grads``, and put dK/dV into the sums ``grads``.
 
     ``work`` is ``(columns, item, overwrite)`` of each launch; ``overwrite`` are the columns that no
-    launch before has written; they are overwritten, others added to. ``grads`` is flat and holds
-    the sums of ``length`` tokens.
+    launch before has written; they are overwritten, others added to. A split backward adds to all
+    columns, so ``grads`` has to begin with zeros. It is flat and holds the sums of ``length``
+    tokens.
     """
     # Launches on a stream run one after the other, so each may add to what the one before wrote.
     for columns, item, overwrite in work:
@@ -128,7 +129,10 @@ def keys_by_group(
     call: Call, gather: GatherProgram, inputs: Inputs, session: GatherSession, saved: Saved,
     groups: HeadGroups,
 ) -> Iterator[KeyBlock]:  # fmt: skip
-    """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again."""
+    """Yield the gathered K/V of each of the backward's groups of heads, saved or fetched again.
+
+    Those that are fetched are waited for before they are yielded.
+    """
     keys = session.spec.keys
     if not saved:
         for arriving in session.fetch(gather, inputs):

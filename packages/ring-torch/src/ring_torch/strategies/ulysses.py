@@ -2,10 +2,10 @@
 
 Two all-to-all exchanges a pass, as in DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509):
 in the forward Q, K and V go from tokens to heads and the output goes back; in the backward dout
-goes from tokens to heads, and dQ, dK and dV go back. In between a call of one rank runs over all
-tokens in natural order, so every layout will do. Which heads a rank has is a
-:class:`ring_core.HeadPlan`: query heads are padded to equal counts, K/V heads copied where they are
-fewer than ranks.
+goes from tokens to heads, and dQ, dK and dV go back. Segment ids and a bias, with its shift and
+gradient, take exchanges of their own. In between a call of one rank runs over all tokens in natural
+order, so every layout will do. Which heads a rank has is a :class:`ring_core.HeadPlan`: query heads
+are padded to equal counts, K/V heads copied where they are fewer than ranks.
 """
 
 from __future__ import annotations
@@ -201,15 +201,17 @@ class Ulysses(Strategy):
 class Tables(NamedTuple):
     """Index tables of a call's exchanges, int64; ``None`` where tensors are in order already.
 
+    Places of heads are numbered over the ranks, each of which has as many of them in a row.
+
     Attributes:
-        rows: Places of the queries of all ranks that trade, in rank order.
-        columns: Places of their keys, in rank order.
-        q: Query head of each place, over the ranks.
-        kv: K/V head of each place, over the ranks.
+        rows: Index in natural order of each query of the ranks that trade, rank after rank.
+        columns: The same of their keys.
+        q: Query head in each place; padding has another head in its place.
+        kv: K/V head in each place.
         padding: Places of ``q`` that stand for no head, set with ``q``.
         q_slots: Place of each query head.
         kv_slots: Places of the copies of each K/V head, ``[K, copies]``.
-        heads: Query heads of this rank.
+        heads: Query heads in this rank's places.
         own: The same, a slice where they are a range.
     """
 

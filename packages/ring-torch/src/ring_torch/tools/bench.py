@@ -33,6 +33,9 @@ def bench(
 ) -> tuple[list[Check], tuple[Timing, ...]]:
     """Time a ring, and one rank alone, if the ring's results on a short sequence are right.
 
+    The ring is timed as it is, and with every call checked. A call that :func:`ring_attention`
+    refuses fails the check.
+
     Args:
         setting: Sizes and options of the call.
         transport: Transport of the call.
@@ -43,8 +46,8 @@ def bench(
         The checks and the timings; no timings if a check failed.
 
     Raises:
-        ValueError: There are fewer GPUs than ranks, or ``ring_attention`` refuses the call.
-        LocalRankError: A rank failed.
+        ValueError: There are fewer GPUs than ranks, or too many ranks for one machine.
+        LocalRankError: A rank failed while it was timed.
     """
     cuda = torch.cuda.is_available()
     if cuda and setting.ranks > torch.cuda.device_count():

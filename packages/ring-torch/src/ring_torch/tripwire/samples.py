@@ -1,11 +1,13 @@
 """Check some rows of a call's results, and the bytes that it sent, on all ranks of a group.
 
 Every rank sends its sampled rows to all others. Each computes their attention over its own keys,
-densely, and sends the parts back, where they are merged and compared. A third exchange tells all
-ranks what any of them has found, so that a fault on one rank is an error on all.
+densely, and sends the parts back, where they are merged and compared. Sampled keys of a backward
+travel likewise. A last exchange tells all ranks what any of them has found, so that a fault on one
+rank is an error on all.
 
 Attention is computed twice: exactly, in float64, and plainly, with the roundings of a simple
-implementation in the call's dtype. The call's error may be at most twice that of the plain result.
+implementation in the call's dtype. The call's error may be at most twice that of the plain result,
+and a few roundings more (:meth:`ring_core.tripwire.SampledRows.worst`).
 """
 
 from __future__ import annotations
@@ -238,7 +240,7 @@ def forward_faults(
         call: The call.
         inputs: Inputs of this rank.
         out: Output ``[B, T_local, H, Dv]``, in the inputs' dtype.
-        lse: Log-sum-exp ``[B, H, T_local]``, sinks included.
+        lse: Log-sum-exp ``[B, H, T_local]``, sinks included; compared if the call needs it.
         watch: Counter of the bytes that the forward sent, and its duration.
         sent_before: Bytes of messages sent before those of the call's strategy.
 

@@ -291,7 +291,10 @@ class ModelHooks(ReductionChoice):
 
     @untraced
     def join_rows(self, _module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Join the per-token output of a classifier's ``score``, of which one row is picked."""
+        """Join the per-token output of a classifier's ``score``, of which one row is picked.
+
+        Such a model has this hook in place of :meth:`join`: every rank computes its loss whole.
+        """
         return self.whole(output, self._take_state().mask.length)
 
     def whole(self, x: Tensor, length: int, dim: int = 1) -> Tensor:
@@ -304,7 +307,10 @@ class ModelHooks(ReductionChoice):
         return self.sharding.unshard(x, dim=dim, grad="slice").narrow(dim, 0, length)
 
     def total_of(self, local_loss: Tensor) -> Tensor:
-        """Return the sum of a loss over the ranks, whose gradient is that of this rank's part."""
+        """Return the sum of a loss over the ranks.
+
+        Its gradient is that of this rank's part, times :attr:`factor`.
+        """
         total, ranks = local_loss.detach().clone(), self.sharding.ranks
         if ranks.size > 1:
             with collective(ranks, "loss"):
