@@ -40,8 +40,9 @@ def averaging_wrapper(module: nn.Module) -> str | None:
 def weight_checksum(module: nn.Module) -> float:
     """Return the sum of the smallest trained weight, which ranks compare to see that weights agree.
 
-    It is 0 where nothing is trained, and where ``fully_shard`` splits the weights over ranks: it
-    reduces gradients itself, so weights cannot drift apart.
+    It is 0 where nothing is trained: no weight, or not now, as in ``eval`` or without gradients. It
+    is 0, too, where ``fully_shard`` splits the weights over ranks, which reduces gradients itself,
+    so that weights cannot drift apart; and where the sum is not finite.
     """
     weights = [x for x in module.parameters() if x.requires_grad]
     if not module.training or not torch.is_grad_enabled() or not weights:
