@@ -36,7 +36,7 @@ def check_halo(left: object, right: object, layout: LayoutSpec, cp_size: int) ->
 
     Raises:
         ValueError: A side is no integer >= 0.
-        UnsupportedError: The layout is striped.
+        UnsupportedError: The layout is striped over several ranks.
     """
     check_size("left", left, low=0)
     check_size("right", right, low=0)
@@ -73,7 +73,7 @@ def check_consecutive(layout: LayoutSpec, cp_size: int) -> None:
     """Refuse a layout whose ranks hold no consecutive tokens.
 
     Raises:
-        UnsupportedError: It is striped.
+        UnsupportedError: It is striped over several ranks.
     """
     if layout == "striped" and cp_size > 1:
         raise UnsupportedError(
@@ -111,7 +111,7 @@ def check_rows(
 
     Raises:
         ValueError: It has another number of rows.
-        UnsupportedError: The layout is striped.
+        UnsupportedError: The layout is striped over several ranks.
     """
     check_consecutive(layout, cp_size)
     runs = divisor_of(layout, cp_size) // cp_size

@@ -55,7 +55,11 @@ class Pattern:
 def attend(
     pattern: Pattern, q: Array, k: Array, v: Array, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Return ``(out [B, H, T, Dv], lse [B, H, T])`` for arrays ``[B, heads, T, D]``."""
+    """Return ``(out [B, H, T, Dv], lse [B, H, T])`` for arrays ``[B, heads, T, D]``.
+
+    ``bias`` is ``[B or 1, H or 1, T, S]``. A program that is lowered for another platform than CUDA
+    is refused.
+    """
     arrays = [x.swapaxes(1, 2) for x in (q, k, v)]
     out, lse = sequential_vmap(partial(call_forward, pattern))(*arrays, *_as_tuple(bias))
     return out.swapaxes(1, 2), lse

@@ -111,9 +111,9 @@ class TritonKernel(Kernel):
         key_grads = step.split_kv(dkv.astype(dtype), "dk", "dv")
         # By default one kernel on Hopper, two elsewhere: which GPU it is, is known when the program
         # is lowered, so the launch has both forms.
-        on_hopper = fused is None and not call.deterministic and step.on_hopper
-        if fused or on_hopper:
-            dq, key_grads = step.bwd_fused(upstream, dq, key_grads, only_on_hopper=on_hopper)
+        only_on_hopper = fused is None and not call.deterministic and step.suits_hopper
+        if fused or only_on_hopper:
+            dq, key_grads = step.bwd_fused(upstream, dq, key_grads, only_on_hopper=only_on_hopper)
         else:
             dq, key_grads = step.bwd_dq(upstream, dq), step.bwd_dkv(upstream, key_grads)
         dkv = jnp.concatenate([x.astype(dkv.dtype) for x in key_grads.values()], axis=-1)

@@ -120,10 +120,11 @@ class StepWork:
         return launch_kernel(*planned, {"dbias": dbias})["dbias"]
 
     @property
-    def on_hopper(self) -> bool:
+    def suits_hopper(self) -> bool:
         """Return True if the kernels for Hopper can do the step.
 
-        They do bands without further options, 16-bit dtypes, and head dims of 64 or 128.
+        They do bands without further options, a positive scale, 16-bit dtypes, and one head dim of
+        64 or 128, in blocks of their own choice. Which GPU it is, is known only when it is lowered.
         """
         rows, call, config = self.rows, self.call, self.call.config
         options = (rows.ids, rows.bias, rows.slopes, rows.seed, call.softcap, self.work.kinds)
@@ -217,7 +218,7 @@ class StepWork:
             q_programs, k_programs = num_q_blocks * batch * heads, num_k_blocks * batch * kv_heads
             grid = (q_programs if is_q_major else k_programs, 1, 1)
         # What Hopper's kernels can do is marked: which GPU it is, is known when this is lowered.
-        hopper = name in ("fwd", "bwd_fused") and self.on_hopper
+        hopper = name in ("fwd", "bwd_fused") and self.suits_hopper
         launch = Launch(
             kernel, tuple(numbers.items()), tuple(consts.items()), grid, blocks.warps,
             blocks.stages, hopper=hopper, rectangles=self.spec.rectangles if hopper else (),

@@ -144,7 +144,7 @@ class RingAttention:
             where a row is fully masked (its ``out`` is 0).
 
         Raises:
-            ValueError: An argument is malformed, or traced where it must be static.
+            ValueError: An argument is malformed, or a jax array where it must be static.
             UnsupportedError: No kernel, or not the one named, can do this; or the program is
                 lowered for a platform whose installed kernels cannot be used.
 

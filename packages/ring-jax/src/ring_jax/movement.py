@@ -122,7 +122,8 @@ def halo(
     Raises:
         ValueError: An argument is malformed, or the size of ``x`` is no device's part in this
             layout.
-        UnsupportedError: The layout is ``striped``, whose devices hold no consecutive tokens.
+        UnsupportedError: The layout is ``striped``, whose devices, if several, hold no consecutive
+            tokens.
     """
     dim, sequence_layout = _dim_and_layout(x, dim, axis_name, layout, seq_len)
     movement = halo_movement(sequence_layout, left, right)
@@ -174,7 +175,7 @@ def join(
 
     Raises:
         ValueError: ``y`` has no such dimension, or not a row for each run.
-        UnsupportedError: The layout is ``striped``.
+        UnsupportedError: The layout is ``striped``, over several devices.
     """
     dim = check_dim(y, dim, "y")
     runs = row_checks.check_rows(y.shape, dim, check_layout(layout), axis_size(axis_name))

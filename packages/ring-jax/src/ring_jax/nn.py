@@ -49,7 +49,7 @@ def make_dot_product_attention(attention: Attention) -> Callable[..., Any]:
     * ``local_window_size``: ``(left, right)`` or both in one, the keys seen on each side besides
       the query's own position.
     * ``implementation``: A kernel of this package, or a :class:`ring_core.KernelConfig`; ``None``
-      is ``auto``.
+      is the one that is bound to ``attention``, or ``auto``.
     * ``return_residual``: Returns the log-sum-exp too, ``[B, T, N]``, in the dtype of ``key`` and
       without a gradient; ``return_lse`` of the attention itself has float32 and a gradient.
 

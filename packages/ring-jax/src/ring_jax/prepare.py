@@ -69,7 +69,7 @@ def check_call(
         of strategy and kernels with its reasons.
 
     Raises:
-        ValueError: An argument is malformed, or traced where it must be static.
+        ValueError: An argument is malformed, or a jax array where it must be static.
         UnsupportedError: No kernel, or not the one named, can do the call.
     """
     _check_static(options)

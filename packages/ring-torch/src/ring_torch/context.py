@@ -255,7 +255,8 @@ class ContextParallel:
         Raises:
             ValueError: An argument is malformed, or the size of ``x`` is no rank's part in this
                 layout.
-            UnsupportedError: The layout is ``striped``, whose ranks hold no consecutive tokens.
+            UnsupportedError: The layout is ``striped``, whose ranks, if several, hold no
+                consecutive tokens.
             RankMismatchError: Shapes, dtypes or arguments differ between ranks.
 
         Example::
@@ -286,7 +287,7 @@ class ContextParallel:
 
         Raises:
             ValueError: ``y`` has no such dimension, or not a row for each run.
-            UnsupportedError: The layout is ``striped``.
+            UnsupportedError: The layout is ``striped``, over several ranks.
 
         Example::
 

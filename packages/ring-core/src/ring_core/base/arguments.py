@@ -224,10 +224,12 @@ def check_dropout(dropout_p: float, dropout_seed: int | None) -> None:
 
 
 def check_seed(dropout_seed: int | None) -> None:
-    """Check that dropout's seed is an integer in ``[0, 2**64)``; traced ones are checked elsewhere.
+    """Check that dropout's seed is ``None`` or a Python integer in ``[0, 2**64)``.
+
+    Traced seeds are checked elsewhere.
 
     Raises:
-        ValueError: It is no integer, or outside of this range.
+        ValueError: It is neither, or outside of this range.
     """
     if dropout_seed is not None and (
         not isinstance(dropout_seed, int)

@@ -31,8 +31,10 @@ def balanced_layout(
     into equal chunks, and these are assigned to the ranks, those whose queries see most first. The
     same arguments give the same layout, on every rank. Each chunk that a rank holds is a launch or
     more, so of 1, 2, 4, 8 and 16 chunks a rank the fewest are taken with which the busiest rank has
-    at most 1.02 times the mean, or else those that are most even. Chunks are multiples of 128
-    tokens, which kernels work in, where a length is a multiple of 128 times the number of chunks.
+    at most 1.02 times the mean, or else those that are most even. Numbers of chunks that do not
+    divide the lengths are left out, and those above 2 with which there are more than 1024 in all.
+    Chunks are multiples of 128 tokens, which kernels work in, where a length is a multiple of 128
+    times the number of chunks.
 
     >>> from ring_core import Mask, balanced_layout
     >>> documents = Mask(causal=True, cu_seqlens=(0, 6, 8))  # one long, one short

@@ -205,8 +205,8 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
             for span in subtract(columns, fetched)
             for fetch in _fetches(plan.k_runs, spans, span)
         ]
-        # Begin with the rank before this one: if all ranks began with the same one, they would
-        # share its links.
+        # Begin with the own keys, which are copied, then the rank before this one: if all ranks
+        # began with the same one, they would share its links.
         fetches += sorted(item_fetches, key=lambda fetch: (rank - fetch.rank) % plan.cp_size)
         fetched = union([*fetched, columns])
         # Fetches are waited for in this order, so the item waits for all that earlier items needed,
@@ -348,9 +348,9 @@ def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:
 
 
 def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
-    """Join full items with a side in common, and sort all by how many columns they need.
+    """Join full items with a side in common, and sort all by the last column that they need.
 
-    Fewer items are fewer launches, and an item that needs few columns can start early.
+    Fewer items are fewer launches, and an item that needs only the first columns can start early.
     """
     # First join items of the same rows whose keys are neighbours, then the other way round.
     joined = sorted(items, key=lambda item: (item.q_start, item.k_start))

@@ -1,7 +1,6 @@
 """Reference results: dense attention in float64, and a ring run rank by rank in one process.
 
-Its modules may import all of the package but ``viz`` and ``tools``. Another oracle would be another
-module here.
+May import ``choose`` and what is below it. Another oracle would be another module here.
 """
 
 from ring_core.reference.dense import (

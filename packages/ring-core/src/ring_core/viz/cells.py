@@ -95,8 +95,8 @@ def count_pieces(layout: Layout) -> int:
 def _sample_indices(layout: Layout, max_cells: int) -> Ints:
     """Return three token indices in every cell of a picture, ``[cells, 3]``: middle, first, last.
 
-    Where they can, cells lie in one piece each. In a striped layout the first drifts from cell to
-    cell, so that all ranks show.
+    Where they can, cells lie in one piece each. In a striped layout the middle one drifts from cell
+    to cell, so that all ranks show.
     """
     pieces = count_pieces(layout)
     cells = min(max_cells // pieces * pieces or max_cells, layout.seq_len)
@@ -108,6 +108,8 @@ def _sample_indices(layout: Layout, max_cells: int) -> Ints:
 
 def ranks_of_cells(program: RingProgram, max_cells: int) -> Ints:
     """Return the rank that computes the first visible pair of each cell, ``[q_cells, k_cells]``.
+
+    Pairs are sampled: it is ``NOBODY`` where none of them is visible, ``WRONG`` where one is wrong.
 
     Args:
         program: The program.

@@ -204,13 +204,16 @@ def _draw_costs(costs: Mapping[int, Mapping[str, Cost | str]], title: str, figur
     names = list(dict.fromkeys(name for of_layouts in costs.values() for name in of_layouts))
     colors = dict(zip(names, colormaps["tab10"](range(len(names))), strict=True))
     width = 0.8 / len(names)
+    unnamed = set(names)  # those that have no bar yet, and so no name in the legend
     for n, of_layouts in enumerate(costs.values()):
         for m, pair in enumerate(names):
             cost, x = of_layouts.get(pair), n - 0.4 + (m + 0.5) * width
             if not isinstance(cost, Cost):
                 continue
             kwargs = {"width": 0.9 * width, "color": colors[pair]}
-            times.bar(x, 1e3 * cost.compute_s, label=pair if n == 0 else None, **kwargs)
+            label = pair if pair in unnamed else None
+            unnamed.discard(pair)
+            times.bar(x, 1e3 * cost.compute_s, label=label, **kwargs)
             times.bar(
                 x, 1e3 * cost.exposed_s, bottom=1e3 * cost.compute_s, hatch="////",
                 edgecolor="white", **kwargs,

@@ -32,7 +32,7 @@ _DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
 
 @dataclass(frozen=True)
 class AbsentKernel:
-    """A kernel that is not installed, or that cannot be loaded: it refuses every call.
+    """A kernel that is missing, cannot be loaded, or is another project's: it refuses every call.
 
     Attributes:
         name: Its name, as in ``kernel=``.

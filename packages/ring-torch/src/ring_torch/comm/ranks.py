@@ -87,7 +87,7 @@ class Ranks:
         """Return some of these ranks, ascending and this one among them, as ranks of their own.
 
         Their messages are messages of the group: no group is made for them. They compare no calls,
-        as those of the whole group do.
+        as those of the whole group do. One rank alone sends nothing, and a part has no parts.
         """
         if len(members) == 1:
             return ALONE
@@ -340,7 +340,8 @@ def is_foreign(group: Any) -> bool:
 def ranks_of(group: Any) -> Ranks:
     """Return the ranks of a process group, of a one-dimensional ``DeviceMesh``, or of ``None``.
 
-    ``None`` is the default group, or this process alone where none is initialised.
+    ``None`` is the default group, or this process alone where none is initialised. The first use of
+    a group leaves the name of this rank's host in its store, for the other ranks.
 
     Raises:
         ValueError: It is no group, a mesh of several dimensions, a group that this rank is not in,

@@ -60,8 +60,9 @@ def shard_batch(
     Raises:
         ValueError: Shapes do not fit; labels of padding are not -100; ``cp`` is no
             :class:`ring_torch.ContextParallel`, or ``model`` no module.
-        UnsupportedError: The model is not exact on split sequences, or the batch has an entry that
-            cannot be split; the message says what to do.
+        UnsupportedError: The model is not exact on split sequences, or only with the hooks of
+            :func:`parallelize`; or the batch has an entry that cannot be split. The message says
+            what to do.
         RankMismatchError: Ranks were given different batches.
 
     Example::

@@ -113,7 +113,8 @@ def parallelize(
 
     The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
     loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
-    stay as they are. A second call with the same options changes nothing.
+    stay as they are. ``generate`` is refused until :meth:`Handle.remove`. A second call with the
+    same options changes nothing.
 
     Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
     ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
@@ -285,7 +286,11 @@ def _model(
 
 
 def _register(hooks: ModelHooks, split: nn.Module, inner: Any) -> Iterator[Callable[[], object]]:
-    """Install the hooks that split batches and join outputs; yield a function that removes each."""
+    """Install hooks that split batches and join outputs, and refuse ``generate``.
+
+    Yields:
+        A function for each change that undoes it.
+    """
     if hasattr(inner, "generate"):
         yield replace_attribute(inner, "generate", refuse_generation)
     yield split.register_forward_pre_hook(hooks.split, with_kwargs=True).remove
@@ -319,10 +324,10 @@ def _handle_of(
 
 
 def _split_module(model: nn.Module) -> nn.Module:
-    """Return the module to hook: the outermost wrapper whose ``__call__`` is sure to run.
+    """Return the module to hook: the model of transformers, or PEFT's model that wraps it.
 
     PEFT calls the ``forward`` of the model it wraps, not its ``__call__``, so hooks on that would
-    not run; in its case it is the PEFT model.
+    not run. Other wrappers, such as DDP, call it.
     """
     return next(
         wrapper

@@ -68,7 +68,7 @@ class BackwardLaunch(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor, /,
     ) -> Tensor | None:  # fmt: skip
-        """Write ``dq``, and add to the flat sums of dK and dV.
+        """Write ``dq``, and put dK and dV into the flat sums.
 
         It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
         ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of

@@ -81,7 +81,7 @@ class PreparedBackward(NamedTuple):
     """The backward of a rank over gathered keys.
 
     Attributes:
-        launch: All launches, which add to a buffer of dK/dV sums.
+        launch: All launches, which put dK/dV into a buffer of sums.
         round: Rounds the sums of own keys in the buffer: ``round(sums, dk, dv)``.
         has_padding: True if own keys have padding behind them, whose gradients are not rounded.
     """

@@ -137,7 +137,11 @@ def _case(
 
 
 def _times(sizes: Sizes, length: int, device: str) -> dict[str, Times]:
-    """Return the times of a case by kernel; say on stderr why a kernel has none."""
+    """Return the times of a case by kernel.
+
+    A kernel that refuses the case has none. Why another one has none is said on stderr: it raised
+    an error, or its results err too much.
+    """
     runs: dict[str, TimedRuns] = {}
     short, (dtype, acc_dtype) = min(length, GATE_LENGTH), DTYPES[device]
     exact = _timed_functions(sizes, "eager", short, acc_dtype, device).forward_backward()
@@ -293,7 +297,7 @@ def _mask(option: Option, length: int) -> Mask:
 
 
 def _predicate(i: Any, j: Any) -> Any:
-    """Return True for keys in a causal window, and for the first keys of each stripe."""
+    """Return True for keys up to the query's own that lie in a window, or begin a stripe."""
     return (i >= j) & ((i - j < _STRIPE) | (j % _STRIPE < _FIRST))
 
 

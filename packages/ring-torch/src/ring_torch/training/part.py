@@ -21,7 +21,7 @@ def loss_part(
     """Return the sum of cross entropy over tokens, divided by the labels of all ranks.
 
     Args:
-        logits: ``[..., V]``; widened to float32.
+        logits: ``[..., V]``; widened to float32 if they are narrower.
         labels: Integers, a label for each row of the logits.
         divisor: Number of labels of all ranks, or sum of their weights; ``None`` for the sum alone.
         weight: Weight of each class, ``[V]``.

@@ -30,7 +30,7 @@ _DIGEST, _SOURCES, _RESULTS, _ORDERS = 2, 6, 9, 12  # indices among the argument
 
 
 class PreparedHeadTrade(NamedTuple):
-    """An exchange that was made before, for tensors of the same strides and alignment."""
+    """An exchange that was made before, for tensors of the same shapes, strides and alignment."""
 
     launch: PreparedLaunch
 

@@ -1,4 +1,5 @@
 """Models of transformers: which of them are exact on split sequences, and how their batches split.
 
-It imports nothing of transformers, and of ``ring_torch`` only ``sharding`` and modules below that.
+It imports nothing of transformers, and of ``ring_torch`` only ``training.part``, ``gradients``,
+``sharding`` and modules below these.
 """

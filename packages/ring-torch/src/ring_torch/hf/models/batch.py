@@ -181,7 +181,8 @@ def _positions(
     """Return position ids as the model makes them itself, int64 ``[1, T]`` or ``[B, T]``.
 
     Models with a position offset (RoBERTa) give padding the position before the first token's, and
-    do not count it. They find padding by token ids, so among embeddings every token counts.
+    do not count it. They find padding by token ids, and among embeddings count every token. So do
+    other models, but those that count by the attention mask.
     """
     offset = report.position_offset
     if offset and "input_ids" in entries:

@@ -152,6 +152,9 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names_used(code: CodeType) -> Iterator[str]:
-    """Yield the names that a code object uses: globals, attributes and keywords of calls."""
+    """Yield the names that a code object uses: globals, attributes and keywords of calls.
+
+    Keywords are constants, tuples of strings; other such tuples of the code count as well.
+    """
     keywords = (x for value in code.co_consts if isinstance(value, tuple) for x in value)
     return chain(code.co_names, (x for x in keywords if isinstance(x, str)))
