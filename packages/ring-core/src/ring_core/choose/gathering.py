@@ -52,8 +52,8 @@ def memory_refusals(
 ) -> tuple[str, ...]:
     """Return why ``auto`` does not gather: memory beyond ``MOST_MEMORY`` times a ring's.
 
-    It is empty where memory allows it. Arguments are those of :func:`gather_memory`, with the widths
-    of a request.
+    It is empty where memory allows it. Arguments are those of :func:`gather_memory`, with the
+    widths of a request.
     """
     memory = gather_memory(
         plan, q_width=request.q_heads * request.head_dim,
