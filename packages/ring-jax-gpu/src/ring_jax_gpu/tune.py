@@ -161,13 +161,13 @@ def timer(table: Table, row: Row, tokens: int, rounds: int, say: Say) -> Seconds
 
     Results are compared with those of the unchanged table; a row whose results are off by more than
     a fiftieth of their norm, or that fails, gets an infinite time. Rows for per-score inputs are
-    timed with dropout.
+    timed with dropout, rows of ``bwd_dbias`` with a bias.
 
     Args:
         table: The table.
         row: The row of it that is tuned.
         tokens: Length of the sequence.
-        rounds: Number of timings, of which the median counts.
+        rounds: Number of timings, each of four calls, of which the median counts.
         say: Called with a line about each row that was tried.
     """
     expected = [np.asarray(x, np.float32) for x in _call(table, row, tokens)()]

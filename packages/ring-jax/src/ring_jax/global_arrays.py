@@ -67,7 +67,11 @@ def attend_global(
         manual = frozenset(name for name in manual if name in named or mesh.shape[name] == 1)
 
     def as_input(x: Array, spec: PartitionSpec) -> Array:
-        """Reshard an array, leaving batch and heads to axes that are not manual."""
+        """Reshard an array over the mesh.
+
+        Axes that are not manual may shard batch and heads of q, k and v, and the batch of a bias or
+        a mask, where ``spec`` names no axis.
+        """
         is_free = len(manual) < len(mesh.axis_names) and x.ndim == 4
         return spread(x, mesh, free(spec, x, (0, 2)) if is_free else spec)
 
@@ -111,7 +115,15 @@ def global_attention(
     specs: Inputs,
     manual: frozenset[str],
 ) -> Callable[[Inputs], tuple[Array, Array]]:
-    """Return a checked call as one jitted function of global arrays."""
+    """Return a checked call as one jitted function of global arrays.
+
+    Args:
+        call: The call.
+        mesh: The mesh.
+        batch_axis, head_axis: Axes along which batch and heads are sharded, or ``None``.
+        specs: Partition specs of the inputs, ``None`` for those that are not given.
+        manual: Axes of the mesh for ``shard_map``; the compiler shards along all others.
+    """
 
     def local(x: Inputs) -> tuple[Array, Array]:
         batch, heads = (  # global indices of this device's first batch row and query head
@@ -169,6 +181,11 @@ class Sharding:
         Returns:
             The dimension of its tokens, not negative; and their layout, padded where there is a
             ``seq_len``.
+
+        Raises:
+            ValueError: There is no such dimension, its length does not fit the layout, or the
+                layout pads ``seq_len`` tokens to another length.
+            UnsupportedError: This is inside ``shard_map``.
         """
         dim = self.check_dim(x, dim)
         local_len = self.layout_of(x.shape[dim]).local_len
@@ -196,7 +213,15 @@ class Sharding:
         return PartitionSpec(*parts)
 
     def row_spec(self, spec: PartitionSpec, dim: int) -> PartitionSpec:
-        """Return the axes of a halo's rows, which lie by device and then by sequence."""
+        """Return the axes of a halo's rows, whose first dimension is split along this axis.
+
+        With ``dim=0`` that dimension holds the runs alone. Else it is the batch times the runs: it
+        is split by this axis first, then by the batch's axes.
+
+        Args:
+            spec: Axes of the array in layout order.
+            dim: Its dimension of tokens.
+        """
         if dim == 0:
             return PartitionSpec(self.axis_name, None, *spec[1:])
         parts = [(self.axis_name, *names_of(spec[0])), *spec[1:]]
@@ -211,7 +236,7 @@ class Sharding:
 
         Args:
             function: The function, called with ``options`` and the axis, layout and dimension.
-            x: Its operand, a global array.
+            x: Its operand, a global array, which is resharded to ``spec`` first.
             dim: Dimension of the sequence.
             options: Hashable options.
             spec: Axes of the operand.
@@ -226,9 +251,10 @@ class Sharding:
     def relayout(self, x: Array, dim: int, source: Layout, to: Sharding, *, pad: bool) -> Array:
         """Return an array in the layout of another sharding, maybe of another axis or mesh.
 
-        On the same axis devices exchange rows. Else they do until each piece is one of a device
-        there, and the pieces move. Where the numbers of devices differ, pieces of consecutive
-        tokens do, and devices there exchange rows.
+        On the same axis devices exchange rows. To as many devices elsewhere, devices here exchange
+        rows until each holds the piece of one device there, and the pieces move. To another number
+        of devices, each here first gets consecutive tokens; these move, and devices there exchange
+        rows.
 
         Args:
             x: The array in layout order.
@@ -236,6 +262,11 @@ class Sharding:
             source: Its layout, with any padding.
             to: The sharding that it gets.
             pad: The new layout is padded to the least length that it can divide.
+
+        Raises:
+            ValueError: Without ``pad`` the new layout cannot divide the tokens.
+            UnsupportedError: The other mesh has other devices, or another order of them, and this
+                is traced.
         """
         target = to.layout_of(source.seq_len, pad=pad)
         is_same_size = to.cp_size == self.cp_size

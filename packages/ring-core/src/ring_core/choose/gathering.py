@@ -20,9 +20,9 @@ def gather_memory(
 ) -> float:
     """Return the memory that gathering takes in forward and backward, as a multiple of a ring's.
 
-    A ring holds two slots of K/V, dQ and three times dK/dV. Gathering holds the keys in the longest
-    buffer with their gradients, and the rank's own ones a second time. Gradients take 4 bytes per
-    number.
+    A ring holds two slots of K/V, dQ and three times dK/dV. Gathering holds the K/V in the longest
+    buffer with their gradients, and the rank's own K/V and gradients a second time. Gradients take
+    4 bytes per number. The dQ of a gather is not counted.
 
     Args:
         plan: The plan.
@@ -52,7 +52,8 @@ def memory_refusals(
 ) -> tuple[str, ...]:
     """Return why ``auto`` does not gather: memory beyond ``MOST_MEMORY`` times a ring's.
 
-    Arguments are those of :func:`gather_memory`, with the widths of a request.
+    It is empty where memory allows it. Arguments are those of :func:`gather_memory`, with the
+    widths of a request.
     """
     memory = gather_memory(
         plan, q_width=request.q_heads * request.head_dim,

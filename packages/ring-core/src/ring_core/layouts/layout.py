@@ -124,11 +124,12 @@ class Layout:
         name: Name of the layout, or a :class:`ChunkLayout`.
         seq_len: Number of tokens.
         cp_size: Number of ranks.
-        pad_to: Number of tokens and padding, where there is padding.
+        pad_to: Number of tokens and padding; ``None`` without padding, also where ``seq_len`` was
+            given.
 
     Raises:
-        ValueError: Unknown name, chunks for another number of ranks, or a length, with its padding,
-            that is no positive multiple of :attr:`divisor`.
+        ValueError: Unknown name, chunks for another number of ranks, ``pad_to`` below ``seq_len``,
+            or a length, with its padding, that is no positive multiple of :attr:`divisor`.
     """
 
     name: LayoutName | ChunkLayout
@@ -232,7 +233,7 @@ class Layout:
 
     @property
     def run_length(self) -> int:
-        """Number of tokens of each run."""
+        """Number of tokens and padding of each run."""
         return self.local_len // self.num_runs
 
     def run_positions(self, rank: npt.ArrayLike) -> Ints:

@@ -7,8 +7,9 @@ part of the heads, and goes on with the ranks of other groups that have the same
     group 0   0 1 2 3    rank 1 of it    0 1 2 3             1 5
     group 1   4 5 6 7    rank 6 of it    4 5 6 7             2 6
 
-The tokens of a group are those of one rank in the same layout over the groups, so the second step
-is a plan of that layout, whose work is as even as the layout makes it.
+In a contiguous or zigzag layout the tokens of a group are those of one rank in the same layout over
+the groups; of a :class:`ChunkLayout` the group has the chunks of its ranks. So the second step is a
+plan of such a layout, whose work is as even as the layout makes it. A striped layout has no grid.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class RankGrid:
     def outer_layout(self, layout: LayoutSpec) -> LayoutSpec:
         """Return the layout over groups in which a group has the tokens that its ranks have.
 
-        One group has all tokens, in natural order.
+        One group has all tokens, in natural order: ``contiguous``. The layout is not ``striped``,
+        which :func:`rank_grid` refuses.
         """
         if self.outer_size == 1:
             return "contiguous"
@@ -76,8 +78,8 @@ class RankGrid:
         other's: int64 ``[ulysses_size * layout.local_len]``.
         """
         positions = np.concatenate([layout.positions(peer) for peer in self.inner_ranks(rank)])
-        # The rank of each token among the sorted ones, which is its local index in the group: the
-        # message of rank n goes to the n-th stretch of these places.
+        # How many tokens of the group come before each one, which is its local index in the group.
+        # The tokens that rank n sends go to the n-th stretch of these places.
         return np.argsort(np.argsort(positions, kind="stable"), kind="stable")
 
 
@@ -102,12 +104,16 @@ def rank_grid(
         q_heads: Number of query heads.
         layout: The layout of the tokens over all ranks.
         outer: The strategy between groups.
-        ulysses_size: Ranks of a group; ``None`` takes the most that heads allow within a host.
+        ulysses_size: Ranks of a group; ``None`` takes the largest divisor of a host's ranks for
+            which there are enough query heads.
         hosts: The host of each rank; ``None`` if all are on one. Unused beside ``ulysses_size``.
 
     Raises:
         ValueError: Numbers are not positive, or there is no such strategy.
-        UnsupportedError: These ranks make no such grid; the message says which sizes they can have.
+        UnsupportedError: These ranks make no groups of ``ulysses_size``; the message says which
+            sizes they can have. Or the layout is ``striped``, whose groups would hold tokens that
+            are not evenly spaced; or hosts have unlike numbers of ranks, or ranks that are not
+            consecutive.
     """
     check_size("ranks", ranks)
     check_size("q_heads", q_heads)

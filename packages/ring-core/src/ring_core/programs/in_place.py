@@ -21,9 +21,15 @@ def split_own_key_rows(
 ) -> tuple[list[WorkItem], list[WorkItem]]:
     """Split off the rows of items that see only keys of the rank's own shard.
 
-    These rows can read the shard where it lies, and need not wait for anything. That pays only if
-    most of the rank's own keys then need not be copied into the buffer: otherwise nothing is split
-    off.
+    These rows can read the shard where it lies, and need not wait for anything. An item gives them
+    up only where they are most of its rows and see one run of the shard. All this pays only if at
+    least half of the rank's own keys then need not be copied into the buffer: otherwise nothing is
+    split off.
+
+    Args:
+        plan: The plan.
+        rank: The rank.
+        items: Its items over positions; they are not changed.
 
     Returns:
         The remaining items, over positions; and those split off, whose columns are local indices.
@@ -42,7 +48,7 @@ def split_own_key_rows(
         in_place.append(
             replace(part, k_start=part.k_start + to_local, k_stop=part.k_stop + to_local)
         )
-        # The rows above and below it still see keys of others.
+        # The rows above and below it may see keys of others.
         sides = item.rows(item.q_start, part.q_start), item.rows(part.q_stop, item.q_stop)
         remaining += [side for side in sides if side is not None]
     parts = (
@@ -81,7 +87,7 @@ def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
     Args:
         item: An item over positions.
         own: A run of the rank's own keys, contiguous in the sequence.
-        tile: Rows are cut at multiples of this.
+        tile: Rows are cut at multiples of this, of packed documents at their borders instead.
     """
     start, stop = ends_of(own)
     from_first = item.cu_q is None and item.hi is None  # every row sees the first key
@@ -108,9 +114,9 @@ def _inside(item: WorkItem, own: Run, tile: int) -> WorkItem | None:
 def _cuts(item: WorkItem, tile: int) -> Ints:
     """Return the rows at which an item may be cut, counted from its corner, ascending.
 
-    These are borders of documents, as a document that is cut would need another launch; without
-    documents they are borders of tiles, in which kernels add up gradients, at least two tiles from
-    either end.
+    These are borders of documents, as a document that is cut would need another launch. Without
+    documents they are both ends, and between them borders of tiles, in which kernels add up
+    gradients, at least two tiles from either end; with ``tile=1`` they are all rows.
     """
     if item.cu_q is not None:
         return item.cu_q

@@ -55,9 +55,12 @@ def run_heads(
         heads: The heads of each rank.
         q, k, v: Global arrays ``[B, T, heads, head_dim]``, without padding.
         dout: ``[B, T_q, H, Dv]``; given, the backward runs too.
-        dlse: ``[B, H, T_q]``, the gradient that reaches ``lse``.
+        dlse: ``[B, H, T_q]``, the gradient that reaches ``lse``; unused without ``dout``.
         segment_ids, softmax_scale, softcap, sinks, bias, alibi_slopes, dropout_p, dropout_seed: As
             in :func:`ring_core.reference.attention`.
+
+    Returns:
+        Global ``out`` and ``lse``; with ``dout`` also the gradients of q, k, v, sinks and bias.
     """
     check_kind("plan", plan, Plan)
     check_kind("heads", heads, HeadPlan)
@@ -105,7 +108,8 @@ class _Trade(NamedTuple):
 
     Attributes:
         layout: The layout of the tokens.
-        heads: Heads of each rank, ``[ranks, n]``.
+        heads: Heads of each rank, ``[ranks, n]``; in padding's places are other heads, whose
+            results no slot names.
         slots: Places of the copies of each head among those of all ranks, ``[H, copies]``.
     """
 

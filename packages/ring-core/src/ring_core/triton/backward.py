@@ -362,7 +362,7 @@ def bwd_dkv_block(
     x, strides, consts, q, keys, values, dout, lse, delta, dq, dk, dv, batch, head, heads,
     col_start, start, first, stop, ADD: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of dK and dV that come from the block of queries at ``start``.
+    """Return ``dk`` and ``dv`` plus the parts that come from the block of queries at ``start``.
 
     Scores are transposed here, ``[k, q]``, so that both gradients are products with them as they
     lie. With ``ADD`` the block's part of dQ is added in memory, atomically, as other thread blocks
@@ -431,7 +431,11 @@ def bwd_dbias(
     any_shift, slopes, slopes_batch, dropout, q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch,
     out_head, lse_batch, lse_head, q_len, k_len, heads, group, consts: tl.constexpr,
 ):  # fmt: skip
-    """Add to one block of ``dbias``, which is like ``bias``, for all heads that share it."""
+    """Add to one block of ``dbias``, which has the shape of ``bias``.
+
+    The sum is over the ``shared_batch`` batch rows and ``shared_heads`` heads that this block of
+    the bias is broadcast to.
+    """
     if is_of_other_launch(any_shift, bias_shift):
         return
     x = Options(
@@ -492,8 +496,10 @@ def score_gradients(
 
     Args:
         x, consts, batch, head, row_start, col_start, rows, cols, ROWS: As in ``visible_cells``.
-        products: Products of queries and keys.
-        dweights: Products of ``dout`` and values: the gradients at the softmax weights.
+        products: Products of queries and keys. The caller may have subtracted ``lse`` from them, in
+            their scale, and then gives 0 for ``lse_log2``; not with a softcap.
+        dweights: Products of ``dout`` and values: the gradients at the softmax weights. The caller
+            may have subtracted delta, and then gives 0 for ``row_delta``; not with dropout.
         bias_block: The block's bias, or ``None``.
         lse_log2, row_delta: ``lse`` in base 2, and delta, as they broadcast.
         visible: The block's mask, read if ``MASKED``.

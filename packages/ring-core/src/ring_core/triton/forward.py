@@ -60,8 +60,8 @@ def fwd(
         block_index: ``[1 or B, I, J]``, blocks of keys that each block of queries visits, those
             that need their mask first; without it they follow from the items.
         counts: ``[1 or B, I, 2]``, how many of either kind.
-        only: ``[B * H, only_per_head]``, ``only_many`` in all: flags of the blocks to compute; by
-            default all.
+        only: ``[B * H, only_per_head]``, ``only_many`` in all: flags of the blocks to compute,
+            NaN-safe; by default all.
         consts, nan_safe: Constants, and those of blocks that are computed again: masked weights are
             0, and ``0 * nan`` is ``nan``, so NaN in a result may come from values that no query
             sees.
@@ -238,7 +238,8 @@ def online_softmax_step(
 def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len, consts):
     """Divide by the softmax's denominator, merge with the earlier ``(before, lse)``, and store.
 
-    In memory ``lse`` is a natural logarithm; ``top`` is in base 2. See :func:`ring_core.merge`.
+    With ``OVERWRITE`` nothing is merged: ``before`` and the earlier ``lse`` are not read. In memory
+    ``lse`` is a natural logarithm; ``top`` is in base 2. See :func:`ring_core.merge`.
     """
     rows, dims = start + tl.arange(0, consts.BLOCK_Q), tl.arange(0, consts.PADDED_V)
     batch, head = flat // heads, flat % heads

@@ -17,7 +17,8 @@ from ring_jax.strategies.gather import GATHER
 from ring_jax.strategies.ring import RING
 from ring_jax.strategies.steps import Strategy
 
-#: The strategies of ``strategy=``; ``auto`` takes the first that does not refuse.
+#: The strategies of ``strategy=``. ``auto`` takes the first that does not refuse, or the program's
+#: own as soon as it comes to that.
 STRATEGIES: Mapping[StrategyName, Strategy] = MappingProxyType(
     {"gather": GATHER, "ring": RING, "balanced": RING}
 )
@@ -50,10 +51,11 @@ def choose_way(
     devices: Devices,
     kernels_of: Callable[[StrategyName], Selection],
 ) -> Way:
-    """Return the strategy that a call asked for, or with ``auto`` the fastest, and its kernels.
+    """Return the strategy that a call asked for, or the one that ``auto`` takes, and its kernels.
 
-    A strategy is not taken by ``auto`` where other kernels would run than in a ring: those are the
-    fastest that there are.
+    ``auto`` takes the program's own strategy, ``ring`` or ``balanced``, if those before it in
+    ``STRATEGIES`` refuse. It also leaves out a strategy for which other kernels would run than in
+    the program's own, as the kernels of a ring are the fastest that there are.
 
     Args:
         strategy: A name, or ``auto``.
@@ -80,7 +82,7 @@ def choose_way(
         if not reasons:
             try:
                 way = Way(name, kernels_of(name))
-            except UnsupportedError as error:  # of the kernel that was named
+            except UnsupportedError as error:  # the named kernel cannot run this strategy
                 reasons = (str(error),)
             else:
                 if way.kernels.names == in_ring.names:

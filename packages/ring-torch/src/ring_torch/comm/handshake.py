@@ -37,7 +37,7 @@ from ring_torch.comm.store import (
 HEADER_BYTES = 2048
 _WORD_BYTES = 8
 _WORDS = HEADER_BYTES // _WORD_BYTES
-_MOST_AGREED = 4096
+_MOST_AGREED = 4096  # signatures that a group remembers as compared
 _UNLIKE_SHARDS = (
     " (ranks hold unlike numbers of tokens: pad every shard to the longest, and give the padding "
     "negative segment_ids, so that it neither sees nor is seen)"
@@ -272,7 +272,8 @@ def _note_agreed(
 ) -> None:
     """Remember that all ranks have compared calls of this signature, and forget the oldest.
 
-    Rank 0 also deletes the store's keys of the agreement before this one.
+    At most ``_MOST_AGREED`` signatures are remembered. Rank 0 also deletes the store's keys of the
+    agreement before this one.
     """
     state = ranks.state
     # All ranks have come to this agreement, so all have read the one before.
@@ -294,10 +295,11 @@ def has_agreed(ranks: Ranks, signature: CallSignature) -> bool:
 def check_graph(ranks: Ranks, signature: CallSignature) -> None:
     """Refuse to capture a pass into a CUDA graph if its ranks have not compared it before.
 
-    The first comparison is made by the host, which a graph cannot hold.
+    The first comparison is made by the host, which a graph cannot hold; over gloo the host makes
+    all of them.
 
     Raises:
-        ValueError: The pass is being captured and was not compared.
+        ValueError: The pass is being captured, and was not compared or is of a gloo group.
     """
     if ranks.size == 1 or not is_capturing():
         return
@@ -312,8 +314,10 @@ def check_graph(ranks: Ranks, signature: CallSignature) -> None:
 def with_peer_errors(ranks: Ranks, number: int, signature: CallSignature) -> Iterator[None]:
     """Run a pass so that a failure on one rank ends it on all, with that rank's error message.
 
-    The rank that fails leaves its message in the store. The others wait for its tensors until the
-    group's timeout, and find the message then. On all of them the group is closed for later calls.
+    The rank that fails leaves its message in the store and raises its own error. The others wait
+    for its tensors until the group's timeout, and find the message then. On all of them the group
+    is closed for later calls. A RankMismatchError of the handshake is only passed on:
+    :func:`_compare` has closed the group where that is needed.
 
     Raises:
         RankMismatchError: Ranks make different calls.

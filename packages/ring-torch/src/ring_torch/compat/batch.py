@@ -1,4 +1,7 @@
-"""Functions of ring_flash_attn for batches ``[B, T_local, H, D]``: each row is one sequence."""
+"""Functions of ring_flash_attn for batches ``[B, T_local, H, D]``: each row is one sequence.
+
+Each has two more that take K and V, or Q, K and V, stacked along dimension 2 of one tensor.
+"""
 
 from __future__ import annotations
 

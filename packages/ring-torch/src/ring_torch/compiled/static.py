@@ -34,7 +34,8 @@ _RECORDS: dict[str, Any] = {
 def to_json(x: Any, tensors: list[Tensor] | None = None, numbers: list[int] | None = None) -> Any:
     """Return a layout or an option in a form that JSON can store.
 
-    It runs in the graph's trace, as torch 2.11 accepts no object of our classes as a constant.
+    Other values, as strings and ``None``, are returned as they are. It runs in the graph's trace,
+    as torch 2.11 accepts no object of our classes as a constant.
 
     Args:
         x: The value.
@@ -119,7 +120,7 @@ def ranks_named(facts: Mapping[str, Any]) -> Ranks:
     """Return the ranks of a group from its facts, as :func:`group_fields` wrote them.
 
     Raises:
-        ValueError: The group is gone, or has other ranks than the facts say.
+        ValueError: The group is gone, or this rank or the number of ranks is not that of the facts.
     """
     name, group = facts["group"], None
     try:

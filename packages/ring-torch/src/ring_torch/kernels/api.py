@@ -131,7 +131,8 @@ class Kernel(Protocol):
     """A stateless implementation of attention over a work item, forward and backward.
 
     A kernel has to define ``capabilities``, ``attend`` and ``grads``. The other methods have
-    defaults: it is available everywhere, and its results are merged and added by torch.
+    defaults: it is available everywhere, :func:`merge_into` merges its results, and torch adds its
+    gradients.
     """
 
     capabilities: Capabilities  # calls that do not fit these never reach it
@@ -274,7 +275,10 @@ class Selection:
 
 
 def merge_into(into: AttentionState, out: Tensor, lse: Tensor) -> None:
-    """Merge a kernel's ``(out, lse)`` into an accumulated state: :meth:`AttentionState.merge`."""
+    """Merge a kernel's ``(out, lse)`` into an accumulated state, in place.
+
+    It computes :meth:`AttentionState.merge`; with Triton one kernel does so on GPUs, in float32.
+    """
     if out.is_cuda and into.lse.dtype == torch.float32 and has_triton():
         from ring_torch.merge_ops import merge_on_gpu
 

@@ -3,7 +3,8 @@
 A mode of torch's functions sees every call, however the model imported the function, in eager code
 and while ``torch.compile`` traces. It is entered by the forward of each module, not of the whole
 model alone: a checkpoint computes a module again in the backward, where only that module's forward
-runs. So each module gets a class of its own, derived from its class, as ``fully_shard`` does it.
+runs. So each module gets a class derived from its own, as ``fully_shard`` does it; modules that
+have one class and one scope share the new class.
 The compiler compares classes before it uses a graph, so no graph is used for a module that is not
 replaced; hooks of modules it does not compare.
 """
@@ -40,12 +41,15 @@ _OUT_OF_SIGHT = frozenset(
     if hasattr(owner, name)
 )
 
-#: Modules of torch that attend, beside which its modules are left alone.
+#: Files of torch whose modules attend. Forwards of its other modules are left alone.
 _ATTENDING = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
 
 
 class RingMode(TorchFunctionMode):
-    """Mode in which attention is that of a scope; all other functions are called as they are."""
+    """Mode in which SDPA is that of a scope; all other functions are called as they are.
+
+    Those that attend inside torch are refused where tokens are split.
+    """
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
@@ -54,7 +58,12 @@ class RingMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
-        """Call a function of torch, or answer it by the ring."""
+        """Call a function of torch, or answer it by the ring.
+
+        Raises:
+            ValueError: SDPA is given both a mask and ``is_causal``.
+            UnsupportedError: The function attends inside torch, where tokens are split.
+        """
         kwargs = kwargs or {}
         if func is _SDPA:
             _check_causal_mask(*args, **kwargs)
@@ -88,7 +97,10 @@ def _check_causal_mask(
 def replace_forwards(
     module: nn.Module, scope_of: Callable[[nn.Module], Scope]
 ) -> Iterator[Callable[[], None]]:
-    """Give modules classes whose forward runs in a mode; yield functions that undo each.
+    """Give modules classes whose forward runs in a mode; yield a function that undoes it for each.
+
+    All modules are checked before the first one changes. Each changes when its function is asked
+    for.
 
     Args:
         module: The module; those inside it are replaced, too.
@@ -96,7 +108,8 @@ def replace_forwards(
 
     Raises:
         ValueError: A module is replaced already, or has a forward that is not of its class.
-        UnsupportedError: A module is a script.
+        UnsupportedError: A module is a script, a ``MultiheadAttention`` that adds keys, or a model
+            whose own context parallelism is on.
     """
     chosen = [(name, x) for name, x in module.named_modules() if _is_replaced(x, module)]
     for name, x in chosen:
@@ -124,7 +137,7 @@ def _is_replaced(module: nn.Module, root: nn.Module) -> bool:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    """Refuse a module whose class cannot be replaced."""
+    """Refuse a module whose class cannot be replaced; errors as in :func:`replace_forwards`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedError(
             f"replace_sdpa: {name} is a ScriptModule, whose forward Python does not see"
@@ -189,7 +202,8 @@ def _class_on_ring(base: type[nn.Module], scope: Scope, *, is_root: bool) -> typ
 def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
     """Return a forward that runs ``original`` in the scope's mode, unless that is the mode now.
 
-    That of the root finds out whether anything attended.
+    While the scope is off it runs ``original`` alone. That of the root raises UnsupportedError if
+    nothing attended over the ring.
     """
 
     @functools.wraps(original)
@@ -215,7 +229,10 @@ def _forward_in_mode(original: Any, scope: Scope, *, is_root: bool) -> Any:
 
 
 def _forward_of_heads(original: Any, scope: Scope) -> Any:
-    """Return the forward of a ``MultiheadAttention``, which returns ``None`` for its weights."""
+    """Return the forward of a ``MultiheadAttention``, which returns ``None`` for its weights.
+
+    So it does even if weights are asked for. While the scope is off it runs ``original``.
+    """
 
     @functools.wraps(original)
     def forward_on_ring(

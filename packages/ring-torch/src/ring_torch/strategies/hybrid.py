@@ -96,8 +96,12 @@ def _grid(
 ) -> RankGrid:
     """Return the grid of a call's ranks.
 
+    Without ``ulysses_size`` it needs the ranks' hosts. Only with ``probe`` it waits for ranks that
+    have not told theirs.
+
     Raises:
         UnsupportedError: These ranks make no such grid, or a bias is too large to gather.
+        PeerError: A rank has not told its host.
     """
     hosts = None
     if config.ulysses_size is None and ranks.size > 1:

@@ -43,6 +43,7 @@ class Messages:
 
         Raises:
             RankMismatchError: A peer is making another call.
+            PeerError: A peer did not come within the group's timeout.
         """
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
         return cls(spec)
@@ -127,7 +128,10 @@ class Messages:
         self, gather: GatherProgram, sums: KeyGradBuffer, grads: torch.Tensor, group: int, *,
         overlapped: bool, before_last_item: bool | None = None,
     ) -> PendingGrads:  # fmt: skip
-        """Start the messages of :meth:`fetch` in the other direction, with gradients."""
+        """Start the messages of :meth:`fetch` in the other direction, with gradients.
+
+        What arrives is added only when the function that is returned is called.
+        """
         del group, overlapped  # messages are matched by their order, and always run beside kernels
         ranks = self.spec.ranks
         # Send each owner the sums for its keys: views of `grads` where those are contiguous.

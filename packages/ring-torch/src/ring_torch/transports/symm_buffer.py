@@ -96,7 +96,7 @@ class SymmetricMemory:
     def views(self, rank: int, start: int, packing: BufferSpec) -> list[torch.Tensor]:
         """Return the tensors of a message in a rank's buffer, ``start`` bytes after its header.
 
-        They are views of that rank's memory, and are made once.
+        They are views of that rank's memory, and are kept for later calls.
         """
         key = (rank, start, packing)
         if len(self._views) > _MOST_VIEWS:
@@ -296,7 +296,9 @@ def _reaches(device: int, other: DeviceLocation, local: DeviceLocation) -> bool:
 def refusals(
     locations: Sequence[DeviceLocation], reaches: Sequence[Sequence[int]]
 ) -> Iterator[str]:
-    """Yield the reasons why ranks cannot read each other's memory, the same on all ranks.
+    """Yield the reasons why ranks cannot read each other's memory.
+
+    They are the same on all ranks if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES`` is.
 
     Args:
         locations: Location of each rank.

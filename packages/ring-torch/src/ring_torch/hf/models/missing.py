@@ -43,6 +43,9 @@ _RECURRENT_OTHERS = CACHES | {
 def missing_names(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Yield a reason for each name that a hook of this model needs, and its code does not have.
 
+    A model with a reason is refused. An argument of a recurrent layer that no hook knows is a
+    reason too.
+
     Args:
         model: The model, without wrappers.
         modules: Its modules that see the sequence of tokens, by name.
@@ -63,7 +66,7 @@ def missing_names(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]
 
 
 def _missing_in(module: nn.Module) -> Iterator[str]:
-    """Yield the names that the hooks of one module need and do not find in its code."""
+    """Yield what the hooks of one module need and do not find in its code, for :func:`lacks`."""
     names, parameters = names_in_forward(type(module)), parameters_of(type(module))
     config = getattr(module, "config", None)
     spec = eager_attention_spec(module)

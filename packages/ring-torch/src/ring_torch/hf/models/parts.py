@@ -154,7 +154,10 @@ def _check_padding(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def is_merged(batch: Mapping[str, Any]) -> bool:
-    """Return True if a batch has images or sound, or multimodal positions ``[n, B, T]``."""
+    """Return True if a batch has images or sound, or multimodal positions ``[n, B, T]``.
+
+    Any entry that no text batch has counts as images or sound.
+    """
     names = {name for name, x in batch.items() if x is not None}
     positions = batch.get("position_ids")
     return bool(names - {*_TEXT, "return_dict", "output_hidden_states", "token_type_ids"}) or (
@@ -171,6 +174,8 @@ def split_labels(
     weight: float,
 ) -> tuple[dict[str, Any], ShardedMask]:
     """Return the whole batch with this rank's labels, and the mask that the text model is to get.
+
+    Entries that state documents are left out of the batch: the mask has the documents.
 
     Args:
         sharding: Which rank holds which tokens.
@@ -216,6 +221,9 @@ def split_text(
     mask: ShardedMask, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
     """Return a text model's arguments with this rank's part of embeddings and positions.
+
+    After ``mask`` its arguments are those of a forward pre-hook. ``mask`` replaces
+    ``attention_mask``, and its positions those that are ``[B, T]`` or not given.
 
     Raises:
         UnsupportedError: Its tokens are not the batch's, or an argument cannot be split.
@@ -288,6 +296,9 @@ def take_logit_rows(
     model: nn.Module, batch: dict[str, Any], *, joins_logits: bool
 ) -> slice | Tensor | None:
     """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
+
+    It is ``None`` where it names none or all. The entry stays if the model's forward has no such
+    argument.
 
     Raises:
         UnsupportedError: Logits are not joined, or there are labels, whose loss needs all logits.

@@ -2,8 +2,8 @@
 
 On Hopper it also has a split backward. A backward of the library adds dK/dV up in float32, in an
 order of its own (tiles of keys, one head at a time), and rounds them at the end. Split, the sums of
-several launches, on several GPUs, are added up first and rounded once. Its two parts are compiled
-functions of the library (:mod:`ring_torch.kernels.fa4.compiled`).
+several launches, on several GPUs, are added up first and rounded once. Its two parts call compiled
+functions of the library (:mod:`ring_torch.kernels.fa4.split`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class Flash4(FlashLibrary):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions, dst: AttentionState | None
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(out, lse)``, in ``dst`` if private functions are called."""
+        """Return ``(out, lse)``, in ``dst`` if private functions are called, else in new tensors.
+
+        Private functions may leave ``lse`` unwritten if ``options.needs_lse`` is false.
+        """
         if not private.is_known():
             return public.forward(q, k, v, options)
         if dst is None:
@@ -186,7 +189,9 @@ class HopperSplitBackward:
         """Return True if every launch of a call can use the split backward, the same on all ranks.
 
         Heads have to be grouped, as only then the library keeps sums of dK/dV; head dims have to be
-        some that it does not pad; and items and fetches have to consist of whole tiles of keys.
+        some that it does not pad; and items and fetches have to consist of whole tiles of keys. It
+        is False with a softcap or ``deterministic``, on other GPUs, and for other versions of the
+        library than :mod:`ring_torch.kernels.fa4.private` knows.
         """
         dim, is_plain = request.head_dim, not (request.softcap or request.deterministic)
         fits = dim == request.v_head_dim and dim in (64, 128) and request.q_heads > request.kv_heads
@@ -197,7 +202,7 @@ class HopperSplitBackward:
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs, item: WorkItem, params: KernelParams,
         dq: Tensor, sums: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
-        """Run an item's backward in one launch: write ``dq``, and add to the sums of dK and dV."""
+        """Run an item's backward: write ``dq``, and add to the sums of dK and dV."""
         q, k, v, dout = map(aligned, (rows.q, columns.k, columns.v, upstream.dout))
         functions, sides = _split_functions(q, k, item)
         lse = upstream.lse.contiguous()
@@ -207,8 +212,9 @@ class HopperSplitBackward:
         self, rows: QueryBlock, columns: KeyBlock, upstream: BackwardInputs,
         items: Sequence[WorkItem], params: KernelParams,
     ) -> BackwardLaunch | None:  # fmt: skip
-        """Return one launch of all items, if each has as many rows, one after the other.
+        """Return one function that runs the backward of all items.
 
+        Items have to have equally many rows, one item's behind the other's, and all rows together.
         It is ``None`` otherwise, and for tensors that are not aligned, items whose functions have
         unlike tiles, and several items of several sequences.
         """
@@ -239,7 +245,11 @@ class HopperSplitBackward:
     def prepare_round(
         self, spans: OwnSpans, params: KernelParams
     ) -> Callable[[Tensor, Tensor, Tensor], None]:
-        """Return one launch for dK and one for dV of all spans, which are its batch if B = 1."""
+        """Return a function that rounds all spans into whole ``dk`` and ``dv``.
+
+        For one sequence that takes one launch each for dK and dV, with the spans as its batch; for
+        several, two launches a span.
+        """
         return partial(split.round_all, spans, params.scale)
 
     def round(

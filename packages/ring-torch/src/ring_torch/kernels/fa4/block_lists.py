@@ -1,8 +1,9 @@
 """Block lists of FlashAttention-4: the blocks that it computes, with and without their mask.
 
 It takes two lists for each block of the outer side, of inner blocks in ascending order: those that
-need their mask, and those that show all. Where the host knows the mask, lists are made there, once.
-Segment ids are on the device: one kernel compares the least and the largest id of each block.
+need their mask, and those that show all. Where the host knows the mask, it says of which kind each
+block is, and lists are made once of that. Segment ids are on the device: one kernel compares the
+least and the largest id of each block, so a block of the first list may show nothing.
 """
 
 # Triton's decorator, and the arguments of kernels, have no types in Python.
@@ -30,7 +31,8 @@ _INNER = 32  # blocks that a program looks at, at a time
 class BlockLists(NamedTuple):
     """Lists of inner blocks for each outer block, int32.
 
-    Counts are ``[B or 1, outer]``, and numbers of blocks ``[B or 1, outer, inner]``.
+    Counts are ``[B or 1, outer]``. Numbers of blocks are ``[B or 1, outer, n]``, where ``n`` is at
+    least the largest count; those behind a block's count mean nothing.
     """
 
     partial_counts: Tensor
@@ -69,7 +71,10 @@ def block_lists(item: WorkItem, grid: Grid, segments: tuple[Tensor, Tensor] | No
 
 @capture_safe_cache(maxsize=64)  # of a long sequence each takes megabytes
 def _known_lists(item: WorkItem, grid: Grid) -> BlockLists:
-    """Return the lists of an item without segment ids, made by the host once."""
+    """Return the lists of an item without segment ids, from a bounded cache.
+
+    The first time the host waits for the device, to learn the largest count.
+    """
     kinds = kinds_on(item, grid)
     if grid.k_major:
         kinds = kinds.transpose(1, 2).contiguous()
@@ -120,6 +125,7 @@ def _list_blocks(
         inner_least = tl.min(tl.where(is_inside, block_ids, 2147483647), axis=1)
         inner_largest = tl.max(tl.where(is_inside, block_ids, -2147483648), axis=1)
         meets = (least <= inner_largest) & (inner_least <= largest)
+        # Tokens with negative ids see nothing and are not seen.
         meets = meets & (largest >= 0) & (inner_largest >= 0) & (kind != EMPTY)
         # Only blocks of one id on both sides show all that the band shows.
         alike = (least == largest) & (inner_least == inner_largest) & (least == inner_least)

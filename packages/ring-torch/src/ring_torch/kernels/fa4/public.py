@@ -36,8 +36,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: LaunchOptions) -> tuple[Te
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an item's ``(dq, dk, dv)`` from the final ``out`` and ``lse``."""
+    """Return an item's ``(dq, dk, dv)`` from the final ``out`` and ``lse``, in new tensors."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    # Without sinks: they are in the final lse, so the item weighs less, as beside another item.
     with torch.enable_grad():
         item_out, item_lse = _function_of_launch(options)(*leaves)[:2]
     # The final out is the sum of weight * item_out over the items. A row that sees nothing, in this
