@@ -303,7 +303,12 @@ def check_graph(ranks: Ranks, signature: CallSignature) -> None:
     """
     if ranks.size == 1 or not is_capturing():
         return
-    if dist.get_backend(ranks.group) == "gloo" or not has_agreed(ranks, signature):
+    if dist.get_backend(ranks.group) == "gloo":
+        raise ValueError(
+            "a call over gloo cannot be captured into a CUDA graph, as the host carries its messages: "
+            "use a group with the backend 'nccl'"
+        )
+    if not has_agreed(ranks, signature):
         raise ValueError(
             "a call is captured into a CUDA graph before the ranks have compared it: make it once "
             "outside of a graph, forward and backward, then capture it"
