@@ -8,12 +8,15 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_core import Mask, UnsupportedError
 from ring_torch import capture, prepare
 from ring_torch.call import Call
-from ring_torch.comm.ranks import ALONE
+from ring_torch.comm import handshake
+from ring_torch.comm.ranks import ALONE, Ranks
+from ring_torch.comm.store import CallSignature
 from ring_torch.options import CallOptions
 
 
@@ -56,6 +59,13 @@ def test_options_that_a_graph_cannot_hold_are_refused(options: dict[str, Any]) -
     call(kernel="sdpa").check_capture()
     with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
         call(**options).check_capture()
+
+
+def test_a_capture_over_gloo_is_told_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "is_capturing", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
+    with pytest.raises(ValueError, match="backend 'nccl'"):
+        handshake.check_graph(Ranks(None, 0, 2), CallSignature.of({}, "forward"))
 
 
 def test_nothing_is_captured_without_cuda() -> None:

@@ -56,6 +56,9 @@ class DqPipeline(NamedTuple):
     def take(self, block: DqBlock, next_block: DqBlock, *, is_last: Any) -> Ref:
         """Return this visit's block on chip, and start to read the next visit's.
 
+        The caller adds to it in place, and then calls :meth:`write_back`, once for each call of
+        this.
+
         A block that this visit or the last one writes is not in main memory yet: it is not read
         ahead, but at its own visit, after all writes. ``is_last`` says that there is no next visit.
         """

@@ -2,7 +2,7 @@
 
 For global arrays: put tokens into the order of a layout, and shard dimensions along axes. Inside
 ``shard_map``: move arrays along an axis, mark the axes that they vary over, and tell XLA which
-transfers run beside which kernels, by barriers and data dependencies that it cannot undo.
+transfers run beside which kernels, by barriers, and by data dependencies where it may remove these.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ batching.primitive_batchers[permute_p] = _permute_batched
 
 
 def split(x: Array, mesh: AnyMesh, dim: int, axis: str, *, whole: bool = False) -> Array:
-    """Shard one dimension along an axis, or gather it if ``whole``; the others stay as they are."""
+    """Shard one dimension along an axis, or gather it if ``whole``.
+
+    The others stay as they are, but one that was sharded along the same axis is gathered along it.
+    """
     dim %= x.ndim
     others = [_without(part, (axis,)) for part in _parts(x, mesh)]
     others[dim] = None if whole else axis
@@ -94,12 +97,15 @@ def spread(x: Array, mesh: AnyMesh, spec: PartitionSpec) -> Array:
 
 
 def is_explicit(mesh: AnyMesh) -> bool:
-    """Return True if the mesh's axes are explicit: arrays' types say how they are sharded."""
+    """Return True if any axis of the mesh is explicit: arrays' types say how they are sharded."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def free(spec: PartitionSpec, x: Array, dims: Sequence[int]) -> PartitionSpec:
-    """Return ``spec`` with those of ``dims`` unconstrained that it does not shard."""
+    """Return ``spec`` with those of ``dims`` unconstrained that it does not shard.
+
+    It has an entry for each dimension of ``x``. Dimensions of size 1 stay as they are.
+    """
     return PartitionSpec(*(
         PartitionSpec.UNCONSTRAINED if dim in dims and part is None and x.shape[dim] > 1 else part
         for dim, part in enumerate(spec)
@@ -164,7 +170,8 @@ class Ranks:
     def move[T](self, x: T, hop: int, receivers: Sequence[int] | None = None) -> T:
         """Send arrays to the rank ``hop`` ahead, and return those that arrive.
 
-        Ranks that are not among ``receivers`` get zeros; ``None`` is all ranks.
+        Ranks that are not among ``receivers`` get zeros; ``None`` is all ranks. Without an axis
+        nothing moves, and the one device gets zeros.
         """
         targets = range(self.size) if receivers is None else receivers
         # Every rank is the source and the target of at most one pair, so all move at once.

@@ -64,7 +64,8 @@ def refuse_batch(*_: Any) -> NoReturn:
 def refuse_batches(name: str, operation: Any) -> None:
     """Refuse batches of gradients in an operation of ours, under both of torch's vmaps.
 
-    ``is_grads_batched=True`` uses the older one, whose dispatch key is "Batched".
+    ``is_grads_batched=True`` uses the older one, whose dispatch key is "Batched". ``name`` is that
+    of the ``operation`` in the library ``ring_torch``.
     """
     operation.register_vmap(refuse_batch)
     _LIBRARY.impl(name, refuse_batch, "Batched")

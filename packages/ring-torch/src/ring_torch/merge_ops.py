@@ -89,15 +89,19 @@ class JoinOnGpu:
     def merge(self, partials: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Merge ``(out [B, n, H, D], lse [B, H, n])`` of all partial results.
 
-        Every row of them sees something, so an infinity in ``lse`` says that a score is not
-        finite; it becomes NaN, and so do the row's numbers in ``out``.
+        The first one is overwritten with the result. Every row of them sees something, so an
+        infinity in ``lse`` says that a score is not finite; it becomes NaN, and so do the row's
+        numbers in ``out``.
         """
         # Places of absent results are filled with the first one's tensors, which keeps strides and
         # alignment valid.
         self._merge(*(x for y in (*partials, *[partials[0]] * self._missing) for x in y))
 
     def sum(self, partials: Sequence[Tensor]) -> None:
-        """Add up ``[B, n, H, D]`` of two or more partial results, the first one last."""
+        """Add up ``[B, n, H, D]`` of two or more partial results, the first one last.
+
+        The first one is overwritten with the sum.
+        """
         self._sum(*partials, *[partials[0]] * self._missing)
 
 
@@ -193,7 +197,7 @@ def _add_partial(x, old, out, lse, row, start, stop, mask, batch, head, column, 
     old_weight, new_weight, both = _weights(old, new)
     out_at = out + batch * o_batch + head * o_head + local_row[:, None] * o_row + column[None, :]
     y = tl.load(out_at, mask=mask & (new_weight > 0)[:, None], other=0.0).to(tl.float32)
-    # A row outside of the span stays as it is, bit for bit: it would be divided by 1.
+    # A row outside of the span stays as it is, bit for bit: its weight is 1.
     return _weighted(x, old_weight, y, new_weight), both
 
 

@@ -19,7 +19,7 @@ ALL_LAYOUTS = (*LAYOUTS, "chunks")
 
 EVEN = 1.02  # busiest rank over the mean that is even enough: more chunks would cost launches
 _CHUNKS_PER_RANK = (1, 2, 4, 8, 16)
-_MOST_CHUNKS = 1024  # over all ranks: plans look at every pair of them
+_MOST_CHUNKS = 1024  # over all ranks, if more than 2 a rank: plans look at every pair of them
 
 
 def balanced_layout(
@@ -31,10 +31,10 @@ def balanced_layout(
     into equal chunks, and these are assigned to the ranks, those whose queries see most first. The
     same arguments give the same layout, on every rank. Each chunk that a rank holds is a launch or
     more, so of 1, 2, 4, 8 and 16 chunks a rank the fewest are taken with which the busiest rank has
-    at most 1.02 times the mean, or else those that are most even. Numbers of chunks that do not
-    divide the lengths are left out, and those above 2 with which there are more than 1024 in all.
-    Chunks are multiples of 128 tokens, which kernels work in, where a length is a multiple of 128
-    times the number of chunks.
+    at most 1.02 times the mean, or else those that are most even. Numbers that do not divide both
+    lengths are left out, and so are 4 and more a rank that make over 1024 chunks. Chunks are
+    multiples of 128 tokens, which kernels work in, where a length is a multiple of 128 times the
+    number of chunks.
 
     >>> from ring_core import Mask, balanced_layout
     >>> documents = Mask(causal=True, cu_seqlens=(0, 6, 8))  # one long, one short
@@ -74,6 +74,7 @@ def layout_for(
 
     Raises:
         ValueError: No such name, or chunks cannot be balanced; see :func:`balanced_layout`.
+        UnsupportedError: ``chunks`` for a mask with a predicate.
     """
     check_choice("layout", name, ALL_LAYOUTS)
     if name == "chunks":
@@ -135,7 +136,10 @@ def _assign(weights: Ints, cp_size: int) -> Ints:
 
 
 def _swap_until_even(chunks: Ints, weights: Ints) -> Ints:
-    """Let the busiest rank swap chunks with others, as long as that lowers the larger of two loads.
+    """Return the chunks of all ranks after the busiest one has swapped some with others.
+
+    It swaps as long as the larger load of the two ranks is then lower, at most once a chunk. The
+    argument is not changed.
 
     Args:
         chunks: Chunk numbers ``[cp_size, n]``.

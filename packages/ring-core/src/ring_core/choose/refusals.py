@@ -57,7 +57,10 @@ def refusals(capabilities: Capabilities, request: Request, program: RingProgram)
 
 
 def _mask_refusals(can: Capabilities, program: RingProgram) -> dict[str, Any]:
-    """Return reasons that the mask gives, each with a value that is true if the reason applies."""
+    """Return reasons that the mask gives, each with a value that is true if the reason applies.
+
+    With a predicate there is no other: its items are tiles, without bands and documents.
+    """
     if program.plan.mask.predicate is not None:
         return {"has no predicate masks": not can.predicate}
     counts = program.item_counts
@@ -86,7 +89,7 @@ def require(
 
     Args:
         capabilities, request, program: As in :func:`refusals`.
-        others: Kernels to suggest instead, those that can do the call.
+        others: Kernels that may be suggested instead. Those of them that can do the call are.
 
     Raises:
         UnsupportedError: The kernel cannot; the message has every reason and what to use instead.
@@ -111,8 +114,9 @@ def split_by_reasons[Kernel](
 ) -> tuple[list[Kernel], tuple[tuple[Capabilities, tuple[str, ...]], ...]]:
     """Return the kernels that can do a call, in their order, and why others cannot.
 
-    Where earlier kernels serve the same device types, one without measured times is skipped, as
-    ``auto`` would not take it. With ``device=None`` a kernel for any device ends the list.
+    Where earlier kernels that can do the call serve the same device types, one without measured
+    times is skipped, as ``auto`` would not take it: it is not asked, and in neither result. With
+    ``device=None`` a kernel that can, and is for any device, ends the list.
 
     Args:
         kernels: Kernels with their capabilities, in order of preference.
@@ -122,7 +126,7 @@ def split_by_reasons[Kernel](
             types count.
 
     Returns:
-        The kernels that can, and the others' capabilities with their reasons.
+        The kernels that can; and the capabilities of those that cannot, with their reasons.
     """
     able: list[Kernel] = []
     refused: list[tuple[Capabilities, tuple[str, ...]]] = []

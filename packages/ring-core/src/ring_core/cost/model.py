@@ -31,7 +31,8 @@ class Hardware:
         source: The origin of the figures, in words.
 
     Raises:
-        ValueError: A rate is no finite number above 0, or a text is none.
+        ValueError: A rate is no finite number above 0, ``hop_us`` is none from 0 on, or a text is
+            no ``str``.
     """
 
     name: str
@@ -146,12 +147,15 @@ class MessageBytes(NamedTuple):
 
     kv: int
     grad: int  # dK/dV
-    ship: int  # queries, to the helper
-    results: int  # of offloaded queries, back home
+    ship: int  # queries, to the helper; in the backward also dout, lse and delta
+    results: int  # of offloaded queries, back home: (out, lse) or dQ, in float32
 
 
 def message_bytes(plan: Plan, model: Model) -> tuple[MessageBytes, MessageBytes]:
-    """Return the bytes of messages of the forward, and of the backward."""
+    """Return the bytes of messages of the forward, and of the backward.
+
+    They are those of one rank's shard, padding included.
+    """
     rows, kv = rows_and_keys(plan, model)
     d, dv, e = model.head_dim, model.value_dim, model.bytes_per_element
     return (

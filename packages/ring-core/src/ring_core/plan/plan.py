@@ -76,7 +76,10 @@ class WorkItem:
 
     @cached_property
     def is_full(self) -> bool:
-        """True if every query of the rectangle sees every key of it."""
+        """True if every query of the rectangle sees every key of it.
+
+        Items with documents or ``tiles`` are never full, even if all of their tiles are.
+        """
         return self.lo is None and self.hi is None and self.cu_q is None and self.tiles is None
 
     @cached_property
@@ -127,15 +130,19 @@ class WorkItem:
         return np.maximum(first, 0), np.minimum(stop, columns)
 
     def each_document(self) -> Iterator[WorkItem]:
-        """Yield an item for each document, trimmed, which counts from this item's corner."""
+        """Yield an item for each document, trimmed, which counts from this item's corner.
+
+        Documents in which no query sees a key are left out.
+        """
         sides = (pairwise(not_none(cu).tolist()) for cu in (self.cu_q, self.cu_k))
         documents = (self._part((0, 0), *q, *k) for q, k in zip(*sides, strict=True))
         yield from (document for document in documents if document is not None)
 
     def rows(self, start: int, stop: int) -> WorkItem | None:
-        """Return the part of the item between two local query rows, trimmed; ``None`` if empty.
+        """Return the part of the item between two local query rows; ``None`` if empty.
 
-        Not for items with ``tiles``, which cannot be cut inside a tile.
+        It is trimmed, unless the rows lie in several documents: then it has all the rows, and all
+        columns of these documents. Not for items with ``tiles``, which cannot be cut inside a tile.
         """
         assert self.tiles is None
         first, last = max(start, self.q_start) - self.q_start, min(stop, self.q_stop) - self.q_start
@@ -372,8 +379,9 @@ def make_plan(
 
     Raises:
         ValueError: Unknown layout, or chunks for other than ``cp_size`` ranks; a length the layout
-            cannot divide; ``cu_seqlens`` that do not end at ``seq_len`` or come with other keys
-            than queries; a predicate over more than ``2 ** 34`` pairs, or not of booleans.
+            cannot divide; a ``pad_to`` that is no such length; ``cu_seqlens`` that do not end at
+            ``seq_len`` or come with other keys than queries; a predicate over more than
+            ``2 ** 34`` pairs, or not of booleans.
     """
     check_kind("mask", mask, Mask)
     check_layout(layout)

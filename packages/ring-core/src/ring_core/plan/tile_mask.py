@@ -73,7 +73,11 @@ class BlockGeometry(LaidOutMask):
         return self._visible_pairs(q_rank, kv_rank, half).sum(axis=(-2, -1), dtype=np.int64)
 
     def digest(self) -> bytes:
-        """Return 16 bytes by which ranks compare what their predicates show."""
+        """Return 16 bytes by which ranks compare what their predicates show.
+
+        They are a hash of the kinds and counts of tiles: predicates that differ inside of tiles
+        alone, and show equally many pairs there, are not told apart.
+        """
         return hashlib.blake2b(self.kinds.tobytes() + self.pairs.tobytes(), digest_size=16).digest()
 
     @cached_property

@@ -15,7 +15,7 @@ from ring_core.plan.geometry import RectangleTable
 from ring_core.plan.tile_mask import Geometry
 
 Offload = Literal["none", "mirror", "half"]
-_PAIRS_AT_ONCE = 1 << 15  # pairs of ranks that are counted at a time
+_PAIRS_AT_ONCE = 1 << 15  # pairs of runs that are counted at a time
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def active_steps(
 ) -> tuple[tuple[Step, ...], Ints]:
     """Return the steps in which some rank has work, and how much: visible pairs ``[step, rank]``.
 
-    ``num_runs`` is the number of runs per rank in the layout. The step of shift 0, a rank's own
-    block, is always there.
+    They are in ascending order of their shifts. ``num_runs`` is the number of runs per rank in the
+    layout. The step of shift 0, a rank's own block, is always there.
     """
     # A step in which nobody computes is dropped on all ranks alike: K/V then hop over it in one
     # move.
@@ -94,7 +94,8 @@ def _balanced_steps(
 
     At shift ``s`` rank ``r`` meets the keys of ``r - s``; at shift ``cp_size - s`` rank ``r - s``
     meets those of ``r``. The pair of ranks can do both in one step: ``r`` computes the second for
-    ``r - s``, whose queries come along with its K/V.
+    ``r - s``, whose queries come along with its K/V. The layout is contiguous, so a rank has one
+    run. The steps are not in the order of their shifts.
     """
     ranks = np.arange(cp_size)
     # The own block needs nobody, so there is nothing to fold.
@@ -130,7 +131,10 @@ _STEPS: Mapping[RingStrategy, Callable[[Geometry, int, int], Iterator[tuple[Step
 
 
 def _chunks(shifts: Ints, pairs: int) -> Iterator[Ints]:
-    """Yield shifts a few at a time, so that arrays over all their ``pairs`` stay in cache."""
+    """Yield shifts a few at a time, so that arrays over all their pairs of runs stay in cache.
+
+    ``pairs`` is the number of these that a shift has.
+    """
     size = max(1, _PAIRS_AT_ONCE // pairs)
     for start in range(0, shifts.size, size):
         yield shifts[start : start + size]

@@ -52,6 +52,9 @@ def check_inputs(
 ) -> Inputs:  # fmt: skip
     """Check the arrays of a call, and return them as float64 and int64, without padding.
 
+    ``seq_len`` is the number of tokens that are no padding, or a pair of it for queries and keys;
+    ``None`` if there is no padding.
+
     Raises:
         ValueError: One is no array of numbers, or they do not fit together.
     """
@@ -106,7 +109,13 @@ def _record(x: Floats | None) -> checks.Tensor | None:
 
 
 def _ids(ids: Any, sizes: checks.Sizes, side: str) -> Ints:
-    """Check the segment ids of ``queries`` or ``keys``, and return them as int64 ``[B, T]``."""
+    """Check the segment ids of ``queries`` or ``keys``, and return them as int64 ``[B, T]``.
+
+    They are those of all tokens, padding included.
+
+    Raises:
+        ValueError: They have another shape, or are no integers that fit into int32.
+    """
     array = as_ints("segment_ids", ids)
     checks.check_segment_ids(checks.Tensor(array.shape, "int32", _DEVICE), sizes, side, _DEVICE)
     if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:

@@ -22,13 +22,15 @@ TIE = 1.05
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes of a strategy in forward and backward, each at most over the ranks.
+    """The bytes of a strategy in forward and backward, each at most over the ranks or hosts.
+
+    The largest of each may be of another rank.
 
     Attributes:
         name: A key of ``STRATEGIES``.
         between: Bytes that a rank sends to other hosts.
         within: Bytes that a rank sends to ranks of its host.
-        of_host: Sum of what the ranks of a host send to others.
+        of_host: Sum of what the ranks of a host send to other hosts.
         held: Bytes that a rank holds beyond the caller's tensors.
     """
 
@@ -51,6 +53,8 @@ def sent_by_strategy(
     plan: Plan, model: Model, ranks_per_host: int
 ) -> tuple[list[Sent], dict[str, str]]:
     """Return what each strategy sends, the one to take first, and why others cannot run the plan.
+
+    The reasons are by name. On a single host strategies of groups are in neither result.
 
     Every rank waits for the one that sends most between hosts, where links are slowest: the least
     of these bytes wins. Of strategies within 5 % of it the one that sends least within a host does,

@@ -81,7 +81,10 @@ class Constexprs(NamedTuple):
 
 
 def nan_safe_constexprs(consts: Constexprs) -> Constexprs:
-    """Return the constants of a slower pass that recomputes blocks whose results are not finite."""
+    """Return the constants of a slower pass that recomputes blocks whose results are not finite.
+
+    Its blocks are small and read by pointers; it masks every block, and finds them by the items.
+    """
     return consts._replace(
         BLOCK_Q=min(NAN_SAFE_BLOCK, consts.BLOCK_Q),
         BLOCK_K=min(NAN_SAFE_BLOCK, consts.BLOCK_K), TMA=False,
@@ -170,8 +173,9 @@ class Options(NamedTuple):
 def swizzled_block_and_head(blocks, heads_per_swizzle):
     """Return a thread block's block number and head, swizzled so that the L2 serves more heads.
 
-    The first blocks of all ``heads_per_swizzle`` heads come before the second ones. Those with most
-    work come first, so that none of them is left when the GPU runs empty.
+    The first blocks of all ``heads_per_swizzle`` heads come before the second ones. Blocks with
+    most work should start first, so that none of them is left when the GPU runs empty: where these
+    are the last ones, as of queries under a causal mask, the caller counts from the end.
     """
     per_swizzle = blocks * heads_per_swizzle
     within = tl.program_id(0) % per_swizzle
@@ -254,7 +258,7 @@ def interval(x, n, outer, inner_length, ROWS: tl.constexpr):
     """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``.
 
     ``ROWS`` says that the outer side is the queries. A fully masked token has an interval that
-    ends before it begins.
+    does not end behind its begin; one outside of the item has ``[inner_length, 0)``.
     """
     item = x.items + n * BOUNDS
     lo, hi = tl.load(item + 4), tl.load(item + 5)
@@ -309,7 +313,8 @@ def inner_blocks(first, stop, is_real, BLOCK: tl.constexpr, consts):
 def indexed_blocks(block_index, counts, block_index_batch, batch, block, num_inner_blocks):
     """Return the pointer to a block's list of inner blocks, and how many are partial and full.
 
-    Partial blocks, which need their mask, come first in the list.
+    Partial blocks, which need their mask, come first in the list. ``block_index_batch`` is the
+    stride of batch rows in the list, 0 where they share it.
     """
     count = counts + 2 * ((batch * block_index_batch) // num_inner_blocks + block)
     return (
@@ -450,7 +455,9 @@ def dropout_factor(x, consts, batch, head, row_start, col_start, rows, cols, ROW
 
     It is the same as :func:`ring_core.philox.dropout_keep`: words below ``DROPPED``, 2**32 times
     the probability, drop. One call of Philox gives the words of four neighbouring keys; where keys
-    are neighbours (``ALIGNED8``) it is made once for the four.
+    are neighbours (``ALIGNED8``) it is made once for the four. Rows and columns then count from
+    ``row_start`` and ``col_start``, and ``rows`` and ``cols`` are not read; else these alone are.
+    ``ROWS`` says that rows lie along the first dimension.
     """
     low = tl.load(x.dropout).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(x.dropout + 1).to(tl.uint32, bitcast=True).to(tl.uint64)

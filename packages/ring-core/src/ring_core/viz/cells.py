@@ -26,7 +26,7 @@ def computing_ranks(program: RingProgram, q: Ints, k: Ints) -> Ints:
 
     Returns:
         Ranks, int64 ``[n, m]``: ``NOBODY`` where no rank computes the pair, ``WRONG`` where the
-        tables and the mask disagree, or several ranks compute it.
+        tables and the mask disagree, or the pair is computed more than once.
     """
     plan = program.plan
     q_rank, q_local = (x[:, None] for x in rank_and_index(plan.q_layout, q))
@@ -95,8 +95,8 @@ def count_pieces(layout: Layout) -> int:
 def _sample_indices(layout: Layout, max_cells: int) -> Ints:
     """Return three token indices in every cell of a picture, ``[cells, 3]``: middle, first, last.
 
-    Where they can, cells lie in one piece each. In a striped layout the middle one drifts from cell
-    to cell, so that all ranks show.
+    Where they can, cells lie in one piece each. In a striped layout the one in the middle drifts
+    from cell to cell, so that all ranks show.
     """
     pieces = count_pieces(layout)
     cells = min(max_cells // pieces * pieces or max_cells, layout.seq_len)
@@ -109,7 +109,8 @@ def _sample_indices(layout: Layout, max_cells: int) -> Ints:
 def ranks_of_cells(program: RingProgram, max_cells: int) -> Ints:
     """Return the rank that computes the first visible pair of each cell, ``[q_cells, k_cells]``.
 
-    Pairs are sampled: it is ``NOBODY`` where none of them is visible, ``WRONG`` where one is wrong.
+    Of a cell nine pairs are looked at, the one in the middle first. It is ``WRONG`` if any of them
+    is, and ``NOBODY`` if none is visible.
 
     Args:
         program: The program.

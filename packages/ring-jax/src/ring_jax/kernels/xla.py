@@ -259,7 +259,11 @@ class ScoreBlocks:
         return lax.dynamic_update_slice(dbias, old + grad, start)
 
     def _visible(self, bounds: Bounds, i: Block, j: Block) -> Array:
-        """Return which scores of a block are visible, bool ``[B or 1, 1, 1, n, m]``."""
+        """Return which scores of a block are visible, bool ``[B or 1, 1, 1, n, m]``.
+
+        It is made of the item, documents, the predicate and segment ids, and of no bias. Rows and
+        columns that belong to the block before are hidden.
+        """
         row = (i.start + jnp.arange(self.block_q))[:, None]
         column = (j.start + jnp.arange(self.block_k))[None]
         visible = (row >= jnp.maximum(i.first, bounds.q_start)) & (row < bounds.q_stop)

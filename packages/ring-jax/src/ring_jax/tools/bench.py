@@ -29,6 +29,8 @@ def defaults() -> BenchCase:
 def bench(setting: BenchCase, seconds: float) -> tuple[list[doctor.Check], tuple[Timing, ...]]:
     """Check a ring against float64 on a short sequence, then time it, and one device alone.
 
+    The ring is timed twice, as it is and with the tripwire on every call.
+
     CPU devices share the host's cores, which one device also has for itself: there the times
     themselves are compared, elsewhere the rates per device.
 
@@ -115,7 +117,8 @@ def compared(
 def _run(cp: ContextParallel, setting: BenchCase, check: int) -> TimedRound:
     """Return a function of a seed that times one forward, and one forward with backward.
 
-    The tripwire checks one in ``check`` calls; 0 checks none.
+    The tripwire checks one in ``check`` calls; 0 checks none. The first run compiles, within the
+    time that it returns.
     """
     attend = _attention(cp, setting)
     forward, both = jax.jit(attend), out_and_grads(attend)

@@ -95,7 +95,11 @@ def _carried(size: int, run: Callable[..., Any], *arrays: Any) -> int:
 
 
 def _bytes_moved(jaxpr: Any, size: int) -> Iterator[int]:
-    """Yield, for each collective in a jaxpr, the bytes that leave all ranks together."""
+    """Yield, for each collective in a jaxpr, the bytes that leave all ranks together.
+
+    A scan counts as often as it runs, the body of any other loop once, and a branch with all its
+    sides. An all-to-all and a ``psum`` count as their whole arrays on every rank.
+    """
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         times = equation.params["length"] if name == "scan" else 1
@@ -125,8 +129,9 @@ def start_clock(
     """Read the host's clock before the arrays that a pass computes with are available.
 
     Returns:
-        The time in microseconds, uint32, or ``None`` if rates are not checked for this call; and
-        the arrays, tied to that reading.
+        The time in microseconds, uint32, or ``None`` if no peak is known or arrays decide the work;
+        and the arrays, tied to that reading. In a call that is not checked the clock is not read,
+        and the call's number is returned instead of the time.
     """
     if _peak(inputs) is None:
         return None, list(arrays)

@@ -148,7 +148,7 @@ class HFAttention:
             attention_mask: The layer's :class:`~ring_torch.hf.masks.LayerMask`.
             dropout: Dropout probability.
             scaling: Softmax scale; ``None`` for ``1 / sqrt(D)``.
-            sliding_window: Checked against the mask, which decides.
+            sliding_window: Checked against a causal mask; the mask decides.
             softcap: Scores become ``softcap * tanh(scores / softcap)``.
             is_causal: Checked against the mask, which decides.
             s_aux: Attention sinks, ``[H]``.
@@ -256,7 +256,9 @@ def _layer_mask(attention_mask: object) -> LayerMask:
 
 
 def _whole_bias(bias: Tensor | None, mask: LayerMask) -> Tensor | None:
-    """Check that a bias has columns for all ranks' keys and return it; ``None`` for the scalar 0.
+    """Check that a bias has columns for all ranks' keys and return it; ``None`` for a scalar.
+
+    A scalar, which models give as 0 for no bias, would change no weight.
 
     Raises:
         UnsupportedError: Its columns are not all ranks' keys.
@@ -315,6 +317,9 @@ def _layer_seed(module: nn.Module, batch: ShardedMask, mask: LayerMask | None = 
     """Return the dropout seed of a layer, equal on all ranks.
 
     It differs by batch and layer, and between self-attention and cross attention of one layer.
+
+    Raises:
+        UnsupportedError: The batch has no seed, or the layer no ``layer_idx``.
     """
     layer = getattr(module, "layer_idx", None)
     if batch.dropout_seed is None or layer is None:

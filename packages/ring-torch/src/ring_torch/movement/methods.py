@@ -42,6 +42,9 @@ class Halo(NamedTuple):
             outside.
         documents: Number of the document of each token, counted without empty ones, likewise; 0
             without ``cu_seqlens``, -1 outside.
+
+    Where tokens lie along the first dimension, ``[R, left + L + right, ...]`` and ``R`` stand for
+    ``[B * R, ..., left + L + right, ...]`` and ``B * R``.
     """
 
     rows: Tensor
@@ -99,7 +102,8 @@ def relayout(
 def join(y: Tensor, dim: int, layout: LayoutSpec, size: int) -> Tensor:
     """Return the rows of all runs ``[B * R, ..., L, ...]`` as ``[B, ..., R * L, ...]``.
 
-    It is a view where that is possible.
+    With ``dim`` 0 it returns ``[R, L, ...]`` as ``[R * L, ...]``. The result is a view where that
+    is possible.
     """
     dim = check_dim(y, dim, "y")
     runs = check_rows(y.shape, dim, layout, size)
@@ -185,7 +189,10 @@ def rows_of_runs(x: Tensor, dim: int, runs: int) -> Tensor:
 
 
 def halo_ids_of(kind: HaloMove, x: Tensor, dim: int, ranks: Ranks) -> Tensor:
-    """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``."""
+    """Return positions and documents of a halo of ``x``, int64 ``[2, B * R, left + L + right]``.
+
+    ``B`` is 1 if ``dim`` is 0.
+    """
     layout = layout_of(kind, x.shape[dim] * ranks.size, ranks.size)
     # Every rank works them out of the plan: ids are never sent.
     ids = _halo_ids(kind, layout, ranks.rank, x.device)
@@ -200,7 +207,7 @@ def _halo_ids(kind: HaloMove, layout: Layout, rank: int, device: torch.device) -
 
 
 def _moved(ranks: Ranks, x: Tensor, dim: int, kind: MoveKind, number: int, tokens: int) -> Tensor:
-    """Run a checked movement as one autograd function."""
+    """Run a movement, the arguments of which have been checked, as one autograd function."""
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     check_every, checked = check_of(ranks, number)
     call = MoveCall(ranks, kind, dim % x.ndim, needs_grad, number, 0, check_every, checked)

@@ -156,7 +156,7 @@ class PeerCopies:
         # Peers may still be reading what the pass before put there.
         self.buffer.wait_reusable()
         spec, groups = self.spec, range(self.spec.groups)
-        if gather.length == 0:  # nobody fetches any
+        if gather.length == 0:  # this rank gathers no keys
             return [torch.empty(0, dtype=spec.acc_dtype, device=spec.device) for _ in groups]
         buffers = [self._grads_of(spec.ranks.rank, n, sums, gather.length) for n in groups]
         return [x.zero_() for x in buffers] if zero else buffers
@@ -169,7 +169,8 @@ class PeerCopies:
 
         Beside kernels copy engines bring them into staging tensors. Otherwise nothing would be
         hidden by that: a kernel adds them straight out of the peers' memory, in
-        :data:`ring_torch.transports.api.PendingGrads`.
+        :data:`ring_torch.transports.api.PendingGrads`. Without Triton, which that kernel needs,
+        they are always copied.
         """
         buffer, plan = self.buffer, self.spec.plan
         requests = requests_to(
@@ -251,8 +252,9 @@ def grad_bytes_of(plan: Plan, keys: KVPayload, dtype: torch.dtype, splits: bool,
 def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile: int = 1) -> bool:
     """Return True if passes over gathered keys exchange in one kernel each way, on all ranks alike.
 
-    The gathered K/V have to be few, of a single group of heads, without segment ids and in rows of
-    16-byte words, and no work may be over own keys in place.
+    The gathered K/V have to be few, not float64, of a single group of heads, without segment ids
+    and in rows of 16-byte words, and no work may be over own keys in place. There are at most
+    ``MOST_RANKS`` ranks, with Triton and NVIDIA GPUs.
     """
     longest = longest_gather(plan, splits=splits, tile=tile)
     fits = 0 < keys.size(longest.length) <= _MOST_BYTES and plan.cp_size <= MOST_RANKS
@@ -284,7 +286,11 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``[rows, ...]`` on the current stream by a copy engine; rows are contiguous each.
 
     Rows that lie apart are one two-dimensional copy if ``cuda.bindings`` is installed, which torch
-    brings on Linux, and a copy each otherwise. Torch's own ``copy_`` would launch a kernel.
+    brings on Linux, and less than 2 GiB lie from row to row; and a copy each otherwise. Torch's own
+    ``copy_`` of all of them would launch a kernel.
+
+    Raises:
+        RuntimeError: The two-dimensional copy could not be queued.
     """
     if target.is_contiguous() and source.is_contiguous():
         target.copy_(source)

@@ -30,7 +30,8 @@ def compare_with_whole(runner: Runner, attention: str, other_attention: str | No
 
     Raises:
         WrongResultError: The split run differs by more than rounding.
-        ValueError: There is nothing to compare, or the whole run's loss is not finite.
+        ValueError: There is nothing to compare, the whole run's loss is not finite, or noise hides
+            all differences.
     """
     with unchanged(runner.model):
         split = runner.run()
@@ -55,6 +56,13 @@ def compare_traces(
     split: Trace, whole: Trace, other: Trace, sequences: list[Tokens], rows: int
 ) -> dict[Key, Difference]:
     """Compare this rank's part of a split run with a whole run, and that with a second whole run.
+
+    Args:
+        split: Records of the split run on this rank.
+        whole: Those of the whole run.
+        other: Those of the second whole run.
+        sequences: The sequences of the batch, of an encoder and a decoder two.
+        rows: Number of rows in the batch, ``B``.
 
     Returns:
         Differences by record, in the order of the split run. Records without a counterpart, such
@@ -94,10 +102,15 @@ def compare_traces(
 def _sequence_of(
     split: tuple[int, ...], whole: tuple[int, ...], sequences: list[Tokens], rows: int
 ) -> tuple[int | None, Tokens | None] | None:
-    """Return the dimension along which a tensor is split in the split run, and its sequence.
+    """Return the dimension of a tensor along which a sequence lies, and that sequence.
+
+    Shapes that differ are of a tensor that is split there. In equal shapes it is the last dimension
+    that is as long as a whole sequence, which this rank then holds whole. The first dimension may
+    hold all rows of the batch one behind the other.
 
     Returns:
-        ``None`` if the shapes cannot be of one tensor; ``None`` as dimension if none is split.
+        ``None`` if the shapes cannot be of one tensor; ``(None, None)`` if they are equal, and no
+        dimension is as long as a sequence.
     """
     if len(split) != len(whole):
         return None
@@ -106,7 +119,8 @@ def _sequence_of(
         for dim, sizes in enumerate(zip(split, whole, strict=True))
         if sizes[0] != sizes[1] and (dim or sizes != (rows, 1))
     ]
-    # Splitting changes one dimension; with two the tensors are not the same.
+    # Splitting changes one dimension; with two the tensors are not the same. A first dimension of
+    # 1 in the whole run, beside the batch's rows in the split run, is none: it broadcasts.
     if len(unlike) > 1:
         return None
     for dim in unlike or range(len(split) - 1, -1, -1):
@@ -140,7 +154,8 @@ def _held_whole(sequence: Tokens) -> Tokens:
 def _largest_errors(split: Tensor, whole: Tensor, other: Tensor, tokens: Tokens | None) -> Tensor:
     """Return the largest error and the largest noise of a token, relative to its norm, ``[2]``.
 
-    A token with less than the median norm counts as one of median norm.
+    A token with less than the median norm counts as one of median norm. The error is that of this
+    rank's tokens, the noise that of all.
 
     Args:
         split: Split run's projections of this rank's part, ``[B, T_local, k]``.

@@ -30,7 +30,7 @@ class VerifyReport:
             where none could be compared.
         gradients: Difference of the parameters' gradients, the one closest to its limit; ``None``
             where no parameter is trained.
-        modules: Number of modules whose outputs were compared.
+        modules: Number of modules whose inputs or outputs were compared on this rank.
     """
 
     loss: Difference | None
@@ -49,9 +49,9 @@ class ComparedRuns:
 
     Attributes:
         split: The run on the ring.
-        whole: The whole run, with eager attention.
-        other: A second whole run, whose attention is computed in another way. Its difference from
-            ``whole`` is the noise.
+        whole: The whole run.
+        other: A second whole run, with attention computed in another way, or else with outputs of
+            modules changed by rounding. Its difference from ``whole`` is the noise.
     """
 
     split: ModelRun
@@ -81,6 +81,9 @@ def judge(
     gradients: Mapping[str, Difference],
 ) -> VerifyReport:
     """Judge this rank's differences, exchange them with the other ranks, and return the report.
+
+    Its differences are the worst of any rank. If one is too large all ranks raise the error, which
+    blames the first fault of any rank.
 
     Args:
         runner: Runner that ran the batch.
@@ -125,7 +128,8 @@ def gradient_differences(
     """Return differences of the parameters' gradients, relative to the gradients' norms.
 
     A gradient much smaller than a typical one is divided by one hundredth of the typical norm
-    instead of its own: it is zero except for rounding, as that of a bias of keys.
+    instead of its own: it is zero except for rounding, as that of a bias of keys. The noise of each
+    is at least that of all gradients together.
 
     Args:
         errors: Norms of the split run's differences from the whole run, ``[P]``.
@@ -172,9 +176,9 @@ def _first_fault(
 ) -> _Fault:
     """Return the module to blame, if anything is wrong.
 
-    It is the module of the first output that differs. If no output differs, it is the module whose
-    gradient is the first to differ in the backward. If all gradients differ, or nothing does, it
-    is the model itself.
+    It is the module that made the first input or output that differs. If none differs, it is the
+    module whose gradient is the first to differ in the backward. If all gradients differ, or
+    nothing does, it is the model itself.
     """
     for order, (key, difference) in enumerate(outputs.items()):
         if not difference.is_within:

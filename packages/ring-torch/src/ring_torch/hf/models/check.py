@@ -121,7 +121,8 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     Args:
         model: The model.
         joins_router: True if the caller computes the loss of a mixture-of-experts router from the
-            whole sequence; a model with such a loss can then be exact.
+            whole sequence; a model with such a loss can then be exact. Models within a module of
+            the user's own are judged without it.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -136,8 +137,9 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     model = unwrapped(model)
     if is_of_transformers(model):
         return _report(model, joins_router=joins_router)
-    # A user's own module round models of transformers: each of them is examined, the rest is taken
-    # on trust.
+    # A user's own module round models of transformers: each of them that takes tokens is examined,
+    # the rest is taken on trust. What the report has of positions, labels and hooks is the first's:
+    # positions and labels have to be the same for all.
     reports = [_report(inner) for inner in _models_in(model) if _takes_tokens(inner)]
     if not reports:
         return ModelReport()
@@ -215,7 +217,10 @@ def _models_in(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def towers(model: nn.Module) -> Iterator[Any]:
-    """Return the models of transformers within a model that process images or sound."""
+    """Return the models of transformers within a model that process images or sound.
+
+    They are known by their names.
+    """
     return (
         module
         for name, module in model.named_modules()
@@ -229,7 +234,11 @@ def _takes_tokens(model: nn.Module) -> bool:
 
 
 def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that process the sequence of tokens, with their names."""
+    """Yield the modules that process the sequence of tokens, with their names.
+
+    Names are those within the decoder, with a dot behind them; both shells round it are named "".
+    In a model of an encoder and a decoder names are the module's own, and no module is left out.
+    """
     if is_pair(model):
         yield from model.named_modules()
         return

@@ -127,7 +127,10 @@ def score_mod(cap: float | None, alibi: Alibi | None, packed: int) -> Any:
 
 @lru_cache(maxsize=64)
 def score_mod_bwd(cap: float | None) -> Any:
-    """Return a ``score_mod_bwd``: the gradient of a score from that of its modified score."""
+    """Return a ``score_mod_bwd``: the gradient of a score from that of its modified score.
+
+    ALiBi only adds a number to a score, so its gradient is that of ``cap`` alone.
+    """
 
     @cute.jit
     def modified(
@@ -192,7 +195,10 @@ def mask_mod(
 
 @cute.jit
 def _falling(score, cap):
-    """Return ``(1 - tanh(score / cap)) / 2``, exact up to the rounding of its operations."""
+    """Return ``(1 - tanh(score / cap)) / 2`` as ``1 / (1 + exp(2 * score / cap))``.
+
+    The exponential and the reciprocal are the GPU's approximate instructions.
+    """
     power = cute.math.exp2(score * (2.0 * math.log2(math.e) / cap), fastmath=True)
     return cute.arch.rcp_approx(1.0 + power)
 
@@ -223,6 +229,9 @@ def _load(address, index, *, loc=None, ip=None):
 
 @cute.jit
 def _at(address, dtype):
-    """Return a tensor of the numbers that begin at an address, without bounds."""
+    """Return a tensor of the numbers that begin at an address, without bounds.
+
+    The address is taken to be a multiple of 16.
+    """
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout(_UNBOUNDED))

@@ -281,7 +281,7 @@ def _capability_number(device: torch.device) -> int:
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the strides of the batch and head dimensions of all tensors, by name."""
+    """Return the strides of the batch and head dimensions of all tensors but dbias, by name."""
     strides: dict[str, int] = {}
     for name, x in tensors.items():
         stride_name, head_dim = _STRIDES_OF.get(name, name), 2 if x.ndim == 4 else 1
