@@ -262,8 +262,8 @@ class FlashKernel(Kernel):
         """Return the pieces of an item that the library cannot do in one launch; none if it can.
 
         Documents are a piece each, where no single window fits them or the library would be wrong
-        about its right side. Without documents a piece has as many rows as the item has keys. Their
-        rows and columns count from the item's first row and column.
+        about its right side. Without documents a piece has as many rows as the item has keys. The
+        pieces' rows and columns count from the item's first row and column.
         """
         if item.cu_q is not None and item.cu_k is not None:
             window = item.documents_window
