@@ -119,8 +119,7 @@ class FlashKernel(Kernel):
                     *self._forward(q, k, v, options._replace(needs_lse=False), out)
                 )
             result, lse = self._forward(q, k, v, options, out)
-            # A plan cuts off the rows of a band that see nothing, so `lse` is finite unless a score
-            # is not. Other masks leave such rows in.
+            # Every row of a band sees something: plans cut others off. Other masks leave them in.
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _mark_nonfinite_where_seen(result, lse))
             return AttentionState(result, mark_infinities(lse))
@@ -261,9 +260,8 @@ class FlashKernel(Kernel):
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
         """Return the pieces of an item that the library cannot do in one launch; none if it can.
 
-        Documents are a piece each, where no single window fits them or the library would be wrong
-        about its right side. Without documents a piece has as many rows as the item has keys. The
-        pieces' rows and columns count from the item's first row and column.
+        A piece is a document or, without documents, as many rows as the item has keys. Its rows
+        and columns count from the item's first row and column.
         """
         if item.cu_q is not None and item.cu_k is not None:
             window = item.documents_window
