@@ -1,4 +1,7 @@
-"""Static properties of a call's tensors: their checks, and those of an inner call's tensors."""
+"""Static properties of a call's tensors: their checks, and those of an inner call's tensors.
+
+A strategy that trades tokens for heads makes the inner call, for a rank's part of the heads.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ class TensorSpec(NamedTuple):
 def facts_of_heads(
     facts: tuple[TensorSpec | None, ...], heads: HeadPlan
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the properties of the inner call's tensors: all tokens of a rank's heads."""
+    """Return the properties of the inner call's tensors: all tokens of a rank's heads.
+
+    ``facts`` are in the order of :class:`Inputs`, ``None`` for a tensor that is not given.
+    """
     (ranks, q_heads), kv_heads = heads.q.shape, heads.kv.shape[1]
     sizes = {"q": q_heads, "k": kv_heads, "v": kv_heads}
 
@@ -64,9 +70,14 @@ class Described(NamedTuple):
 
 
 def check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
-    """Check all tensors but the bias, and return the call's sizes.
+    """Check all tensors but the bias; return the call's sizes, and the tensors' descriptions.
 
-    The bias is checked later: its width is the number of all keys, which the plan knows.
+    ``facts`` are those of the tensors of :class:`Described`, in its order. The bias is checked
+    later: its width is the number of all keys, which the plan knows.
+
+    Raises:
+        ValueError: A tensor is malformed, q is on the meta device, or ``alibi_slopes`` require a
+            gradient.
     """
     described: Any = [None if fact is None else fact.described() for fact in facts]
     tensors = Described(*described)

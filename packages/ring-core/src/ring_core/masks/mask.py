@@ -47,7 +47,7 @@ class Mask:
         cu_seqlens: ``(0, ..., T)``, offsets of packed documents; documents see themselves only.
         predicate: ``predicate(q_pos, k_pos)``, any further rule, written with operators that work
             on numpy, torch and jax integer arrays alike; it returns booleans of the broadcast
-            shape and must be a pure function.
+            shape and must be a pure, hashable function.
 
     Raises:
         ValueError: A part is malformed.
@@ -106,7 +106,8 @@ class Mask:
 
         They cut the positions ``[start, stop)`` into cells. Tokens may see each other only inside a
         cell: chunks and documents both partition the positions into ranges, and cells are the
-        common refinement.
+        common refinement. Borders outside of ``[start, stop)`` are among them: those of all
+        documents, and both of each chunk that the range touches.
 
         >>> Mask(chunk_size=4, cu_seqlens=(0, 6, 8)).boundaries(0, 8)
         array([0, 4, 6, 8])
@@ -289,8 +290,10 @@ class _Offsets:
     def of(cls, values: Any) -> _Offsets:
         """Make the key of a tuple, a list, or an array of any framework that lies on the host.
 
+        A tuple's contents are not looked at here; :func:`_mask_of` refuses all but integers.
+
         Raises:
-            TypeError: Not integers, or not on the host.
+            TypeError: A list or array that is not of integers, or not on the host.
         """
         if type(values) is tuple:
             return cls(id(values), values)
@@ -304,7 +307,12 @@ class _Offsets:
 def _mask_of(
     options: tuple[Any, Any, Any], _types: tuple[type, ...], offsets: _Offsets | None
 ) -> Mask:
-    """Make the mask of some options; see :func:`mask_of`, which explains the keys of this cache."""
+    """Make the mask of some options; see :func:`mask_of`, which explains the keys of this cache.
+
+    Raises:
+        TypeError: A tuple of ``cu_seqlens`` holds something else than Python's integers.
+        ValueError: An option is malformed.
+    """
     values = None if offsets is None else offsets.values
     if type(values) is tuple and not all(type(offset) is int for offset in values):
         raise TypeError("what is inside may change in place")

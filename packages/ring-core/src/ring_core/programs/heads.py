@@ -1,7 +1,8 @@
 """Plan of heads: which heads each rank attends with when ranks trade tokens for heads.
 
-Every rank gets equally many query heads and equally many K/V heads, and each of its K/V heads
-serves equally many consecutive query heads, so that kernels see plain grouped-query attention::
+Every rank has equally many places for query heads and for K/V heads, and each of its K/V places
+serves equally many consecutive query places, so that kernels see plain grouped-query attention.
+Places that are left over are padded; a rank may hold fewer heads than another, or none::
 
     H=12, K=3, 4 ranks: each K/V head is copied to all ranks, its query heads are dealt out
 
@@ -105,7 +106,8 @@ def head_plan(q_heads: int, kv_heads: int, ranks: int) -> HeadPlan:
         ranks: Number of ranks, at most ``H``.
 
     Raises:
-        ValueError: There are more ranks than query heads, or ``K`` does not divide ``H``.
+        ValueError: A number is no positive integer, there are more ranks than query heads, or
+            ``K`` does not divide ``H``.
     """
     for name, number in (("q_heads", q_heads), ("kv_heads", kv_heads), ("ranks", ranks)):
         check_size(name, number)

@@ -76,7 +76,10 @@ class ExplainCase:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an ``explain`` command; those of the mask are ``plan``'s."""
+    """Add the options of an ``explain`` command; those of the sequence and mask are ``plan``'s.
+
+    A framework that has ``--backward`` adds it itself.
+    """
     add_mask_options(parser)
     add_each(parser, {
         "--cp": {"type": int, "required": True, "metavar": "P", "help": "number of ranks"},

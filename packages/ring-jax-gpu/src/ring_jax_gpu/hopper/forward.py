@@ -59,8 +59,9 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
 
     Return ``(block, flat, part, split_index)``: the block of 128 queries, the head over all batch
     rows, the part of its keys, and the tile's number among split tiles, -1 if it is not split.
-    Queries that see something come first, the last blocks before the first ones; of split tiles
-    all first parts come before the other ones.
+    The last blocks of queries come before the first ones. With ``consts.STREAM_K`` that is so of
+    blocks that see something; the others follow. Of split tiles all first parts come before the
+    other ones.
     """
     all_heads = sizes.batch * sizes.heads
     blocks = (sizes.q_len + ROWS * GROUPS - 1) // (ROWS * GROUPS)
@@ -119,6 +120,7 @@ def fwd_hopper(
     - ``q``: descriptor of ``[B * T, H * D]``.
     - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where a
       head's values lie beside its keys.
+    - ``items``: the bounds of the work items, which :func:`visited` and :func:`seen_by` read.
     - ``stream_k``: the fields of a ``StreamK``, with ``consts.STREAM_K``.
     - ``marks``: int32, zeros at first. ``[B * H, blocks, 2]`` flags of 64 queries each, set to 1 if
       they are left out because of NaN; then the shared counter of tiles; then ``[split, 2]``
@@ -127,7 +129,7 @@ def fwd_hopper(
     - ``lse [B * H, T]``, ``out [B, T, H, D]``: results, merged into unless ``consts.OVERWRITE``.
     - ``parts [split * each, 2, 64, D]``, ``sums [split * each, 2, 2, 64]``: the results of parts of
       split tiles.
-    - ``heads_per_swizzle``: heads whose keys share the L2 cache.
+    - ``q_len``, ``k_len``, ``batch``, ``heads``, ``group``, ``heads_per_swizzle``: see ``Sizes``.
     """
     stages: gl.constexpr = consts.STAGES
     number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,4 +1,8 @@
-"""The two functions of ejkernel, and the operation class of EasyDeL."""
+"""Calls with other libraries' signatures: two functions of ejkernel, and an operation of EasyDeL.
+
+``ring_attention`` and ``flash_attention`` have ejkernel's arguments, ``RingAttn`` has EasyDeL's.
+Each translates its arguments to those of ``ring_jax``, which computes the attention.
+"""
 
 from __future__ import annotations
 
@@ -170,9 +174,9 @@ def flash_attention(
         dropout_seed: An integer below ``2**64`` or a traced one; needed where something drops.
         cum_seqlens_q: Offsets of documents, ``[n + 1]``, with a batch of one; with a larger batch
             ``[B + 1]``, differences being the lengths of its rows. Tokens behind them are padding.
-        cum_seqlens_k: Offsets of the keys' documents. ``causal`` and ``sliding_window`` need the
-            same offsets as the queries', so that each document starts at the same index on both
-            sides, whatever padding follows.
+        cum_seqlens_k: Offsets of the keys' documents; one side's offsets need the other's.
+            ``causal`` and ``sliding_window`` need the same offsets on both sides, so that each
+            document starts at the same index, whatever padding follows.
         sliding_window: See :func:`ring_attention`.
         fwd_params: See :func:`ring_attention`.
         bwd_params: See :func:`ring_attention`.
@@ -245,8 +249,8 @@ class OperationMetadata:
         strategy: See :func:`ring_jax.ring_attention`.
         softmax_scale: The default for calls that pass none; ``None`` is ``D ** -0.5``.
         blocksize_q, blocksize_k: The kernel's block sizes; ``None`` leaves them to the kernel.
-        operation_configs: A mapping with an object or mapping under ``ring``, which has
-            ``fwd_params``, ``bwd_params`` and ``platform``.
+        operation_configs: A mapping with an object or mapping under ``ring``, which may have
+            ``fwd_params``, ``bwd_params`` and ``platform``; not together with block sizes.
     """
 
     runtime_dtype: DTypeLike | None = None

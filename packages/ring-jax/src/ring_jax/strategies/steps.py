@@ -182,7 +182,11 @@ class StepRunner:
         overwrite: bool,
         is_final: bool,
     ) -> AttentionState:
-        """Merge attention of this device's queries over the K/V it holds now into ``into``."""
+        """Merge attention of this device's queries over the K/V it holds now into ``into``.
+
+        ``overwrite`` and ``is_final`` are those of :class:`LaunchSpec`. Without ``work``, ``into``
+        is returned as it is.
+        """
         if work is None:
             return into
         rows, columns = self._own_operands(launches, work, q, held)
@@ -193,7 +197,10 @@ class StepRunner:
         self, launches: Launches, work: ItemTable | None, q: Array, held: KVPayload,
         upstream: BackwardInputs, grads: QueryGrads, dkv: Array, *, overwrite: bool,
     ) -> tuple[QueryGrads, Array]:  # fmt: skip
-        """Add gradients of this device's queries to ``grads``, and of the K/V held to ``dkv``."""
+        """Add gradients of this device's queries to ``grads``, and of the K/V held to ``dkv``.
+
+        ``overwrite`` is that of :class:`LaunchSpec`.
+        """
         if work is None:
             return grads, dkv
         rows, columns = self._own_operands(launches, work, q, held)
@@ -329,6 +336,7 @@ def _launch[State: (AttentionState, Grads)](
     """Call a method of the kernel for the platform that is compiled for; no queries, no launch."""
     if rows.q.size == 0:
         return into
+    # Kernels without a backward are left out of it: another one of the call's takes their platform.
     excluded = () if method == "attend_into" else spec.call.forward_only
     kernels = [kernel for kernel in spec.call.kernels if kernel not in excluded]
     launches = {

@@ -1,8 +1,8 @@
 """Sample rows of a call's results, compute them again over all ranks, and compare on the host.
 
 Every rank gathers the sampled rows of all ranks, computes their attention over its own keys, and
-sends the results back to each row's rank, which merges them. The comparisons are gathered, so that
-the hosts of all ranks see the same numbers and raise the same error.
+sends the results back to each row's rank, which merges them. The merged rows and the call's own are
+gathered: the hosts of all ranks compare the same numbers and raise the same error.
 """
 
 from __future__ import annotations

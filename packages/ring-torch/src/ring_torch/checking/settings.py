@@ -68,6 +68,8 @@ def checked_every() -> int:
 def number_checked(every: int, number: int) -> int:
     """Return the number by which a call's rows are sampled, or 0 if the call is not checked.
 
+    A call that would be checked, but is captured into a CUDA graph, is not, and warns of it.
+
     Args:
         every: Interval of checked calls, not 0.
         number: Number of the call on its group, from 1 on; 0 without a group.

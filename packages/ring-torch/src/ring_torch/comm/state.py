@@ -52,7 +52,7 @@ def watch(
     """Start a thread that looks for failed ranks, several times within the group's timeout.
 
     It logs failures of other ranks, and passes that do not end; a failure closes the group for
-    later calls. The thread ends with the group.
+    later calls. The thread ends with the group, with its first failure, or with the interpreter.
 
     Args:
         state: The state of the group.

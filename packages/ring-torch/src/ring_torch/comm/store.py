@@ -103,7 +103,7 @@ class StoreAgreement:
             ``None`` if all calls are the same, otherwise the note.
 
         Raises:
-            RuntimeError: A rank did not come within the timeout.
+            RuntimeError: A rank did not come within the timeout, or the store is gone.
         """
 
         def wait() -> None:
@@ -124,7 +124,7 @@ class StoreAgreement:
         return self.read_report()
 
     def clear(self, digest: bytes) -> None:
-        """Delete the keys of this agreement, once all ranks have read them."""
+        """Delete the keys of this agreement. The caller knows that all ranks have read them."""
 
         def delete() -> None:
             # Ranks of another digest have failed, and with them the group: their keys may stay.

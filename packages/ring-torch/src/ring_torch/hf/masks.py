@@ -113,14 +113,16 @@ def ring_mask(
 ) -> LayerMask | NoMask:
     """Return the mask pattern that transformers asks for, instead of a mask tensor.
 
+    Without ``attention_mask`` that is a :class:`NoMask`: only a layer that reads it is an error.
     It is registered as transformers' mask function for ring attention. The arguments are those of
     the mask functions in ``transformers.masking_utils``; releases before 5.2 pass
     ``cache_position`` instead of ``q_length`` and ``q_offset``.
 
     Raises:
         ValueError: ``attention_mask`` does not come from ``shard_batch``.
-        UnsupportedError: The pattern is unknown, or the keys are not the batch's own tokens (a KV
-            cache, a prefix).
+        UnsupportedError: The pattern is unknown, the keys are not the batch's own tokens (a KV
+            cache, a prefix), the model has layers of a type that is not served, or transformers
+            passes an argument that this function does not know.
     """
     # These only say how a mask tensor is to be made.
     del device, dtype, allow_is_causal_skip, allow_is_bidirectional_skip

@@ -60,6 +60,10 @@ class ScoreBias(AnyDevice):
         return self
 
     def __add__(self, other: object) -> ScoreBias:
+        """Return the sum with a tensor, a mask or another summand.
+
+        A second mask, a second bias and second slopes are refused.
+        """
         if isinstance(other, Tensor):
             other = ScoreBias(tuple(other.shape), bias=other)
         if isinstance(other, LayerMask):

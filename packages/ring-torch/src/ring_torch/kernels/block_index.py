@@ -59,7 +59,9 @@ def block_index(
         item: The work item.
         grid: Its division into blocks.
         segments: Segment ids of its rows, ``[B, n]``, and of its columns, ``[B, m]``.
-        mask: Booleans ``[B or 1, n, m]``, false where a mask hides a score from all heads.
+        mask: Booleans ``[B or 1, n, m]``, false where a mask hides a score from all heads. A block
+            that it hides wholly is empty. One that it hides in part stays full if it was, so a
+            grid for a mask has ``all_partial``.
     """
     if segments is None and mask is None:
         return _without_segments(item, grid)
@@ -82,7 +84,8 @@ def in_blocks(mask: Tensor, block_q: int, block_k: int) -> Tensor:
 def _in_segments(kinds: Tensor, segments: tuple[Tensor, Tensor], grid: Grid) -> Tensor:
     """Return kinds ``[B, I, J]`` that also take segment ids into account, by their extremes.
 
-    A block is full only if all its ids are one. It is empty if the ranges of ids are disjoint.
+    A block is full only if all its ids are one. It is empty if the ranges of ids are disjoint, or
+    if all ids of a side are negative, which is padding.
     """
     q_min, q_max = (x[:, :, None] for x in _block_min_max(segments[0], grid.block_q))
     k_min, k_max = (x[:, None, :] for x in _block_min_max(segments[1], grid.block_k))

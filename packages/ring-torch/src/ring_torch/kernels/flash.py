@@ -51,7 +51,7 @@ from ring_torch.records import (
 
 
 def old_gpu_reason() -> str | None:
-    """Return why the current CUDA device is older than Ampere, or ``None`` if it is not."""
+    """Return a refusal if the current CUDA device is older than Ampere, else ``None``."""
     if capability()[0] >= 8:
         return None
     return f"needs a GPU of compute capability 8.0 or newer, this is {capability()}"
@@ -119,6 +119,7 @@ class FlashKernel(Kernel):
                     *self._forward(q, k, v, options._replace(needs_lse=False), out)
                 )
             result, lse = self._forward(q, k, v, options, out)
+            # Every row of a band sees something: plans cut others off. Other masks leave them in.
             if options.mods is not None and options.mods.masked is not None:
                 return AttentionState(result, _mark_nonfinite_where_seen(result, lse))
             return AttentionState(result, mark_infinities(lse))
@@ -186,7 +187,7 @@ class FlashKernel(Kernel):
         self, direction: Direction, rows: QueryBlock, columns: KeyBlock, item: WorkItem,
         *others: Tensor,
     ) -> bool:  # fmt: skip
-        """Return True if an item is a band, and nothing has to be padded, copied or cut."""
+        """Return True if an item is a band without ALiBi, not to be padded, copied or cut."""
         q, k, v = rows.q, columns.k, columns.v
         is_band = item.cu_q is None and item.tiles is None and rows.segments is None
         fits = self._dims(direction, q, v) == (q.shape[-1], v.shape[-1]) and 0 not in q.stride()
@@ -259,7 +260,8 @@ class FlashKernel(Kernel):
     def _pieces(self, item: WorkItem) -> list[WorkItem]:
         """Return the pieces of an item that the library cannot do in one launch; none if it can.
 
-        Their rows and columns count from the item's first row and column.
+        A piece is a document or, without documents, as many rows as the item has keys. Its rows
+        and columns count from the item's first row and column.
         """
         if item.cu_q is not None and item.cu_k is not None:
             window = item.documents_window

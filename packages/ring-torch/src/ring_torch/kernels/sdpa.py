@@ -169,8 +169,8 @@ class Cudnn(FlashLibrary):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return ``(dq, dk, dv)``.
 
-        cuDNN refuses a single query and a single key. They get a second token behind them, which
-        the first does not see and whose own gradient is 0.
+        cuDNN's backward refuses a single query and a single key. They get a second token behind
+        them, which the first does not see and whose own gradient is 0.
         """
         if q.shape[1] == k.shape[1] == 1:
             # The first query sees the first key alone, as the mask is causal; the second row's dout
@@ -193,7 +193,10 @@ class Cudnn(FlashLibrary):
     def prepare_partial(
         self, q: Tensor, k: Tensor, options: LaunchOptions
     ) -> tuple[PartialForward, PartialBackward] | None:
-        """Return torch's operators without what is looked up in each call."""
+        """Return torch's operators without what is looked up in each call.
+
+        It is ``None`` for a single query and a single key, which :meth:`backward` has to pad.
+        """
         queries, keys = q.shape[1], k.shape[1]
         if queries == keys == 1:
             return None

@@ -40,7 +40,8 @@ def strategy_names() -> tuple[str, ...]:
 def resolve(spec: StrategySpec, resolution: Resolution, *, sinks: bool) -> Strategy:
     """Return the object that runs both passes of a strategy on a rank.
 
-    A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy.
+    A call of one rank whose plan is a single launch gets a :class:`Single`, whatever the strategy,
+    unless :func:`only_item` says that it needs more.
     """
     item = only_item(resolution, sinks=sinks)
     if item is None:

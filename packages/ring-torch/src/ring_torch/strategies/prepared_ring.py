@@ -66,7 +66,11 @@ class PreparedRing(NamedTuple):
 
 
 class RingWork:
-    """The forward of one call, and the results of its steps so far."""
+    """The forward of one call.
+
+    Attributes:
+        into: The merged results of the steps that have run; all results after the last.
+    """
 
     def __init__(self, prepared: PreparedRing, q: Tensor, into: AttentionState) -> None:
         self.into = into

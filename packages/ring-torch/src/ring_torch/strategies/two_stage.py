@@ -119,8 +119,8 @@ class TwoStageGather(GatheringStrategy):
                 attend(own, item)
 
         saved: Saved = ()
-        # Fetches from all peers are in flight from here on, into one buffer. There is one group of
-        # heads; the session goes on behind its launches, as sessions ask.
+        # Fetches from all peers are in flight from here on, into one buffer. The loop has one pass,
+        # as all heads are one group. What the session does after it comes behind these launches.
         for arriving in session.fetch(gather, inputs, attend_to_own_keys):
             columns = call.gathered_columns(gather, keys, arriving.tensors)
             # Each item of the buffer waits for its own fetches, while later ones still write other

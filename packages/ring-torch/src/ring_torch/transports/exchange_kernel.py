@@ -11,11 +11,12 @@ to signal to it. Exchanges are numbered from 1, on all ranks alike:
 ``8 + 2 ranks + r``   the number of the last exchange for which rank ``r`` has finished reading
 ====================  =============================================================================
 
-A rank overwrites its part only when all ranks have finished reading the exchange before. Then it
-signals the exchange's number to all of them, and reads when it has the same number from each. So no
-signal is overwritten before it was seen. Programs (thread blocks) wait for each other, so no more
-are launched than run at once. State is in memory alone, none in arguments: a CUDA graph with these
-kernels may be replayed.
+A rank overwrites its part only when all ranks have finished reading the exchange before. The kernel
+that exchanges K/V waits for that itself; for dK/dV :func:`clear` waits, before they are computed.
+Then the rank signals the exchange's number to all of them, and reads when it has the same number
+from each. So no signal is overwritten before it was seen. Programs (thread blocks) wait for each
+other, so no more are launched than run at once. State is in memory alone, none in arguments: a CUDA
+graph with these kernels may be replayed.
 """
 
 # Triton's decorator, and the arguments of kernels, have no types in Python.
@@ -133,7 +134,8 @@ def reduce_from_peers(
 ) -> SumExchange | None:
     """Let peers read the sums that this rank holds, and add those of peers to ``total``.
 
-    It is one exchange. What peers read has been written by earlier kernels of this stream.
+    It is one exchange. What peers read has been written by earlier kernels of this stream, after
+    :func:`clear`, which waits for the readers of the exchange before: this kernel does not.
 
     Args:
         setup: Setup of this rank.
@@ -175,7 +177,10 @@ def _now():
 
 @triton.jit
 def _await(number, expected, patience):
-    """Wait until a peer has written the wanted number; then what it wrote before can be read."""
+    """Wait until a peer has written the wanted number; then what it wrote before can be read.
+
+    After ``patience`` nanoseconds a device assert ends the kernel.
+    """
     start = _now()
     current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
     while current != expected:

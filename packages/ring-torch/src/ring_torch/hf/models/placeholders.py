@@ -163,9 +163,10 @@ class ShardedMask(Placeholder):
         single: True if each row is one document from its first token on, followed by padding.
             Causal attention then needs no documents.
         cu_seqlens: Bounds of documents and of runs of padding, ``(0, ..., T)``, if they are the
-            same in all rows.
-        segment_ids: Document of each token, int32 ``[B, T_local]``, if rows differ; negative for
-            padding.
+            same in all rows; ``None`` if they differ, or if a row is one run.
+        segment_ids: Document of each token, int32 ``[B, T_local]``, negative for padding. They are
+            there where rows differ or padding cuts a document in two, and for chunks and the
+            sequences of an encoder-decoder; else ``None``.
         last_positions: Smallest and largest, over ranks, of a rank's largest position id.
         dropout_seed: Seed of the batch, from which each layer derives its own.
         length: Length of a row without the padding that the layout needs.
@@ -208,7 +209,8 @@ class ShardedMask(Placeholder):
         """Return a False tensor if compared with 1, so that recurrent models keep their mask.
 
         Such models compare the mask with 1, and pass their layers none if all entries are equal. On
-        a ring the layers need it, to know the sequence.
+        a ring the layers need it, to know the sequence. Only a mask that ``gathers`` answers so;
+        any other refuses, as every stand-in does.
         """
         if self.gathers and isinstance(other, int) and other == 1:
             return torch.zeros((), dtype=torch.bool)
@@ -217,7 +219,10 @@ class ShardedMask(Placeholder):
     __hash__ = object.__hash__
 
     def __getitem__(self, key: object) -> ShardedMask:  # type: ignore[override]  # the base never returns
-        """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make."""
+        """Return self for ``mask[:, -T_local:]``, a cut that recurrent models make.
+
+        Only a mask that ``gathers`` takes it; all other indices are refused.
+        """
         if self.gathers and key == (slice(None), slice(-self.shape[1], None)):
             return self
         raise PlaceholderError(self._refusal)
@@ -227,7 +232,7 @@ class ShardedMask(Placeholder):
         return self
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor ``[B, length, ...]``, which is padded with 0."""
+        """Return this rank's part of the ``length`` tokens along ``dim``, padded with 0."""
         more = self.seq_len - x.shape[dim]
         return self.sharding.shard(pad(x, (*(0, 0) * (x.ndim - 1 - dim), 0, more)), dim=dim)
 
@@ -258,7 +263,10 @@ class ShardedMask(Placeholder):
         return replace(self, single=False, cu_seqlens=None, segment_ids=cut)
 
     def view(self, *shape: int) -> ShardedMask:
-        """Return self for ``view(B, -1)``, by which some models ensure the shape of a mask."""
+        """Return self for ``view(B, -1)`` or ``view(B, T_local)``; other views are refused.
+
+        Some models ensure the shape of a mask so.
+        """
         if shape not in ((self.shape[0], -1), self.shape):
             raise PlaceholderError(f"{self._refusal} (asked for view{shape})")
         return self

@@ -195,7 +195,8 @@ def _by_columns(direction: Direction, head_dim: int, v_head_dim: int) -> bool:
 def _bits_and_constants(geometry: BlockGeometry, by_columns: bool, device: torch.device) -> Tensor:
     """Return a predicate's distinct partial tiles as bits, then an empty tile and a full one.
 
-    The result is int32 ``[tiles + 2, 128, 4]``; a bit is set where a key is seen.
+    The result is int32 ``[tiles + 2, 128, 4]``: a row of 128 bits for each query, or for each key
+    if ``by_columns``; a bit is set where the query sees the key.
     """
     tiles = not_none(geometry.tiles)[0]
     if by_columns:

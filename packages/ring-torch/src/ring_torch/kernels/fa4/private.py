@@ -103,6 +103,7 @@ class Modded(NamedTuple):
         if self.lists is None:
             return None
         expanded = (x.expand(q.shape[0], q.shape[2], *x.shape[2:]) for x in self.lists)
+        # The fields of the library's tuple that follow the lists are not used here.
         return *expanded, None, None, None, None
 
 
@@ -159,7 +160,10 @@ class _RecordingCache:
 def library_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, options: LaunchOptions, modded: Modded
 ) -> None:  # fmt: skip
-    """Call the library's forward, which looks up, or compiles, its function."""
+    """Call the library's forward, which looks up, or compiles, its function.
+
+    Results are written into ``out`` and, unless it is ``None``, into ``lse``.
+    """
     interface()._flash_attn_fwd(
         q.detach(), k.detach(), v.detach(), out=out, lse=lse, return_lse=lse is not None,
         learnable_sink=modded.sinks, **modded.arguments, **_arguments(options),
@@ -170,7 +174,10 @@ def library_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: LaunchOptions,
     modded: Modded, dst: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Call the library's backward, which looks up, or compiles, its functions."""
+    """Call the library's backward, which looks up, or compiles, its functions.
+
+    Return ``(dq, dk, dv)``; ``dq`` is written into ``dst`` if that is given.
+    """
     dq, dk, dv = interface()._flash_attn_bwd(
         q, k, v, out, dout, lse, dq=dst, score_mod_bwd=modded.score_mod_bwd,
         deterministic=options.deterministic, **modded.arguments, **_arguments(options),
