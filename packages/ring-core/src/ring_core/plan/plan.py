@@ -133,9 +133,10 @@ class WorkItem:
         yield from (document for document in documents if document is not None)
 
     def rows(self, start: int, stop: int) -> WorkItem | None:
-        """Return the part of the item between two local query rows, trimmed; ``None`` if empty.
+        """Return the part of the item between two local query rows; ``None`` if it is empty.
 
-        Not for items with ``tiles``, which cannot be cut inside a tile.
+        It is trimmed, but if the rows touch several documents: then it has all their columns. Not
+        for items with ``tiles``, which cannot be cut inside a tile.
         """
         assert self.tiles is None
         first, last = max(start, self.q_start) - self.q_start, min(stop, self.q_stop) - self.q_start
