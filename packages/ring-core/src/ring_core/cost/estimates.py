@@ -34,7 +34,8 @@ class Cost:
             ``4 * B * H * D`` where the dims are equal, and 2.5 times as many again backward.
         bytes_sent: Bytes that a rank sends.
         messages: Number of messages that a rank sends.
-        active_steps: Number of live steps, in which some rank has work; the own block is one.
+        active_steps: Number of live steps: that of the own block, and those in which some rank has
+            work.
         imbalance: Visible pairs of the busiest rank over the mean of all.
         memory_bytes: Bytes that a rank needs beyond the caller's tensors, in the larger pass.
         compute_s: Seconds of computing: the slowest rank of every stage, summed.

@@ -1,9 +1,9 @@
 """A plan in the order of a ring: what to move, compute and send home in each step, on each rank.
 
 In a step with shift ``s`` rank ``r`` works with the K/V of rank ``r - s``. Steps in which no rank
-has anything to compute are left out; the others are the *live* steps. In the ``balanced`` strategy
-some steps are *offloaded*: a rank sends queries to a rank with less to do, which computes for them
-with its own K/V and sends the results back.
+has anything to compute are left out, but not the first, of the own block; the others are the *live*
+steps. In the ``balanced`` strategy some steps are *offloaded*: a rank sends queries to a rank with
+less to do, which computes for them with its own K/V and sends the results back.
 
 Executors differ (streams, barriers, a loop over ranks in one process); the order does not, and it
 is decided here. Forward, K/V of the next stage travel while a stage computes::

@@ -123,8 +123,8 @@ def backward(
         params: Options of the call.
 
     Returns:
-        ``(dq, dk, dv, dlogits)``; the last, ``[B, H, n, m]``, is the gradient of the scores, and so
-        of the bias.
+        ``(dq, dk, dv, dlogits)``; the last, ``[B, H, n, m]``, is the gradient of the scores after
+        the soft cap, and so of the bias.
     """
     logits, visible, slope = _logits(q, k, rows, columns, item, params)
     safe = np.where(np.isneginf(lse), 0, lse)

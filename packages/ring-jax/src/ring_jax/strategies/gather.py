@@ -46,18 +46,17 @@ def _gather_forward(call: CallSpec, x: Inputs) -> tuple[AttentionState, KVPayloa
     gathering = None if remote_part is None else _gather_all(runner, own)
     into = runner.empty_state(q, x.v.shape[3])
     # ... while the kernel computes with the own ones.
-    if own_part is not None:
-        is_final = remote_part is None
-        into = runner.attend(
-            own_part, runner.work_of(own_part), q, own, into, overwrite=True, is_final=is_final
-        )
+    is_final = remote_part is None
+    into = runner.attend(
+        own_part, runner.work_of(own_part), q, own, into, overwrite=True, is_final=is_final
+    )
     if remote_part is None or gathering is None:
         return into, None
     # The gathered keys have arrived, and are used no earlier than that kernel ends.
     into, gathered = overlap(into, gathering)
     into = runner.attend(
         remote_part, runner.work_of(remote_part), q, order_after(gathered, into), into,
-        overwrite=own_part is None, is_final=True,
+        overwrite=False, is_final=True,
     )  # fmt: skip
     return into, gathered if _is_kept(call, x) else None
 
@@ -91,11 +90,10 @@ def _gather_backward(
         arriving = runner.ranks.scatter(dkv, _KV_TOKEN_DIM)
         own = own_message(x, after=query_grads.dq)
     # ... while the kernel computes the own block, in an accumulator of its own.
-    if own_part is not None:
-        query_grads, own_dkv = runner.differentiate(
-            own_part, runner.work_of(own_part), q, own, upstream, query_grads, own_dkv,
-            overwrite=True,
-        )  # fmt: skip
+    query_grads, own_dkv = runner.differentiate(
+        own_part, runner.work_of(own_part), q, own, upstream, query_grads, own_dkv,
+        overwrite=True,
+    )  # fmt: skip
     # The other ranks' sums for the own keys have arrived beside the own block's kernel.
     if arriving is not None:
         query_grads, own_dkv, received = overlap(query_grads, own_dkv, arriving)
@@ -114,14 +112,14 @@ def _gather_all(runner: StepRunner, own: KVPayload) -> KVPayload:
     return KVPayload(runner.ranks.gather(own.kv, _KV_TOKEN_DIM), ids)
 
 
-def _parts(program: RingProgram) -> tuple[Launches | None, Launches | None]:
+def _parts(program: RingProgram) -> tuple[Launches | None, Launches]:
     """Return the launch over all gathered keys, and that over a rank's own ones.
 
-    ``None`` where no query sees another rank's keys, or no rank any of its own.
+    The first is ``None`` where no query sees another rank's keys.
     """
     remote = remote_table(program)
-    own = [step_table(program, n) for n, step in enumerate(program.steps) if step.shift == 0]
-    return None if remote is None else Launches.of(remote), Launches.of(*own) if own else None
+    # The first step is that of the own keys, also where no query sees any of them.
+    return None if remote is None else Launches.of(remote), Launches.of(step_table(program, 0))
 
 
 def _refusals(program: RingProgram) -> list[str]:
