@@ -103,13 +103,13 @@ def _prepare_on_host(
         raise ValueError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
     documents = offsets_of("cu_seqlens", cu_seqlens)
     total = documents[-1]
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
     if total % world_size:
         raise ValueError(
             f"cu_seqlens ends at {total}, which {world_size} ranks cannot share equally; add a "
             f"document of {-total % world_size} tokens of padding"
         )
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
     prepared, start = _prepared(documents, causal, rank, world_size)
     q, k = (
         torch.tensor(offsets, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -302,10 +302,12 @@ def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> Docum
     prepared = slice_start.prepared
     facts = {
         "causal": (prepared.causal, causal), "rank": (prepared.rank, ranks.rank),
-        "world_size": (prepared.world_size, ranks.size), "stop": (local_k_slice.stop, prepared.stop),
+        "world_size": (prepared.world_size, ranks.size), "stop": (prepared.stop, local_k_slice.stop),
     }  # fmt: skip
     wrong = [f"{name}={a} there and {b} here" for name, (a, b) in facts.items() if a != b]
-    if wrong or local_k_slice.step not in (None, 1):
+    if local_k_slice.step not in (None, 1):
+        wrong.append(f"step=1 there and {local_k_slice.step} here")
+    if wrong:
         raise ValueError(
             f"local_k_slice={local_k_slice!r} was prepared for another call: {', '.join(wrong)}; call "
             f"llama3_flash_attn_prepare_cu_seqlens for this one"

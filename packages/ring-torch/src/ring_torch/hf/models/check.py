@@ -236,7 +236,8 @@ def _takes_tokens(model: nn.Module) -> bool:
 def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that process the sequence of tokens, with their names.
 
-    Names are those within the decoder, with a dot behind them; both shells round it are named "".
+    Names are those within the decoder, with a dot behind them; the shells round it are named "" and
+    "base_model.".
     In a model of an encoder and a decoder names are the module's own, and no module is left out.
     """
     if is_pair(model):
@@ -246,9 +247,9 @@ def text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     decoder = model
     if getattr(model.config, "sub_configs", None):
         decoder = model.get_decoder()
-        for outer in (model, model.base_model):
+        for name, outer in (("", model), ("base_model.", model.base_model)):
             if outer is not decoder:
-                yield "", outer
+                yield name, outer
     for name, module in decoder.named_modules():
         if not _TOWERS.search(name):
             yield f"{name}.", module

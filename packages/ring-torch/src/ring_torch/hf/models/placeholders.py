@@ -277,14 +277,17 @@ class ShardedMask(Placeholder):
 
     def to(
         self,
-        device: torch.device | str | None = None,
+        device: torch.device | str | torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         *,
         non_blocking: bool = False,
     ) -> ShardedMask:
-        """Return the mask with its segment ids on a device; they keep their dtype."""
+        """Return the mask with its segment ids on a device; they keep their dtype.
+
+        As in :meth:`torch.Tensor.to` the first argument may be a dtype.
+        """
         del dtype  # models cast masks to bool, which would destroy the ids
-        if self.segment_ids is None or device is None:
+        if self.segment_ids is None or device is None or isinstance(device, torch.dtype):
             return self
         return replace(self, segment_ids=self.segment_ids.to(device, non_blocking=non_blocking))
 

@@ -1,0 +1,28 @@
+"""Arguments that may come by position, or be 0, where only their usual form was thought of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ring_torch.compat import llama3_flash_attn_prepare_cu_seqlens
+from ring_torch.hf.models.placeholders import ShardedMask
+
+
+def test_a_cast_by_position_keeps_documents_apart() -> None:
+    """Models cast masks to bool; a mask's segment ids are no truth values."""
+    ids = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
+    positions = torch.arange(4)[None]
+    unread: Any = None
+    mask = ShardedMask(unread, (1, 4), 4, False, None, ids, (0, 0), None, 4, positions)
+    for cast in (mask.to(torch.bool), mask.to(dtype=torch.bool), mask.to("cpu", torch.bool)):
+        assert cast.segment_ids is not None
+        torch.testing.assert_close(cast.segment_ids, ids)
+
+
+def test_no_ranks() -> None:
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 0\)"):
+        llama3_flash_attn_prepare_cu_seqlens(offsets, True, 0, 0)
