@@ -199,6 +199,27 @@ def _serve(
     cuda: bool,
 ) -> None:
     """Run as one rank: join the process group, then run functions until the pipe closes."""
+    failure = None
+    try:
+        _join(rank, world_size, rendezvous, timeout, threads, cuda=cuda)
+    except Exception:  # noqa: BLE001 - whatever went wrong is the answer to all that is asked
+        failure = traceback.format_exc()
+    while True:
+        try:
+            function, args = pipe.recv()
+            answer = (False, failure) if failure else (True, function(rank, *args))
+        except EOFError:
+            break
+        except Exception:  # noqa: BLE001 - whatever went wrong is the answer
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    os._exit(0)  # peers may be gone; an orderly shutdown would wait for them
+
+
+def _join(
+    rank: int, world_size: int, rendezvous: str, timeout: float, threads: int, *, cuda: bool
+) -> None:
+    """Make this process a rank of a process group."""
     # Use the loopback interface: looking up the host's name may take seconds.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     import torch
@@ -215,13 +236,3 @@ def _serve(
         timeout=timedelta(seconds=timeout),
         device_id=torch.device("cuda", rank) if cuda else None,
     )
-    while True:
-        try:
-            function, args = pipe.recv()
-            answer = (True, function(rank, *args))
-        except EOFError:
-            break
-        except Exception:  # noqa: BLE001 - whatever went wrong is the answer
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
-    os._exit(0)  # peers may be gone; an orderly shutdown would wait for them
