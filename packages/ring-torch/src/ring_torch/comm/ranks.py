@@ -375,8 +375,10 @@ def ranks_of(group: Any) -> Ranks:
         raise ValueError(
             f"group must be a process group that this rank belongs to, a one-dimensional DeviceMesh or None; {reason}"
         )
-    rank = dist.get_rank(group)
     # Kept, so that calls are counted on one object, whichever handle of the group the caller has.
+    if (ranks := _ranks_of.get(group)) is not None:
+        return ranks
+    rank = dist.get_rank(group)
     ranks = _ranks_of.setdefault(group, Ranks(ref(group), rank, dist.get_world_size(group)))
     if ranks.size > 1:
         publish_host(group, rank)
