@@ -48,8 +48,8 @@ def _places(kind: str, served: TCPStore, folder: Any) -> str | int:
 
 def _attended(group: Any, scale: float) -> tuple[bool, bool]:
     """Return whether the results, and the gradients, of a call are those of full attention."""
-    torch.manual_seed(0)
-    whole = torch.randn(1, T, 2, 8, dtype=torch.float64).requires_grad_()
+    drawn = torch.Generator().manual_seed(0)  # the default one is shared by threads
+    whole = torch.randn(1, T, 2, 8, dtype=torch.float64, generator=drawn).requires_grad_()
     parts = (whole.transpose(1, 2),) * 3
     expected = torch.nn.functional.scaled_dot_product_attention(
         *parts, is_causal=True, scale=scale
