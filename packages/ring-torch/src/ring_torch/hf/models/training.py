@@ -61,7 +61,7 @@ def attention_dropout_seed(module: nn.Module) -> int | None:
     It is drawn from torch's CPU generator. Ranks compare it, as they must have seeded torch alike.
     """
     is_dropping = module.training and any(attention_dropout_rates(module))
-    return int(torch.randint(1 << 62, (), dtype=torch.int64).item()) if is_dropping else None
+    return int(torch.randint(1 << 62, (), device="cpu")) if is_dropping else None
 
 
 def attention_dropout_rates(module: nn.Module) -> Iterator[float]:
