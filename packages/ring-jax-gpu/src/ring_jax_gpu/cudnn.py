@@ -81,9 +81,10 @@ class CudnnKernel:
 
     The item must be a full rectangle, or a causal square, which may have a window to the left if
     there is no bias. Head dims are padded with zeros to a multiple of 8, and unequal ones to the
-    larger of the two, except 192 and 128. A bias must have the dtype of Q, K and V. Less a row's
-    shift, values below -2**41 in it (float16: -2**15) are raised to that; rows that it hides
-    entirely get zeros. The backward adds to dQ in an order that differs from run to run.
+    larger of the two, except 192 and 128. A bias must have the dtype of Q, K and V, and items then
+    even numbers of queries and keys. Less a row's shift, values below -2**41 in it (float16:
+    -2**15) are raised to that; rows that it hides entirely get zeros. The backward adds to dQ in an
+    order that differs from run to run.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(

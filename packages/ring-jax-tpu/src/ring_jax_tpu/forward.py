@@ -104,7 +104,8 @@ def _online_softmax_step(
     ahead = int(tile.consts.prefetches_scores)
     scores = [scores_of_part(n) for n in range(ahead)]
     for n, (part, q_slice, k_slice) in enumerate(parts):
-        # The scores of the next part are computed beside the softmax of this one.
+        # With `ahead` of 1 these are the scores of the next part, computed beside the softmax of
+        # this one; with 0 they are this part's own.
         if n + ahead < len(parts):
             scores.append(scores_of_part(n + ahead))
         _, v = split(key_views(x.kv, k_slice), tile.consts.call.head_dim)

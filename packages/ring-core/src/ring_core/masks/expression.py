@@ -63,6 +63,9 @@ def expression_of(
     operators on integers alone, has more than 256 operators and operands together, has documents
     (``cu_seqlens``), or has numbers that do not fit.
 
+    Raises:
+        OverflowError: A span is empty, or a position in it does not fit into 32 bits.
+
     >>> expression_of(Mask(causal=True), (0, 8), (0, 8))
     ('le', ('sub', 'k', 'q'), 0)
     """

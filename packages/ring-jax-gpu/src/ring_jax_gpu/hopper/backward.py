@@ -5,11 +5,11 @@ matrix products a block of queries. It adds to dQ in memory, in an order that di
 run. A producer warp fetches and two groups of warps compute, as in ``forward``. Like that it is
 written in Gluon and imports no JAX.
 
-If all queries see all keys, the tiles of a last round may be split (as in Stream-K, Osama et al.,
-arXiv 2301.03598): one program does the first queries of each, and programs without a tile, the
-helpers, do the others, of several tiles. Nearly all programs then visit the same queries at the
-same time, which the L2 cache needs. The parts' dK/dV are added up in memory, and the program that
-finishes a tile last writes the sum.
+If the work items of all ranks are rectangles whose queries see all their keys, the tiles of a last
+round may be split (as in Stream-K, Osama et al., arXiv 2301.03598): one program does the first
+queries of each, and programs without a tile, the helpers, do the others, of several tiles. Nearly
+all programs then visit the same queries at the same time, which the L2 cache needs. The parts'
+dK/dV are added up in memory, and the program that finishes a tile last writes the sum.
 """
 
 

@@ -36,11 +36,13 @@ class AbsentKernel:
 
     Attributes:
         name: Its name, as in ``kernel=``.
-        platform: The platform that it is for, as JAX calls it.
+        platform: The platform that it is for, as JAX calls it; of another project's kernel the name
+            of its entry point.
         package: Name of the package that has it.
         reason: Why it cannot run, and what to do.
-        is_broken: The package is installed. Then ``auto`` takes no other kernel in its place
-            without a word: programs for its platform are refused.
+        is_broken: The package is installed, or on the path without its metadata; never another
+            project's. Then ``auto`` takes no other kernel in its place without a word: programs for
+            its platform are refused.
     """
 
     name: str
@@ -67,7 +69,7 @@ class AbsentKernel:
 
 
 def broken_kernels(kernels: Iterable[Kernel]) -> tuple[AbsentKernel, ...]:
-    """Return the kernels of installed packages that cannot be loaded."""
+    """Return the kernels of this project's packages that are there and cannot be used."""
     return tuple(x for x in kernels if isinstance(x, AbsentKernel) and x.is_broken)
 
 

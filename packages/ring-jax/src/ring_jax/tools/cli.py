@@ -1,7 +1,7 @@
 """``python -m ring_jax``: show what can run on this machine, test it and time it.
 
 ``doctor`` shows versions, devices and which kernels can run on them, and compares a small ring over
-all local devices with the float64 oracle; ``matrix`` shows what each kernel supports, and
+up to 8 local devices with the float64 oracle; ``matrix`` shows what each kernel supports, and
 ``explain`` what one call would do; ``bench`` times a ring against one device that does all of it.
 """
 
@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0 if all is well, 1 if something fails, 2 for mistakes of the user.
+        The exit code: 0 if all is well; 1 if a check of ``bench`` or ``doctor`` fails, or
+        ``doctor`` finds no device, nothing to check, or versions that clash; 2 if the command is
+        refused, or ``bench`` or ``explain`` raises an error.
     """
     parser, *_ = framework_commands("ring_jax", "JAX")
     args = parser.parse_args(argv)

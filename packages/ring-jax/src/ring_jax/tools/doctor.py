@@ -35,8 +35,8 @@ class KernelReport:
 
     name: str
     package: str
-    available: bool  # it can run on this machine
-    why: str  # the reasons if it cannot, else empty
+    available: bool  # its capabilities allow the self-test on this platform
+    why: str  # the reasons if it is not available, else empty
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,11 @@ def self_test(kernel: Kernel) -> Iterator[doctor.Check]:
 
 
 def _report(kernel: Kernel, platform: str) -> KernelReport:
-    """Report whether a kernel could do the self-test on the default devices."""
+    """Report whether a kernel's capabilities allow the self-test on the default platform.
+
+    What it refuses besides, as an old library or GPU (:meth:`Kernel.refusals`), is not asked: that
+    shows in the self-test.
+    """
     can, package = kernel.capabilities, type(kernel).__module__.partition(".")[0]
     if isinstance(kernel, AbsentKernel):
         return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)

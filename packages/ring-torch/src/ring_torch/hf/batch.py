@@ -27,7 +27,8 @@ def shard_batch(
     """Return this rank's part of a batch, as keyword arguments of the model's forward.
 
     Every rank passes the same whole batch. Sequences are padded on the right to a length that the
-    layout can divide, and then split. The ranks compare a checksum of their batches.
+    layout can divide, and then split. The ranks compare a checksum of their batches, of tensors of
+    floats (``inputs_embeds``) the shapes and dtypes alone.
 
     The model is checked the first time (:func:`check_model`), and refused if it would not compute
     on split sequences what it computes on whole ones. It may be wrapped (DDP, FSDP, PEFT,
@@ -42,7 +43,8 @@ def shard_batch(
             anywhere; or the number of each token's document, from 1 on), ``position_ids`` int
             ``[B, T]`` (default: counted as the model counts them; without an attention mask, a
             position that is not its predecessor plus one begins a new document),
-            ``token_type_ids``, ``shift_labels`` and ``num_items_in_batch``.
+            ``token_type_ids``, ``shift_labels`` and ``num_items_in_batch``; and documents stated by
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or by ``seq_idx``.
         model: The model that will be called with the returned arguments.
         dropout_seed: For models with attention dropout: an integer in ``[0, 2**64)``, equal on all
             ranks and new with every batch.

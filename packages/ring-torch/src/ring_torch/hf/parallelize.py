@@ -82,8 +82,9 @@ class Handle:
             WrongResultError: A difference is larger than that. It is raised on all ranks of the
                 ring; the message names the first module whose output, or the first parameter whose
                 gradient, differs.
-            ValueError: The batch is malformed, the whole model's loss is not finite, or the handle
-                was removed.
+            ValueError: The batch is malformed, the whole model's loss is not finite, there is
+                neither a loss nor an output that can be compared, or the two whole runs differ so
+                much that nothing can be told; or the handle was removed.
             UnsupportedError: There is too little memory; or the model or the batch cannot be run
                 whole (``FullyShardedDataParallel``, documents stated by offsets).
             RankMismatchError: Ranks were given different batches.
@@ -114,7 +115,8 @@ def parallelize(
     The model's attention becomes that of :func:`register`. Forward hooks split the inputs, sum the
     loss over the ranks and, if asked for, join the logits. Modules and the keys of ``state_dict``
     stay as they are. ``generate`` is refused until :meth:`Handle.remove`. A second call with the
-    same options changes nothing.
+    same options changes nothing. The first one warns of a model that no test has run: one of
+    another package, or of a transformers newer than the tested ones.
 
     Instead of a model, pass a ``transformers.Trainer`` or TRL trainer that is already built. The
     ranks of a ring then draw the same batches in training, evaluation and prediction, and count as
@@ -144,7 +146,8 @@ def parallelize(
             forward: the batch is already split, or ``reduction`` does not fit the model's wrapper.
         UnsupportedError: The model, or a setting of the Trainer, is not exact on split sequences;
             the message says why.
-        RankMismatchError: In a forward: ranks were given different batches.
+        RankMismatchError: In a forward: ranks were given different batches; in training also if
+            their weights differ, or the seeds that they draw for attention dropout.
 
     Example::
 
@@ -212,7 +215,9 @@ def _trainer(
 ) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
-    Either all of it is done or, if an error is raised, nothing.
+    Either all of it is done or, if a ``ValueError`` is raised, nothing. Then a model that an
+    earlier call of :func:`parallelize` changed may be set back as well, as the handle's ``remove``
+    sets it back.
 
     Raises:
         ValueError: ``reduction`` is ``"sum"``, a loss function needs whole logits, or options

@@ -132,7 +132,8 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: Arguments are malformed.
-        UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent.
+        UnsupportedError: They cannot be honoured exactly on a split sequence; nothing was sent but,
+            where ring attention itself refuses the call, the ranks' parts of ``attn_mask``.
     """
     module = _module_of(scope, query, key, is_causal=is_causal, has_mask=attn_mask is not None)
     call = _Call(

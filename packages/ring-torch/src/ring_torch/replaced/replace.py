@@ -82,7 +82,9 @@ class SDPAHandle:
         Raises:
             WrongResultError: A difference is larger. The message names the first module whose
                 output, or the first parameter whose gradient, differs.
-            ValueError: The batch or ``dims`` is malformed, or :meth:`remove` was called.
+            ValueError: The batch or ``dims`` is malformed, there is no output that can be compared,
+                the two whole runs differ so much that nothing can be told, or :meth:`remove` was
+                called.
             UnsupportedError: There is too little memory, or ``fully_shard`` was called before.
 
         Example::
@@ -93,7 +95,11 @@ class SDPAHandle:
         return verify_module(self._state, batch, dims)
 
     def remove(self) -> None:
-        """Undo all changes: the module is as it was before. A second call does nothing."""
+        """Undo all changes: the module is as it was before. A second call does nothing.
+
+        A module keeps its class if another library has derived one from it since, and attends by
+        torch even so.
+        """
         self._state.computes = "off"  # also where another library has derived classes of ours
         while self._undo:
             self._undo.pop()()
@@ -159,8 +165,9 @@ def replace_sdpa(
         A handle that lists, verifies and undoes.
 
     Raises:
-        ValueError: An argument is malformed, a name fits no module, or a module's attention is
-            replaced already. Later, from the forward: masks of wrong shapes.
+        ValueError: An argument is malformed, a name fits no module, a module is named in two of the
+            options, its attention is replaced already, or its forward is set on the module itself,
+            as hooks of accelerate set it. Later, from the forward: masks of wrong shapes.
         UnsupportedError: A module cannot be replaced. Later, from the forward, with the module's
             name: a call that cannot be exact on a split sequence; or no call at all.
 

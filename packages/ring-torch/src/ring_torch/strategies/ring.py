@@ -256,7 +256,8 @@ class Ring(Strategy):
     def saved_shapes(self, call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shape of one packed K/V message, also if this plan moves none.
 
-        A compiled forward always saves one, as another plan of the same graph may.
+        A compiled forward always saves one, as another plan of the same graph may. On one rank it
+        saves none.
         """
         del plan_known
         return [packing_of(inputs.key_tensors()).as_bytes] if call.ranks.size > 1 else []

@@ -83,7 +83,9 @@ def renew(
 ) -> Rates:
     """Time the kernels that can run here, and write a file with the table of their times.
 
-    Entries of other GPUs and of JAX are kept; a new file takes them from the table in use.
+    All of torch's entries for this compute capability are replaced, also those of another GPU that
+    has it, and of cases that are not timed. The CPU counts as a capability of its own. Other
+    entries, and those of JAX, are kept; a new file takes them from the table in use.
 
     Args:
         path: The file.
