@@ -79,3 +79,8 @@ def test_a_rule_that_uses_what_it_has_again_and_again() -> None:
 
 def test_documents_have_none() -> None:
     assert expression_of(Mask(cu_seqlens=(0, 5, 1000), predicate=prefix), Q, K) is None
+
+
+@pytest.mark.parametrize("span", [(0, 2**31 + 1), (4, 4)])
+def test_spans_that_do_not_fit_have_none(span: tuple[int, int]) -> None:
+    assert expression_of(Mask(causal=True), span, K) is None

@@ -61,18 +61,15 @@ def expression_of(
 
     All numbers in it fit into 32 bits there. The result is ``None`` if the rule is not made of
     operators on integers alone, has more than 256 operators and operands together, has documents
-    (``cu_seqlens``), or has numbers that do not fit.
-
-    Raises:
-        OverflowError: A span is empty, or a position in it does not fit into 32 bits.
+    (``cu_seqlens``), or has numbers that do not fit; and if a span is empty.
 
     >>> expression_of(Mask(causal=True), (0, 8), (0, 8))
     ('le', ('sub', 'k', 'q'), 0)
     """
     if mask.cu_seqlens is not None:
         return None
-    q, k = (_Traced(name, span[0], span[1] - 1) for name, span in (("q", q_span), ("k", k_span)))
     try:
+        q, k = (_Traced(name, a, b - 1) for name, (a, b) in (("q", q_span), ("k", k_span)))
         rule = mask.rule(q, k)
     except Exception:  # noqa: BLE001 - a rule may fail in any way on what is no array
         return None

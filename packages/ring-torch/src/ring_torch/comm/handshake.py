@@ -197,7 +197,10 @@ def _compare(
         f"with equal local shapes, dtypes and options"
     )
     _agreement(ranks, own_header.number, signature).report_mismatch(message)
-    was_agreed = peer_header is not None and peer_header.digest in ranks.state.agreed
+    # The peer's call was compared before: such a header says so, or its signature is known here.
+    was_agreed = peer_header is not None and (
+        peer_header.kind == _COMPARED or peer_header.digest in ranks.state.agreed
+    )
     # Ranks that find no difference wait for all in the first such call, and read the report there.
     # In a later one they go on without waiting: then the group is closed, so that they hear of it.
     if peer_header is None or (ranks.size > 2 and (was_agreed or has_agreed)):
