@@ -141,7 +141,7 @@ class Launches:
         gathered: The keys are those of all ranks.
         for_peer: The items are those of other ranks' queries, over each rank's own keys.
         has_documents: Some item spans several documents or chunks.
-        items: The distinct items, as in :class:`LaunchSpec`.
+        items: The distinct items, as in :class:`LaunchSpec`; ``None`` with ``for_peer`` too.
         table: All items, ``[P, launches, R, len(Item._fields)]``; ``None`` if no rank has any.
     """
 
@@ -329,7 +329,8 @@ class RankView:
     def _cells(self, launches: Launches, positions: Array) -> Array | None:
         """Return the number of the document or chunk at each position, int32.
 
-        ``None`` if no item of the launches spans several, so that kernels need not compare them.
+        ``None`` if the mask has none. Without a predicate also if no item of the launches spans
+        several, so that kernels need not compare them.
         """
         boundaries = self.call.plan.boundaries
         if boundaries is None or (self.call.plan.blocks is None and not launches.has_documents):

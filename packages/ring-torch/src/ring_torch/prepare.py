@@ -79,8 +79,8 @@ def check_call(
 ) -> tuple[Call, Inputs]:
     """Check all arguments of a call, plan it, and choose kernel, strategy and transport.
 
-    Nothing of the call is sent. The first call of a group may communicate to find out which
-    transports its ranks can use.
+    Nothing of the call is sent. The first call of a group that needs it may communicate to find
+    out which transports the ranks can use, or for strategy ``hybrid`` on which hosts they are.
 
     Args:
         ranks: The ranks that hold one sequence.
@@ -99,6 +99,8 @@ def check_call(
         ValueError: An argument is malformed.
         UnsupportedError: No kernel, strategy or transport, or not the one named, can do the call;
             or it is captured into a CUDA graph with an option or a kernel that a graph cannot hold.
+        PeerError: Strategy ``hybrid`` is to go by the ranks' hosts, and a rank has not told its own
+            within the group's timeout.
     """
     q_ids, k_ids, bias = None, None, options.bias
     if options.segment_ids is not None:
@@ -228,7 +230,8 @@ def _prepare(
         types: Types of the options, part of the key alone.
         grads: True if there will be a backward, and if it is to have the bias's gradient.
         setting: The tripwire's setting, of a block or of the environment.
-        probe: True if ranks may communicate to find out which transports they can use.
+        probe: True if ranks may communicate to find out which transports they can use, and wait
+            for each other's hosts.
         lse_grad: True for the backward of a call whose ``lse`` has a gradient.
         lengths: Queries and keys without padding, for the inner call of a strategy that splits
             heads; ``None`` asks the option ``seq_len``.

@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
         batch: Batch rows.
         heads: Query heads.
         group: Query heads that share a K/V head.
-        heads_per_swizzle: Heads whose keys share the L2 cache: query heads in the forward, K/V
-            heads in the backward.
+        heads_per_swizzle: Heads whose blocks run side by side and share the L2 cache: query heads
+            and their keys in the forward, K/V heads and their queries in the backward.
         stream_k: Pointer to the fields of the schedule, or None.
     """
 
@@ -67,7 +67,10 @@ class Sizes(NamedTuple):
 
 @gluon.jit
 def swizzled_block_and_head(tile, blocks, heads_per_swizzle):
-    """Return ``(block, head)`` of a tile, in an order that reuses keys in the L2 cache.
+    """Return ``(block, head)`` of a tile, in an order in which neighbours share the L2 cache.
+
+    Tiles of a head read the same keys in the forward, where they are blocks of queries, and the
+    same queries in the backward, where they are blocks of keys.
 
     Heads come in groups of ``heads_per_swizzle``. In a group block 0 of all its heads comes first,
     then block 1 of all, and so on to ``blocks``.

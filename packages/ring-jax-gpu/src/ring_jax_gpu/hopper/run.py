@@ -144,9 +144,9 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
 def _key_heads_per_swizzle(heads: int, blocks: int) -> int:
     """Return the K/V heads of a swizzle in the backward, a divisor of ``heads``.
 
-    They are few, so that programs that run at once share keys, but enough that few of them add to
-    dQ of the same queries. ``heads`` counts the K/V heads of all batch rows, ``blocks`` the blocks
-    of keys of each head.
+    They are few, so that programs that run at once read the same Q and dO from the L2 cache, but
+    enough that few of them add to dQ of the same queries. ``heads`` counts the K/V heads of all
+    batch rows, ``blocks`` the blocks of keys of each head.
     """
     least = max(_KEY_HEADS_PER_SWIZZLE, _TILES_PER_SWIZZLE // blocks)
     return next(n for n in range(min(least, heads), heads + 1) if heads % n == 0)

@@ -11,7 +11,7 @@ exist is a ``TypeError``. These things differ:
 * ``softmax_aux`` is ``[H, n]``, a row per head, or ``[1, n]``, which all heads share, and has a
   gradient. ``[H]`` could be either, and is refused where there are several heads.
 * Where keys are longer or shorter than queries, ``causal`` and ``sliding_window`` align the last
-  query with the last key.
+  query with the last key; with ``cum_seqlens_q`` they align the first ones.
 * A fully masked query gets zeros.
 * Dropout drops the same elements on every device count and kernel, but not those that ejkernel
   drops.

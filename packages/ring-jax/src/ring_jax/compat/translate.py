@@ -77,10 +77,12 @@ def rule_of(
 def sinks_of(softmax_aux: Array | None, heads: int) -> Array | None:
     """Return sinks as ``[H, n]``; a ``softmax_aux`` of ``[1, n]`` is repeated for all heads.
 
+    With one head, ``[n]`` is taken as ``[1, n]``.
+
     Raises:
         ValueError: The shape is ``[H]`` with several heads, which may mean one sink a head or
             ``H`` sinks that all heads share.
-        UnsupportedError: The shape is neither ``[H, n]`` nor ``[1, n]``.
+        UnsupportedError: The shape is any other.
     """
     if softmax_aux is None:
         return None

@@ -5,6 +5,9 @@ sees has one, ``lse`` is that number plus the logarithm of a sum, and float32 dr
 probabilities computed from it are too large by a factor of up to the number of keys. So kernels add
 ``bias - shift``. Partial results, merges and the ``lse`` that a backward starts from are of shifted
 scores; only the ``lse`` that is returned has the shift added back. The shift has no gradient.
+
+Where ``KernelParams.shifts_bias`` is false there is no shift: with sinks, which compete with the
+scores as they are, and for a boolean mask in the form of a bias.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ _BLOCK_BYTES = 64 << 20  # of temporaries
 def bias_shift(call: Call, inputs: Inputs) -> Tensor:
     """Return the largest bias among the keys that each row sees, ``[B or 1, H or 1, T_local]``.
 
-    It is in the accumulators' dtype, and 0 where the largest is not finite, as in a row that sees
-    nothing, or within ``UNSHIFTED_BIAS`` of 0. ``B`` and ``H`` are the bias's, but with segment ids
-    ``B`` is the batch size: then rows differ by it. With segment ids ranks communicate, to get the
-    ids of all keys.
+    It is in the accumulators' dtype, and 0 where all of these are ``-inf``, as in a row that sees
+    nothing, or the largest is within ``UNSHIFTED_BIAS`` of 0. With ``inf`` or NaN among these,
+    torch's operations give 0, and the Triton kernel goes by the largest finite number. ``B`` and
+    ``H`` are the bias's, but with segment ids ``B`` is the batch size: then rows differ by it. With
+    segment ids ranks communicate, to get the ids of all keys.
 
     Raises:
         RankMismatchError: A peer is making another call.

@@ -82,8 +82,9 @@ EARLY_RETURN_FLOPS = 3e11
 def head_groups_of(program: RingProgram, sizes: Sizes, itemsize: int) -> HeadGroups:
     """Return into how many groups of heads a call is cut, the same on all ranks.
 
-    It weighs the bytes fetched by the rank that fetches most against the mean FLOPs of a rank.
-    ``itemsize`` is the bytes of a number of q, k and v.
+    It weighs the bytes of the longest gathered buffer of a rank, twice if these are so many that
+    the backward fetches them again, against the mean FLOPs of a rank. ``itemsize`` is the bytes of
+    a number of q, k and v.
     """
     dims = sizes.head_dim + sizes.v_head_dim
     plan = program.plan
@@ -109,7 +110,11 @@ class Gather(GatheringStrategy):
     launches: PreparedLaunches = field(default_factory=PreparedLaunches, compare=False)
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
-        """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and K/V of each group."""
+        """Return ``(out, lse)``, ``out`` in the inputs' dtype or wider, and what it saves.
+
+        That is K/V of each group, or nothing if ``saves`` is false: if there is no backward, or if
+        K/V are so large that the backward fetches them again.
+        """
         groups = self.groups.forward
         session = call.open_session(inputs, call.forward_signature, self.gather, groups=groups)
         gather, keys = self.gather, session.spec.keys
@@ -168,9 +173,10 @@ class Gather(GatheringStrategy):
         """Return the gradients; dK and dV in the inputs' dtype.
 
         For each group of heads the launches of the forward run in reverse. A group's dK/dV travel
-        home beside the next group's launches. Of the last group, those that its last launch does
-        not touch travel beside that launch, and only the others wait in the open. Launches over
-        own K/V in place come after the others of their group, and have sums of their own.
+        home beside the next group's launches. Of the last group, with ``groups.before_last_item``,
+        those that its last launch does not touch travel beside that launch. The others, or all,
+        have at most launches over own K/V in place beside them: these come after the others of
+        their group, and have sums of their own.
         """
         groups = self.groups.backward
         session = call.open_session(inputs, call.backward_signature, self.gather, groups=groups)

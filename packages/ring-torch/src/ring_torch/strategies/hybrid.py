@@ -31,7 +31,7 @@ from ring_torch.transports.api import Traffic
 
 @dataclass(frozen=True)
 class Hybrid(Ulysses):
-    """Strategy ``hybrid``: the inner call runs between groups, over the tokens of this rank's.
+    """Strategy ``hybrid``: in the inner call a rank holds all tokens of its group.
 
     The forward saves what the inner call saves, too.
     """
@@ -78,7 +78,7 @@ class Hybrid(Ulysses):
         return Inputs(q, k, v, q_ids, k_ids, None, None, None)
 
     def notes(self, call: Call) -> tuple[str, ...]:
-        """Return the ranks with which this one exchanges, and what is special about heads."""
+        """Return the ranks of both exchanges, with this one, and what is special about heads."""
         rank, grid = call.ranks.rank, self.grid
         lines = [f"trades tokens for heads with ranks {_listed(grid.inner_ranks(rank))}"]
         if grid.outer_size > 1:

@@ -69,8 +69,8 @@ def split_pair(
         weight: Checksum of the weights, which ranks compare.
 
     Raises:
-        ValueError: There are neither decoder inputs nor labels to make them of, or padding without
-            a mask.
+        ValueError: There are neither decoder inputs nor labels to make them of, the model has no
+            known function for that, or there is padding without a mask.
         UnsupportedError: The batch has entries that cannot be split.
     """
     batch = {name: x for name, x in batch.items() if x is not None}
@@ -186,8 +186,8 @@ def split_labels(
         weight: Checksum of the weights, which ranks compare.
 
     Raises:
-        UnsupportedError: The model's forward has no argument of an entry's name, or
-            ``attention_mask`` numbers documents.
+        UnsupportedError: The model's forward has no argument of the name of an entry that text
+            batches do not have, or ``attention_mask`` numbers documents.
     """
     batch = {name: x for name, x in batch.items() if x is not None}
     if unknown := sorted(batch.keys() - parameters_of(type(module)) - {*_TEXT}):
