@@ -32,7 +32,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 Segments = Literal["documents", "pair", "padded", "scattered"]
 Bias = Literal["full", "shared", "heads", "batch", "masked", "very-negative"]
 Numbers = Literal["equal", "one-hot", "large", "tiny"]
-Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf"]
+Poison = Literal["padding", "q", "k", "v", "q-inf", "k-inf", "v-inf", "bias"]
 #: Runs of the table that leave cases to nightly builds: `again` is torch's with other strategies.
 Run = Literal["torch", "again", "jax", "jax-cuda"]
 
@@ -87,7 +87,9 @@ class Case:
     segments: Segments | None = None
     lse_grad: bool = False
     spread: float = 1.0  # how much larger the keys of the last quarter are
-    poison: Poison | None = None  # NaN in padding, or NaN or one -inf in one token
+    poison: Poison | None = (
+        None  # NaN in padding, at one pair's bias, or NaN or one -inf in a token
+    )
     strategy: RingStrategy = "ring"
     numbers: Numbers | None = None  # equal keys; one key a row; logits of some 10,000; denormals
     nightly: frozenset[Run] = frozenset()  # the runs that have it in nightly builds alone
@@ -185,6 +187,8 @@ class Case:
         if self.poison == "padding":
             for name, side in (("q", "q_ids"), ("k", "k_ids"), ("v", "k_ids")):
                 arrays[name][arrays[side] < 0] = np.nan if name != "v" else np.inf
+        elif self.poison == "bias":
+            arrays["bias"][..., 2 * self.seq_len // 3, self.keys // 3] = np.nan
         elif self.poison is not None:
             token = arrays[self.poison[0]][:, 2 * arrays[self.poison[0]].shape[1] // 3]
             if self.poison.endswith("-inf"):
@@ -419,6 +423,7 @@ OPTION_RINGS_IN_JAX: dict[str, tuple[str, ...]] = {
     "poison-q": (),
     "poison-k": (),
     "poison-v": (),  # `poison-padding` has infinity there
+    "poison-bias": ("zigzag",),
     "spread": ("contiguous",),
     "batch-0": ("contiguous",),
     "bias-float64": (),
@@ -490,6 +495,7 @@ def _option_cases() -> list[Case]:
         "bias-very-negative-bfloat16": {"bias": "very-negative", "dtype": "bfloat16"},
         "bias-very-negative-float16": {"bias": "very-negative", "dtype": "float16", "batch": 2},
         "bias-very-negative-sinks": {"bias": "very-negative", "sinks": 0},
+        "poison-bias": {"bias": "full", "poison": "bias"},
     }  # fmt: skip
     cases = []
     for n, (name, fields) in enumerate(options.items()):

@@ -66,6 +66,7 @@ _CASES = [
     Case("poison-k", CAUSAL, poison="k"),
     Case("poison-v", CAUSAL, poison="v"),
     Case("v-inf", CAUSAL, poison="v-inf"),
+    Case("bias-nan", CAUSAL, bias="shared", poison="bias"),
     Case("poison-padding", Mask(), segments="padded", poison="padding"),
     Case(
         "everything", CAUSAL, softcap=2.0, sinks=0, bias="masked", alibi=1, dropout_p=0.1,

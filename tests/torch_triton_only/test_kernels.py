@@ -39,6 +39,7 @@ ALONE = [
     Case("very-negative-bias", CAUSAL, seq_len=80, bias="very-negative", batch=2),
     Case("poison-k", CAUSAL, seq_len=80, poison="k"),
     Case("v-inf", CAUSAL, seq_len=80, poison="v-inf"),
+    Case("bias-nan", CAUSAL, seq_len=80, bias="shared", poison="bias"),
     Case(
         "everything", CAUSAL, seq_len=80, softcap=2.0, sinks=0, bias="masked", alibi=1,
         dropout_p=0.1, segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6),

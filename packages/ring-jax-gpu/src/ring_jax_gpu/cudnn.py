@@ -285,7 +285,7 @@ def _hidden_rows(tile: Tile, bias: Array | None) -> Array | None:
     bias = tile.bias(bias)
     if bias is None:
         return None
-    shown = bias > -jnp.inf
+    shown = bias != -jnp.inf
     if tile.causal:
         i, j = (lax.broadcasted_iota(jnp.int32, shown.shape[2:], n) for n in (0, 1))
         shown &= (i >= j)[None, None]

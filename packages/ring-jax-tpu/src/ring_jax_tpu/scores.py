@@ -119,7 +119,7 @@ class Tile:
         visible = self._visible() if masked else None
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
-            shown = bias > -jnp.inf
+            shown = bias != -jnp.inf
             bias = bias if self.bias_shift is None else bias - self.bias_shift[...]
             x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:

@@ -362,7 +362,7 @@ def visible_cells(
             bias_block += tl.log2(
                 in_tiles(x, consts, row_start, col_start, rows, cols).to(tl.float32)
             )
-        visible &= bias_block > -_INF
+        visible &= bias_block != -_INF
     elif x.bits is not None:
         visible &= in_tiles(x, consts, row_start, col_start, rows, cols) > 0
     return visible

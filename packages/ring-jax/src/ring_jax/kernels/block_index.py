@@ -59,7 +59,7 @@ def shown_in_blocks(bias: Array, block_q: int, block_k: int) -> Array:
     Bool ``[B or 1, I, J]``, True where some head has a value above ``-inf``. Other blocks are
     empty, whatever their kind.
     """
-    shown = (bias > -jnp.inf).any(axis=1)
+    shown = (bias != -jnp.inf).any(axis=1)
     edges = [(0, 0), (0, -shown.shape[1] % block_q), (0, -shown.shape[2] % block_k)]
     padded = jnp.pad(shown, edges)
     grid = (padded.shape[1] // block_q, padded.shape[2] // block_k)

@@ -220,7 +220,7 @@ class ScoreBlocks:
         visible = self._visible(bounds, i, j)
         if self.rows.bias is not None:
             bias = self._bias(self.rows.bias, i, j).astype(x.dtype)
-            visible = visible & (bias > -jnp.inf)
+            visible = visible & (bias != -jnp.inf)
             if (shift := self.rows.bias_shift) is not None:
                 part = lax.dynamic_slice_in_dim(shift, i.start, self.block_q, axis=2)
                 bias -= part.reshape(len(part), *bias.shape[1:4], 1)

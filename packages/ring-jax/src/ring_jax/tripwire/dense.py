@@ -199,7 +199,7 @@ def _scores(
         bias = jnp.moveaxis(queries.bias, 1, 0).astype(wide)
         shape = (1, 1) if bias.shape[0] == 1 else (kv_heads, heads // kv_heads)
         bias = bias.reshape(*shape, *bias.shape[1:])
-        visible = visible & (bias > -jnp.inf)
+        visible = visible & (bias != -jnp.inf)
         if queries.bias_shift is not None:
             bias = bias - queries.bias_shift.astype(wide).T.reshape(*bias.shape[:3], 1)
     q, _, k, _ = _zero_hidden(visible, queries, keys, wide)

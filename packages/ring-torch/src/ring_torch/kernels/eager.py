@@ -186,7 +186,7 @@ class ScoreBlocks:
             bias = self._bias(rows.bias, i, j).to(x.dtype)
             shift = rows.bias_shift
             by_head = by_head + (bias if shift is None else bias - shift[:, :, i, None])
-            visible = bias > -torch.inf if visible is None else visible & (bias > -torch.inf)
+            visible = bias != -torch.inf if visible is None else visible & (bias != -torch.inf)
         if rows.slopes is not None:
             distance = (not_none(rows.position)[i, None] - not_none(self.columns.position)[j]).abs()
             by_head = by_head - rows.slopes[:, :, None, None].to(x.dtype) * distance.to(x.dtype)
@@ -202,7 +202,7 @@ class ScoreBlocks:
     def _is_shown(self, i: slice, j: slice) -> bool:
         """Return False if a boolean mask in the form of a bias hides all of a block."""
         bias, hides = self.rows.bias, self.params.bias_masks
-        return bias is None or not hides or bool((self._bias(bias, i, j) > -torch.inf).any())
+        return bias is None or not hides or bool((self._bias(bias, i, j) != -torch.inf).any())
 
     def keep(self, like: Tensor, i: slice, j: slice) -> Tensor | None:
         """Return the factors of dropout, 0 or ``1 / (1 - p)``, for a block; ``None`` without it."""

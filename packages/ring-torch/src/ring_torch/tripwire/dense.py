@@ -305,7 +305,7 @@ def _visible_pairs(rule: ScoreRule, queries: SampledQueries, keys: SampledKeys) 
         visible = visible & (queries.ids[:, None] == keys.ids) & (queries.ids >= 0)[:, None]
     visible = visible.unsqueeze(0)
     return (
-        visible if queries.bias is None else visible & (queries.bias.transpose(0, 1) > -torch.inf)
+        visible if queries.bias is None else visible & (queries.bias.transpose(0, 1) != -torch.inf)
     )
 
 

@@ -177,7 +177,7 @@ class ItemLaunch:
         bias, position = self.rows.bias, self.columns.position
         if bias is None or position is None or not self.params.bias_masks:
             return None
-        return (bias > -torch.inf).any(dim=1).index_select(2, position)
+        return (bias != -torch.inf).any(dim=1).index_select(2, position)
 
     def _masks(self, *, k_major: bool) -> dict[str, Tensor]:
         """Return the arguments that mask scores: bounds, segment ids, tiles or documents."""
