@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import report
+from benchmarks.torch.processors import bind
 from ring_core import Layout
 from ring_torch import ring_attention
 from ring_torch.local import LocalRanks
@@ -157,18 +158,21 @@ def main() -> int:
     """Time what is asked for; returns the exit code."""
     parser = report.parser_of((__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="ranks")
+    parser.add_argument("--bind", action="store_true", help="each process on its own processors")
     options = parser.parse_args()
     if options.table:
         return report.show(options.table)
     if not 2 <= options.gpus <= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: there are {torch.cuda.device_count()}, 2 are needed")
     with LocalRanks(options.gpus, cuda=True, patience=300.0) as ranks:
+        processors = ranks.run(bind)[0] if options.bind else 0
         measured = ranks.run(rows, options.gpus)[0]
     for row in measured:
         print(row)
     if options.json:
         gpu = torch.cuda.get_device_name()
         environment = {"gpus": options.gpus, "gpu": gpu, "torch": torch.__version__}
+        environment |= {"processors": processors} if processors else {}
         report.write(options.json, {"environment": environment, "rows": measured})
     return 0
 

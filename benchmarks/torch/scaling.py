@@ -5,8 +5,9 @@ no speed. Times are CUDA events, the median of up to 20 runs, of the slowest ran
 GPU: causal forward FLOPs are ``2 N^2 H D``, the backward takes 2.5 times that. Scaling efficiency
 is a method's rate over that of one GPU on the same sequence. ``alone`` is a method's launches over
 keys that are there already: kernels only. Exposed communication is the share of the time that the
-rest takes. With ``--ranks 4 8`` one GPU emulates all ranks of such rings, one after the other,
-``alone``: what so many would reach if nothing had to travel. The slowest rank counts.
+rest takes. With ``--bind`` each process runs on processors of its own. With ``--ranks 4 8`` one GPU
+emulates all ranks of such rings, one after the other, ``alone``: what so many would reach if
+nothing had to travel. The slowest rank counts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks.common.tables import ALONE
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.methods import Method, dense
 from benchmarks.torch.over_gpus import EVERY_STRATEGY, OVER_GPUS, method
+from benchmarks.torch.processors import bind
 from ring_core import Mask, RingProgram, make_plan, ring_program
 from ring_core.checks import Sizes
 from ring_core.tools.bench import watched
@@ -236,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each figure")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds a row may take")
+    parser.add_argument("--bind", action="store_true", help="each process on its own processors")
     options = parser.parse_args(argv)
     if options.table:
         return show(options.table)
@@ -253,7 +256,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def rows(world: int) -> Iterator[Pair]:
         """Yield settings and methods that have no row yet."""
-        timed = {(row["gpus"], row["setting"], row["method"]) for row in report.rows}
+        timed = {
+            (row["gpus"], row["setting"], row["method"])
+            for row in report.rows
+            if ("processors" in row) == options.bind
+        }
         left = [pair for pair in pairs if (world, pair[0].name, pair[1]) not in timed]
         return watched(left, len(left), "row")
 
@@ -261,9 +268,12 @@ def main(argv: list[str] | None = None) -> int:
         row: dict[str, Any] = {"gpus": world, "setting": pair[0].name, "method": pair[1]}
         if options.strategies:
             row["every_strategy"] = True
+        if processors:
+            row["processors"] = processors  # of each process
         report.add(row | result)
         print(_line(report.rows[-1]), flush=True)
 
+    processors = 0
     for world in options.ranks:
         for pair in rows(world):
             add(world, pair, _emulated(world, *pair, options.seconds))
@@ -272,6 +282,8 @@ def main(argv: list[str] | None = None) -> int:
         while started:  # once, and again after a failure that ranks do not share
             started = False
             with LocalRanks(world, cuda=True, patience=options.patience) as ranks:
+                if options.bind:
+                    processors = ranks.run(bind)[0]
                 for pair in waiting:
                     result = _row(ranks, *pair, options.seconds)
                     add(world, pair, result)
