@@ -35,24 +35,30 @@ def scaling(rows: Sequence[Row]) -> str:
     several = len({row["gpus"] for row in rows}) > 1
     head = ["GPUs"] * several + ["mask, length, heads", "method"]
     head += ["forward", "forward + backward", "GiB"] + ["exposed communication"] * bool(exposed)
-    one_gpu = {(row["gpus"], row["setting"]): row for row in rows if row["method"] == "one"}
+    one_gpu = {_run_of(row): row for row in rows if row["method"] == "one"}
     lines = ([str(row["gpus"])] * several + _scaling_cells(row, one_gpu, exposed) for row in rows)
     return markdown(head, lines)
 
 
 def _scaling_cells(row: Row, one_gpu: dict[Any, Row], exposed: dict[Any, str]) -> list[str]:
     auto = row["method"].removesuffix(", chunks") == row.get("auto")
-    cells = [row["setting"], f"`{row['method']}`{' (`auto`)' * auto}"]
+    bound = f", {row['processors']} processors each" if "processors" in row else ""
+    cells = [row["setting"], f"`{row['method']}`{' (`auto`)' * auto}{bound}"]
     if "forward" not in row:
         return [*cells, "refused or wrong", "", "", *[""] * bool(exposed)]
-    shorter = re.sub(r"\b\d+k\b", "128k", row["setting"])
-    base = one_gpu.get((row["gpus"], row["setting"]), one_gpu.get((row["gpus"], shorter)))
+    at_128k = row | {"setting": re.sub(r"\b\d+k\b", "128k", row["setting"])}
+    base = one_gpu.get(_run_of(row), one_gpu.get(_run_of(at_128k)))
     for way in PASSES:
         rate = row[way]["tflops"]
         efficiency = f" ({rate / base[way]['tflops']:.2f})" if base and "forward" in base else ""
         cells.append(f"{rate:.0f}{efficiency}")
     cells.append(f"{row['both']['peak_gib']:.2f}")
     return [*cells, exposed.get(_key(row), "")] if exposed else cells
+
+
+def _run_of(row: Row) -> tuple[int, str, int]:
+    """Return what a row shares with that of one GPU alone to which its rate is compared."""
+    return row["gpus"], row["setting"], row.get("processors", 0)
 
 
 def _key(row: Row) -> tuple[int, str, str]:

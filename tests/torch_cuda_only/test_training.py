@@ -86,7 +86,7 @@ def losses_and_errors(_: int, layout: Any) -> list[tuple[float, float, float]]:
     ]
     results = []
     for loss_of in ways:
-        hidden = model(cp.shard(tokens, dim=1), cp.positions(LENGTH)[None])
+        hidden = model(cp.shard(tokens, dim=1), cp.positions(LENGTH, device=tokens.device)[None])
         loss = loss_of(hidden, cp.shard(labels, dim=1))
         error = _error(_grads(model, loss, cp), expected)
         total = loss.detach().float()
