@@ -35,6 +35,13 @@ CALLS: dict[str, dict[str, Any]] = {
     "last": {"options": {"causal": True, "softcap": 5.0}, "step": "last"},
 }
 
+#: Calls of the kernels for Hopper. Where all is seen the last tiles are shared.
+HOPPER_CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"options": {"causal": True}, "tokens": [1024, 2048]},
+    "full": {"tokens": [1024, 2048]},
+    "documents": {"options": {"cu_seqlens": [0, 100, 1024]}},
+}
+
 
 @pytest.mark.nightly(unless=["80", "100"])  # per change torch compiles them for 90
 @pytest.mark.parametrize("arch", SHARED)
@@ -56,13 +63,13 @@ def test_options(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="without Gluon Hopper gets the kernels of plain Triton")
-@pytest.mark.nightly(unless=["True-64-only", "False-128-later"])
+@pytest.mark.nightly(unless=["documents-64-only", "full-128-later"])
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("causal", [True, False])  # the last tiles are shared where it is full
-def test_roles_on_hopper(causal: bool, dim: int, step: str) -> None:
-    call = {"options": {"causal": causal}, "dims": [dim, dim], "hopper": True, "step": step}
-    kernels = compiled([call | {"tokens": [1024, 2048]}], 90)
+@pytest.mark.parametrize("mask", HOPPER_CALLS)
+def test_roles_on_hopper(mask: str, dim: int, step: str) -> None:
+    call = HOPPER_CALLS[mask] | {"dims": [dim, dim], "hopper": True, "step": step}
+    kernels = compiled([call], 90)
     by_name = {x["kernel"]: x for x in kernels}
     assert list(by_name) == ["fwd_hopper", "fwd", "bwd_hopper", "bwd_dkv"]
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
@@ -78,7 +85,7 @@ def test_no_roles_for_options() -> None:
     """What the kernels for Hopper cannot do goes the general way."""
     calls: list[dict[str, Any]] = [
         {"options": {"causal": True, "softcap": 5.0}},
-        {"options": {"cu_seqlens": [0, 100, 1024]}},
+        {"predicate": True},
         {"dims": [160, 160]},
         {"dtype": "float32"},
     ]

@@ -73,12 +73,14 @@ _CASES = [
         segments="padded", softmax_scale=0.4, heads=(4, 2), dims=(8, 6), lse_grad=True,
     ),
 ]  # fmt: skip
-_WIDE: dict[str, Any] = {"seq_len": 150, "dims": (64, 64), "dtype": "bfloat16", "heads": (2, 1)}
+_HOPPER: dict[str, Any] = {"dims": (64, 64), "dtype": "bfloat16", "heads": (2, 1)}
+_WIDE: dict[str, Any] = {"seq_len": 150, **_HOPPER}
 LEFT = [
     Case("left-causal", CAUSAL, **_WIDE, batch=2),
     Case("left-window", Mask(window=(50, 33)), **_WIDE),
     Case("left-poison-v", CAUSAL, **_WIDE, poison="v"),
     Case("left-poison-k", CAUSAL, **_WIDE, poison="k"),
+    Case("left-chunks", Mask(causal=True, window=(30, 0), chunk_size=37), **_WIDE),
 ]
 SEVERAL_BLOCKS = [case if case.seq_len != 48 else replace(case, seq_len=80) for case in _CASES]
 
@@ -176,6 +178,17 @@ def test_several_blocks_in_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(case, JaxBackend().run(case, kernel=config))
 
 
+def test_documents_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Hopper has one kernel for the backward, each of two gets its own side's documents."""
+    monkeypatch.setattr(ring_jax, "ring_attention", ring_attention)
+    mask = Mask(causal=True, cu_seqlens=(0, 3, 10, 41, 72, 96))
+    case = Case("documents-striped-cp2", mask, "striped", 2, 96, **_HOPPER)
+    launches = mock.patch.object(interpreter, "interpret", wraps=interpreter.interpret)
+    with launches as launched:
+        assert_close(case, JaxBackend().run(case, kernel="triton"))
+    assert all(call.kwargs["launch"].hopper for call in launched.call_args_list)
+
+
 def test_outside_of_programs() -> None:
     """Under ``jax.disable_jit`` each kernel is launched in a program of its own."""
     x = jax.random.normal(jax.random.key(0), (1, 40, 2, 16))
@@ -208,7 +221,13 @@ def test_vmap() -> None:
 
 
 @pytest.mark.nightly(
-    unless=["left-causal-only", "left-window-last", "left-poison-v-later", "left-poison-k-first"]
+    unless=[
+        "left-causal-only",
+        "left-window-last",
+        "left-poison-v-later",
+        "left-poison-k-first",
+        "left-chunks-last",
+    ]
 )
 @pytest.mark.parametrize("step", ["only", *STEPS])
 @pytest.mark.parametrize("case", LEFT, ids=lambda case: case.name)

@@ -38,8 +38,9 @@ from ring_jax_gpu.operands import StepWork
 class TritonKernel(Kernel):
     """Flash attention in Triton, which computes only the blocks that a mask does not hide.
 
-    A backward in one kernel (``fused_backward=True``; by default on Hopper, for masks that are
-    bands and calls without further options) adds to dQ in an order that differs from run to run.
+    A backward in one kernel (``fused_backward=True``; by default on Hopper, for masks of bands and
+    documents, and calls without further options) adds to dQ in an order that differs from run to
+    run.
 
     Attributes:
         blocks: A table of block sizes, as ``python -m ring_jax_gpu tune`` writes it; ``None`` is

@@ -14,12 +14,17 @@ Arrays = dict[str, Array]
 KernelName = Literal["fwd", "bwd_dq", "bwd_dkv", "bwd_dbias"]
 ITEM_NUMBER = "item_number"  # of the rank's item in `rectangles`; only kernels for Hopper take it
 
+# The documents of each kernel's outer tokens, int32 [2, outer length]: where they start and stop
+# among the inner tokens. A launch and its fallback may have different outer sides.
+CELLS: dict[KernelName, str] = {
+    "fwd": "q_cells", "bwd_dq": "q_cells", "bwd_dkv": "k_cells", "bwd_dbias": "q_cells",
+}  # fmt: skip
 # Parameters of kernels that are further views of an array. Arrays that the copy engine fetches are
 # also passed as pointers, for blocks that are computed NaN-safe; keys and values that lie side by
 # side are passed as one array each.
 _VIEWS = {
     "q_pointer": ("q",), "dout_pointer": ("dout",), "k": ("kv",), "v": ("kv",),
-    "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"),
+    "k_pointer": ("kv", "k"), "v_pointer": ("kv", "v"), "cells": ("q_cells", "k_cells"),
 }  # fmt: skip
 
 
@@ -57,8 +62,9 @@ def arrays_of(launch: Launch, arrays: Arrays, changed: tuple[str, ...]) -> Array
 
     ``changed`` are the arrays that some launch changes; each launch has parameters for its own.
     """
-    parameters, optional = kernel_of(launch).arg_names, {*changed, ITEM_NUMBER}
-    return {name: x for name, x in arrays.items() if name not in optional or name in parameters}
+    optional = {*changed, ITEM_NUMBER, *CELLS.values()}
+    own = {*kernel_of(launch).arg_names, CELLS[launch.kernel]}
+    return {name: x for name, x in arrays.items() if name not in optional or name in own}
 
 
 def stages_of(launch: Launch, itemsize: int, capability: int) -> int:
@@ -95,7 +101,8 @@ def arguments_of(kernel: Any, launch: Launch, arrays: Arrays, *, has_tma: bool) 
         **{name: arrays[x] for name, views in _VIEWS.items() for x in views if x in arrays},
         **(_descriptors(consts, arrays) if uses_tma else {}),
     }  # fmt: skip
-    unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, "kv", "k", "v"}
+    views = {"kv", "k", "v", CELLS[launch.kernel]}
+    unknown = {*arrays, *dict(launch.numbers)} - {*kernel.arg_names, *views}
     assert not unknown, f"{launch.kernel} has no parameters {sorted(unknown)}"
     return {name: arguments.get(name) for name in kernel.arg_names}
 

@@ -42,7 +42,7 @@ from ring_jax.records import (
 )
 from ring_jax.search import searchsorted
 from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles
-from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, KernelName, Launch
+from ring_jax_gpu.launch import CELLS, ITEM_NUMBER, Arrays, KernelName, Launch
 from ring_jax_gpu.primitive import launch_kernel
 
 _HOPPER_DIMS = (64, 128)
@@ -109,8 +109,11 @@ class StepWork:
         """
         launch, arrays = self._plan("bwd_fused", upstream)
         if only_on_hopper:
-            others = (self._plan(name, upstream)[0] for name in ("bwd_dq", "bwd_dkv"))
-            launch = replace(launch, fallback=tuple(others))
+            (dq_launch, of_dq), (dkv_launch, _) = (
+                self._plan("bwd_dq", upstream), self._plan("bwd_dkv", upstream)
+            )  # fmt: skip
+            launch = replace(launch, fallback=(dq_launch, dkv_launch))
+            arrays |= of_dq  # its documents are those of queries
         changed = launch_kernel(launch, arrays, {"dq": dq, **dkv})
         return changed.pop("dq"), changed
 
@@ -123,14 +126,14 @@ class StepWork:
     def suits_hopper(self) -> bool:
         """Return True if the kernels for Hopper can do the step.
 
-        They do bands without further options, a positive scale, 16-bit dtypes, and one head dim of
-        64 or 128, in blocks of their own choice. Which GPU it is, is known only when it is lowered.
+        They do bands and documents without further options, a positive scale, 16-bit dtypes, and
+        one head dim of 64 or 128, in blocks of their own choice. Which GPU it is, is known only
+        when it is lowered.
         """
         rows, call, config = self.rows, self.call, self.call.config
         options = (rows.ids, rows.bias, rows.slopes, rows.seed, call.softcap, self.work.kinds)
-        is_plain = all(x is None for x in options) and not self._has_documents
         return (
-            self.roles and is_plain and (config.block_q, config.block_k) == (None, None)
+            self.roles and all(x is None for x in options) and (config.block_q, config.block_k) == (None, None)
             and call.scale > 0 and rows.q.size > 0
             and call.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
@@ -178,7 +181,7 @@ class StepWork:
             outer, inner = (outer, inner) if is_q_major else (inner, outer)
             # The inner tokens [start, stop) in the document of each outer token.
             ends = [searchsorted(inner, outer, side) for side in ("left", "right")]
-            arrays["cells"] = jnp.stack(ends)
+            arrays[CELLS[kernel]] = jnp.stack(ends)
         array_mask = self.rows.bias if self.call.bias_masks else None
         is_indexed = any(x is not None for x in (self.work.kinds, self.rows.ids, array_mask))
         numbers = self._numbers | self._strides(kernel)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ring_jax_gpu.hopper.common import (
     LOG2E,
+    Bands,
     Sizes,
     columns_of,
     seen_by,
@@ -50,7 +51,7 @@ FIRST, BUSY, SPLIT, OWN, HELPERS, Q_FIRST, Q_MANY = (
 
 @gluon.jit
 def bwd_hopper(
-    q, k, v, dout, neg_lse, neg_delta, dq, items, stream_k, marks, parts, dk, dv, flags, q_len,
+    q, k, v, dout, neg_lse, neg_delta, dq, items, cells, stream_k, marks, parts, dk, dv, flags, q_len,
     k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of blocks of 128 keys of one head to ``dq``, ``dk`` and ``dv``.
@@ -61,7 +62,7 @@ def bwd_hopper(
     - ``neg_lse``, ``neg_delta``: descriptors of ``[B * H * T]``, each head padded to whole blocks:
       ``-lse / scale``, ``-inf`` for queries that see nothing, and ``-delta``. Products of Q and K,
       which are not scaled yet, and of dO and V start from these.
-    - ``items``: the work item's bands, see :func:`visited` of ``common``.
+    - ``items``, ``cells``: the bounds of the work items and the documents, see ``Bands``.
     - ``dk``, ``dv``: ``[B, S, K, D]``; or ``dk`` is ``[B, S, K, 2 D]`` and there is no ``dv``.
     - ``flags [B * K, blocks]``: set to 1 where dK and dV are left out because of NaN, and to 2
       where dQ is left out, too, because of keys that are not finite. ``run`` launches a plain
@@ -94,12 +95,13 @@ def bwd_hopper(
         mbarrier.init(g_free.index(n), count=1)
     tiles = (k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles)
     bars = (kv_full, kv_free, q_full, q_free, g_full, g_free)
+    bands = Bands(items, cells, k_len if cells is not None else None)
     sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
-            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts)),
-            (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts)),
+            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, bands, outputs, sizes, consts)),
+            (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, bands, sizes, consts)),
         ],
         [1],
         [24],
@@ -182,14 +184,14 @@ def keys_of(tile, sizes, consts: gl.constexpr):
 
 @gluon.jit
 def seen_in_part(
-    items, item, start, stop, part, part_stop, member, sizes, consts: gl.constexpr,
+    bands, item, start, stop, part, part_stop, member, sizes, consts: gl.constexpr,
 ):  # fmt: skip
     """Return :func:`visited` within blocks of queries ``[part, part_stop)``, for one query head.
 
     Blocks are numbered through all heads of the group, of which ``member`` is one.
     """
     low, whole_low, whole_high, high = visited(
-        items, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
+        bands, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
     )
     if consts.STREAM_K:
         before = member * gl.load(sizes.stream_k + Q_MANY) - gl.load(sizes.stream_k + Q_FIRST)
@@ -209,7 +211,7 @@ def nth_block(n, low, whole_low, whole_high, high):
 
 @gluon.jit
 def bwd_producer(
-    q, k, v, dout, neg_lse, neg_delta, tiles, bars, items, sizes, consts: gl.constexpr
+    q, k, v, dout, neg_lse, neg_delta, tiles, bars, bands, sizes, consts: gl.constexpr
 ):
     """Run the producer warp: fetch a block of keys and values, then the queries that see it."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
@@ -235,7 +237,7 @@ def bwd_producer(
             head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    items, item, start, stop, part, part_stop, member, sizes, consts
+                    bands, item, start, stop, part, part_stop, member, sizes, consts
                 )
                 for i in range(high - low):
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
@@ -265,7 +267,7 @@ def bwd_producer(
 
 
 @gluon.jit
-def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts: gl.constexpr):
+def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, bands, outputs, sizes, consts: gl.constexpr):
     """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
@@ -291,9 +293,9 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, items, outputs, sizes, consts
             head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    items, item, start, block_stop, part, part_stop, member, sizes, consts
+                    bands, item, start, block_stop, part, part_stop, member, sizes, consts
                 )
-                first, stop = seen_by(items, item, cols, ROWS_OUTSIDE=False)
+                first, stop = seen_by(bands, item, cols, ROWS_OUTSIDE=False)
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
                     row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK

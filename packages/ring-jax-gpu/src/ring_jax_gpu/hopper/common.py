@@ -43,6 +43,25 @@ class HopperConstexprs(NamedTuple):
     STREAM_K: gl.constexpr
 
 
+class Bands(NamedTuple):
+    """What queries see of keys: the bands of the work items, and the documents within them.
+
+    The kernel's outer loop is over one side, the queries in the forward and the keys in the
+    backward; its inner loop over the other one.
+
+    Attributes:
+        items: int32 ``[ITEMS, 6]``: ``q_start, q_stop, k_start, k_stop, lo, hi`` of each item.
+        cells: int32 ``[2, outer_len]``: where the document of each outer token starts and stops
+            among the inner tokens. Both ascend, as all layouts hold tokens in their order. ``None``
+            where no item spans several documents.
+        outer_len: Number of outer tokens of a batch row; ``None`` without ``cells``.
+    """
+
+    items: Any
+    cells: Any
+    outer_len: Any
+
+
 class Sizes(NamedTuple):
     """The sizes of a launch: lengths, numbers of heads, and its Stream-K schedule.
 
@@ -95,14 +114,14 @@ def columns_of(kv_head, consts: gl.constexpr):
 
 
 @gluon.jit
-def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
+def sides_of(bands, n, ROWS_OUTSIDE: gl.constexpr):
     """Load the bounds of item ``n``, those of the tokens of the kernel's outer loop first.
 
     Return ``(begin, end, start, stop, low, high)``: outer tokens ``[begin, end)`` see inner tokens
     of ``[start, stop)``. Counted from ``begin`` and ``start``, outer token ``o`` sees inner tokens
     ``o + low`` to ``o + high``. With ``ROWS_OUTSIDE`` queries are the outer side, else keys are.
     """
-    item = items + n * BOUNDS
+    item = bands.items + n * BOUNDS
     lo, hi = gl.load(item + 4), gl.load(item + 5)
     if ROWS_OUTSIDE:
         begin, end = gl.load(item), gl.load(item + 1)
@@ -116,25 +135,41 @@ def sides_of(items, n, ROWS_OUTSIDE: gl.constexpr):
 
 
 @gluon.jit
-def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
+def document_of(bands, outer):
+    """Return the inner tokens ``[start, stop)`` of the document of each outer token."""
+    known = (outer >= 0) & (outer < bands.outer_len)
+    start = gl.load(bands.cells + outer, mask=known, other=0)
+    return start, gl.load(bands.cells + bands.outer_len + outer, mask=known, other=0)
+
+
+@gluon.jit
+def visited(bands, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.constexpr):
     """Return the range of inner blocks that a block of outer tokens visits for item ``n``.
 
     ``(low, whole_low, whole_high, high)`` are numbers of blocks: some of the outer tokens ``[outer,
     outer_stop)`` see something of blocks ``[low, high)``, and all of them see all of ``[whole_low,
     whole_high)``, which need no mask.
     """
-    begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
+    begin, end, start, stop, lo, hi = sides_of(bands, n, ROWS_OUTSIDE)
     shift = start - begin
     # From the first inner token that the first outer token sees to the last that the last one sees.
     top, bottom = gl.maximum(outer, begin), gl.minimum(outer_stop, end) - 1
     first = gl.maximum(top + shift + lo, start)
     last = gl.minimum(bottom + shift + hi + 1, stop)
+    if bands.cells is not None:
+        # Documents ascend, too: the first outer token's begins first, the last one's stops last.
+        top_start, top_stop = document_of(bands, top)
+        bottom_start, bottom_stop = document_of(bands, bottom)
+        first, last = gl.maximum(first, top_start), gl.minimum(last, bottom_stop)
     some = (top <= bottom) & (first < last)
     low = gl.where(some, first // BLOCK, 0)
     high = gl.where(some, (last + BLOCK - 1) // BLOCK, 0)
     # Every outer token sees what lies between the last one's first and the first one's last.
     whole_first = gl.maximum(bottom + shift + lo, start)
     whole_last = gl.minimum(top + shift + hi + 1, stop)
+    if bands.cells is not None:
+        whole_first = gl.maximum(whole_first, bottom_start)
+        whole_last = gl.minimum(whole_last, top_stop)
     whole = (outer >= begin) & (outer_stop <= end) & (whole_first < whole_last)
     whole_low = gl.where(whole, (whole_first + BLOCK - 1) // BLOCK, low)
     whole_high = gl.where(whole, whole_last // BLOCK, low)
@@ -144,13 +179,16 @@ def visited(items, n, outer, outer_stop, BLOCK: gl.constexpr, ROWS_OUTSIDE: gl.c
 
 
 @gluon.jit
-def seen_by(items, n, outer, ROWS_OUTSIDE: gl.constexpr):
+def seen_by(bands, n, outer, ROWS_OUTSIDE: gl.constexpr):
     """Return the inner tokens ``[first, stop)`` that each outer token sees of item ``n``.
 
     One that sees none has ``stop <= first``; outside of the item ``stop`` is 0.
     """
-    begin, end, start, stop, lo, hi = sides_of(items, n, ROWS_OUTSIDE)
+    begin, end, start, stop, lo, hi = sides_of(bands, n, ROWS_OUTSIDE)
     diagonal = outer + (start - begin)
     first = gl.maximum(diagonal + lo, start)
     last = gl.minimum(diagonal + hi + 1, stop)
+    if bands.cells is not None:
+        document_start, document_stop = document_of(bands, outer)
+        first, last = gl.maximum(first, document_start), gl.minimum(last, document_stop)
     return first, gl.where((outer >= begin) & (outer < end), last, 0)

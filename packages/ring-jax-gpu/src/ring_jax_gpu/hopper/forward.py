@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ring_jax_gpu.hopper.common import (
     LN2,
     LOG2E,
+    Bands,
     Sizes,
     columns_of,
     seen_by,
@@ -92,10 +93,10 @@ def decode_tile(tile_id, sizes, consts: gl.constexpr):
 
 
 @gluon.jit
-def seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts: gl.constexpr):
+def seen_in_part(bands, n, row, row_stop, part, split_index, sizes, consts: gl.constexpr):
     """Return :func:`visited` for one part of the keys; part 0 has the last blocks of keys."""
     low, whole_low, whole_high, high = visited(
-        items, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True
+        bands, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True
     )
     if consts.STREAM_K:
         stream_k, length = sizes.stream_k, high - low
@@ -112,7 +113,7 @@ def seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts: gl.c
 
 @gluon.jit
 def fwd_hopper(
-    q, k, v, items, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads,
+    q, k, v, items, cells, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads,
     group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Compute attention by blocks of 128 queries of one head; persistent programs share them.
@@ -120,7 +121,7 @@ def fwd_hopper(
     - ``q``: descriptor of ``[B * T, H * D]``.
     - ``k``, ``v``: descriptors of ``[B * S, K * D]``, or both of ``[B * S, K * 2 D]``, where a
       head's values lie beside its keys.
-    - ``items``: the bounds of the work items, which :func:`visited` and :func:`seen_by` read.
+    - ``items``, ``cells``: the bounds of the work items and the documents, see ``Bands``.
     - ``stream_k``: the fields of a ``StreamK``, with ``consts.STREAM_K``.
     - ``marks``: int32, zeros at first. ``[B * H, blocks, 2]`` flags of 64 queries each, set to 1 if
       they are left out because of NaN; then the shared counter of tiles; then ``[split, 2]``
@@ -157,13 +158,14 @@ def fwd_hopper(
         mbarrier.init(pingpong.index(n), count=1)
     tiles = (q_tiles, k_tiles, v_tiles, tile_ids)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, pingpong)
+    bands = Bands(items, cells, q_len if cells is not None else None)
     sizes = Sizes(q_len, k_len, batch, heads, group, heads_per_swizzle, stream_k)
     outputs = (before, out, lse, parts, sums)
     gl.warp_specialize(
         [
-            (consumer, (tiles, bars, items, marks, outputs, sizes, gl.constexpr(0), consts)),
-            (consumer, (tiles, bars, items, marks, outputs, sizes, gl.constexpr(1), consts)),
-            (producer, (q, k, v, tiles, bars, items, marks, before, sizes, consts)),
+            (consumer, (tiles, bars, bands, marks, outputs, sizes, gl.constexpr(0), consts)),
+            (consumer, (tiles, bars, bands, marks, outputs, sizes, gl.constexpr(1), consts)),
+            (producer, (q, k, v, tiles, bars, bands, marks, before, sizes, consts)),
         ],
         [4, 1],
         [240, 24],
@@ -177,7 +179,7 @@ def tile_counter(marks, q_len, all_heads):
 
 
 @gluon.jit
-def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.constexpr):
+def producer(q, k, v, tiles, bars, bands, marks, before, sizes, consts: gl.constexpr):
     """Run the producer warp: fetch the queries of each tile, then the keys and values they see."""
     q_tiles, k_tiles, v_tiles, tile_ids = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, pingpong = bars
@@ -193,7 +195,7 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
         row = block * (ROWS * GROUPS)
         b, head = flat // sizes.heads, flat % sizes.heads
         row_stop = gl.minimum(row + ROWS * GROUPS, sizes.q_len)
-        if has_work(items, row, row_stop, before, consts):
+        if has_work(bands, row, row_stop, before, consts):
             # Both groups have finished the tile that was in this slot. Its queries are overwritten
             # while the consumers still compute the tile in the other slot.
             slot = done % HELD
@@ -209,7 +211,7 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
             of_keys, of_values = columns_of(head // sizes.group, consts)
             for item in range(consts.ITEMS):
                 low, _, _, high = seen_in_part(
-                    items, item, row, row_stop, part, split_index, sizes, consts
+                    bands, item, row, row_stop, part, split_index, sizes, consts
                 )
                 for i in range(high - low):
                     key_row = b * sizes.k_len + (high - 1 - i) * consts.BLOCK
@@ -235,14 +237,14 @@ def producer(q, k, v, tiles, bars, items, marks, before, sizes, consts: gl.const
 
 
 @gluon.jit
-def has_work(items, row, row_stop, before, consts: gl.constexpr):
+def has_work(bands, row, row_stop, before, consts: gl.constexpr):
     """Return True if queries see something, or their results are new memory and must be written."""
     if consts.OVERWRITE or before is not None:
         some = True
     else:
         some = False
         for n in range(consts.ITEMS):
-            low, _, _, high = visited(items, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True)
+            low, _, _, high = visited(bands, n, row, row_stop, consts.BLOCK, ROWS_OUTSIDE=True)
             some = some | (high > low)
     return some
 
@@ -271,7 +273,7 @@ def load_tile_id(tile_slot):
 
 
 @gluon.jit
-def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
+def consumer(tiles, bars, bands, marks, outputs, sizes, WHICH: gl.constexpr, consts: gl.constexpr):
     """Run a group of consumer warps, which computes 64 of each tile's 128 queries."""
     q_tiles, _, _, tile_ids = tiles
     q_full, q_free, _, _, _, _, _ = bars
@@ -300,9 +302,9 @@ def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, con
         slot = done % HELD
         queries = q_tiles.index(slot * GROUPS + WHICH)
         for n in range(consts.ITEMS):
-            seen = seen_in_part(items, n, row, row_stop, part, split_index, sizes, consts)
+            seen = seen_in_part(bands, n, row, row_stop, part, split_index, sizes, consts)
             row_max, total, acc, count = consume_item(
-                queries, tiles, bars, items, n, seen, rows, count, row_max, total, acc, WHICH, consts,
+                queries, tiles, bars, bands, n, seen, rows, count, row_max, total, acc, WHICH, consts,
             )  # fmt: skip
         if not consts.OVERWRITE:
             # Decoded again, so that addresses need not stay in registers during the loop.
@@ -341,7 +343,7 @@ def consumer(tiles, bars, items, marks, outputs, sizes, WHICH: gl.constexpr, con
 
 @gluon.jit
 def consume_item(
-    queries, tiles, bars, items, n, seen, rows, count, row_max, total, acc, WHICH: gl.constexpr,
+    queries, tiles, bars, bands, n, seen, rows, count, row_max, total, acc, WHICH: gl.constexpr,
     consts: gl.constexpr,
 ):  # fmt: skip
     """Add the blocks of keys that a group's queries see of an item to the running softmax.
@@ -356,7 +358,7 @@ def consume_item(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     low, whole_low, whole_high, high = seen
     if high > low:
-        first, stop = seen_by(items, n, rows, ROWS_OUTSIDE=True)
+        first, stop = seen_by(bands, n, rows, ROWS_OUTSIDE=True)
         # The last block of keys comes first: there is no block before it whose values could be
         # multiplied meanwhile. Its keys' slot is free as soon as its scores are there.
         products = scores_of(queries, k_tiles, k_full, pingpong, count, WHICH, s_layout, consts)

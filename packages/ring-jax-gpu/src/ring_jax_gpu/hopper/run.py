@@ -25,7 +25,15 @@ from ring_jax_gpu.hopper.stream_k import (
     backward_schedule,
     forward_schedule,
 )
-from ring_jax_gpu.launch import ITEM_NUMBER, Arrays, Launch, arguments_of, kernel_of
+from ring_jax_gpu.launch import (
+    CELLS,
+    ITEM_NUMBER,
+    Arrays,
+    Launch,
+    arguments_of,
+    arrays_of,
+    kernel_of,
+)
 
 _HALF = 64  # queries of a block of 128 that one group of warps computes
 _STAGES = 2
@@ -68,7 +76,7 @@ def _fwd(launch: Launch, arrays: Arrays) -> Arrays:
     before = arrays.get("before")
     parameters: dict[str, Parameter] = {
         "q": _tiles(q, _HALF, dim), **_key_tiles(arrays, hopper_consts.BLOCK, dim),
-        "items": InArray(arrays["items"]),
+        "items": InArray(arrays["items"]), "cells": _cells(launch, arrays),
         "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(num_flags + 1 + 2 * split, jnp.int32), changed=True),
         "before": None if before is None else InArray(before, layout=BTHD),
@@ -123,7 +131,7 @@ def _bwd(launch: Launch, arrays: Arrays) -> Arrays:
         ),
         "neg_delta": _row_tiles(-arrays["delta"], hopper_consts.BLOCK),
         "dq": replace(_tiles(arrays["dq"], hopper_consts.BLOCK, dim), changed=True),
-        "items": InArray(arrays["items"]),
+        "items": InArray(arrays["items"]), "cells": _cells(launch, arrays),
         "stream_k": _row_of_item(launch, stream_k, arrays) if split else None,
         "marks": InArray(jnp.zeros(split, jnp.int32), changed=True) if split else None,
         "parts": InArray(jnp.zeros(parts, jnp.float32), changed=True) if split else None,
@@ -163,6 +171,12 @@ def _row_of_item(
     return InArray(jnp.asarray(table)[arrays[ITEM_NUMBER]])
 
 
+def _cells(launch: Launch, arrays: Arrays) -> Parameter:
+    """Pass the documents of the kernel's outer tokens; ``None`` if items are within documents."""
+    cells = arrays.get(CELLS[launch.kernel])
+    return None if cells is None else InArray(cells)
+
+
 def _run_left_out(
     launch: Launch, arrays: Arrays, flags: dict[str, int], programs: int, block_k: int
 ) -> Arrays:
@@ -172,7 +186,7 @@ def _run_left_out(
         The arrays that the launch changed.
     """
     kernel = kernel_of(launch)
-    arrays = {name: x for name, x in arrays.items() if name != ITEM_NUMBER}
+    arrays = arrays_of(launch, arrays, ())
     strides, steps = _bthd_strides(launch, arrays)
     consts = dict(launch.consts) | steps | {"BLOCK_Q": _HALF, "BLOCK_K": block_k} | _NOT_MULTIPLES
     left_out = replace(
