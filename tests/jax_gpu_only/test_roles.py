@@ -39,7 +39,7 @@ SEEN = {
 #: What programs work out among themselves.
 NAMES = (
     "decode_tile", "seen_in_part", "work_of", "piece_of", "stream_k_of", "keys_of",
-    "swizzled_block_and_head", "parts_of",
+    "swizzled_block_and_head", "parts_of", "turn_of", "turned", "nth_block",
 )  # fmt: skip
 
 
@@ -150,7 +150,18 @@ def test_all_is_done_once_backwards(
                     None, 0, *row, part, part_stop, member, sizes, consts
                 )
                 assert low <= whole_low <= whole_high <= high
-                done += [(block, head, member, i) for i in range(low, high)]
+                turn, whole_blocks = (
+                    kernel.turn_of(block, whole_low, whole_high, consts), whole_high - whole_low
+                )  # fmt: skip
+                bounds = (low, whole_low, whole_high, high)
+                fetched = [kernel.nth_block(i, *bounds, turn) for i in range(high - low)]
+                # The consumers compute them in the order in which the producer fetches them.
+                partial = (
+                    kernel.nth_block(i, *bounds, 0) for i in range(high - low - whole_blocks)
+                )
+                turned = (kernel.turned(i, *bounds[1:3], turn) for i in range(whole_blocks))
+                assert fetched == [*partial, *turned]
+                done += [(block, head, member, i) for i in fetched]
             is_helped = program >= whole + split and whole <= tile + n < whole + split
             first += [] if is_helped else [(block, head)]
             parts[tile + n - whole] += whole <= tile + n < whole + split

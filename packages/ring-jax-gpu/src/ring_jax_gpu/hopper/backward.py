@@ -80,7 +80,7 @@ def bwd_hopper(
     d_tiles = gl.allocate_shared_memory(gl.float32, [stages, consts.BLOCK], neg_delta.layout)
     s_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_tile = gl.allocate_shared_memory(q.dtype, [KEYS, consts.BLOCK], s_layout)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [consts.BLOCK, consts.D], dq.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, consts.BLOCK, consts.D], dq.layout)
     # The producer waits for `free` before it overwrites a tile, the consumers for `full` before
     # they read it. dO and delta have barriers of their own, as they are free before the queries.
     kv_full, kv_free = mbarrier.allocate_mbarrier(), mbarrier.allocate_mbarrier()
@@ -100,7 +100,7 @@ def bwd_hopper(
     outputs = (dk, dk if consts.KV_PACKED else dv, flags, marks, parts)
     gl.warp_specialize(
         [
-            (bwd_consumer, (tiles, s_tile, dq_tile, dq, bars, bands, outputs, sizes, consts)),
+            (bwd_consumer, (tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, consts)),
             (bwd_producer, (q, k, v, dout, neg_lse, neg_delta, tiles, bars, bands, sizes, consts)),
         ],
         [1],
@@ -203,10 +203,34 @@ def seen_in_part(
 
 
 @gluon.jit
-def nth_block(n, low, whole_low, whole_high, high):
-    """Return the ``n``-th block of ``[low, high)``, those that need a mask first."""
+def turn_of(block, whole_low, whole_high, consts: gl.constexpr):
+    """Return how many of a tile's whole blocks it visits last, instead of first.
+
+    Where all tiles see the same queries, each begins a tile's length behind the one before it. The
+    programs that run at once then add to dQ of different queries, and still read the same ones from
+    the L2 cache. A causal mask does that by itself.
+    """
+    turn = 0
+    if consts.STREAM_K:
+        turn = block * (KEYS // consts.BLOCK) % gl.maximum(whole_high - whole_low, 1)
+    return turn
+
+
+@gluon.jit
+def turned(n, low, high, turn):
+    """Return the ``n``-th block of ``[low, high)``, of which the first ``turn`` come last."""
+    block = low + n + turn
+    return gl.where(block < high, block, block - (high - low))
+
+
+@gluon.jit
+def nth_block(n, low, whole_low, whole_high, high, turn):
+    """Return the ``n``-th block of ``[low, high)``: first those that need a mask, then the others.
+
+    ``turn`` is that of :func:`turned`, for the others.
+    """
     partial = low + n + gl.where(low + n < whole_low, 0, whole_high - whole_low)
-    return gl.where(partial < high, partial, whole_low + partial - high)
+    return gl.where(partial < high, partial, turned(partial - high, whole_low, whole_high, turn))
 
 
 @gluon.jit
@@ -239,8 +263,9 @@ def bwd_producer(
                 low, whole_low, whole_high, high = seen_in_part(
                     bands, item, start, stop, part, part_stop, member, sizes, consts
                 )
+                turn = turn_of(block, whole_low, whole_high, consts)
                 for i in range(high - low):
-                    row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
+                    row = nth_block(i, low, whole_low, whole_high, high, turn) * consts.BLOCK
                     slot = count % consts.STAGES
                     phase = ((count // consts.STAGES) & 1) ^ 1
                     # Queries and lse of this slot have been used: fetch the next ones over them ...
@@ -267,7 +292,7 @@ def bwd_producer(
 
 
 @gluon.jit
-def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, bands, outputs, sizes, consts: gl.constexpr):
+def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, consts: gl.constexpr):
     """Run the consumer warps: compute dK and dV of each piece, and add to dQ in memory."""
     k_tile, v_tile, q_tiles, g_tiles, m_tiles, d_tiles = tiles
     kv_full, kv_free, q_full, q_free, g_full, g_free = bars
@@ -298,16 +323,18 @@ def bwd_consumer(tiles, s_tile, dq_tile, dq, bars, bands, outputs, sizes, consts
                 first, stop = seen_by(bands, item, cols, ROWS_OUTSIDE=False)
                 partial = high - low - (whole_high - whole_low)
                 for i in range(partial):
-                    row = nth_block(i, low, whole_low, whole_high, high) * consts.BLOCK
+                    row = nth_block(i, low, whole_low, whole_high, high, 0) * consts.BLOCK
                     dk, dv = add_grads_of_block(
-                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
+                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
                         head, first, stop, True, consts,
                     )  # fmt: skip
                     count += 1
-                for i in range(whole_low, whole_high):
+                turn = turn_of(block, whole_low, whole_high, consts)
+                for i in range(whole_high - whole_low):
+                    row = turned(i, whole_low, whole_high, turn) * consts.BLOCK
                     dk, dv = add_grads_of_block(
-                        tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite,
-                        i * consts.BLOCK, b * sizes.q_len, head, first, stop, False, consts,
+                        tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, b * sizes.q_len,
+                        head, first, stop, False, consts,
                     )  # fmt: skip
                     count += 1
         # The producer may fetch the next piece's keys and values.
@@ -398,7 +425,7 @@ def has_nonfinite(tile, consts: gl.constexpr):
 
 @gluon.jit
 def add_grads_of_block(
-    tiles, s_tile, dq_tile, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
+    tiles, s_tile, dq_tiles, dq, bars, count, dk, dv, nonfinite, row, first_row, head, first, stop,
     MASKED: gl.constexpr, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of the block of queries at ``row``: to ``dk``, ``dv``, and dQ in memory.
@@ -447,11 +474,13 @@ def add_grads_of_block(
     # dQ and dV are there; dK is in flight. The producer may overwrite dO and delta.
     part, dv, narrow = warpgroup_mma_wait(1, [part, dv, narrow])
     mbarrier.arrive(g_free.index(slot), count=1)
-    # The block of dQ before this one has been read from dq_tile, which may be overwritten.
-    tma.store_wait(0)
-    gl.barrier()
+    # There are two tiles for dQ. The copy engine still reads the block before out of the other one
+    # while this one is written ...
+    dq_tile = dq_tiles.index(count & 1)
     dq_tile.store(part * consts.SCALE)
     fence_async_shared()
+    # ... and is done with it behind this barrier: the next block may overwrite it.
+    tma.store_wait(0)
     gl.barrier()
     # The copy engine adds it to dQ in memory beside the next block's products.
     if nonfinite == 0:
