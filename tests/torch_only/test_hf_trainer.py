@@ -167,7 +167,22 @@ def _mistakes(rank: int, folder: str) -> None:
     refused(UnsupportedError, "dispatch_batches", built(**streams))
     cp, ring = ContextParallel(alone[rank] if rank else None), cp  # ranks 0 and 1, and 1 alone
     refused(ValueError, "in one ring", built())
+    # A model that was parallelized before stays so: after an error, and after the Trainer's remove.
     trainer = built()
+    earlier = hf.parallelize(trainer.model, cp, reduction="mean")
+    with pytest.raises(ValueError, match="in one ring"):
+        hf.parallelize(trainer, cp)
+    assert trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
+    earlier.remove()
+    trainer.ref_model = torch.nn.Linear(2, 2)
+    refused(ValueError, "must be a model of transformers", trainer)
+    del trainer.ref_model
+    earlier = hf.parallelize(trainer.model, ring, reduction="mean")
+    handle = hf.parallelize(trainer, ring)
+    handle.remove()
+    assert trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
+    earlier.remove()
+    assert not trainer.model._forward_pre_hooks
     attributes = {*vars(trainer)}, {*vars(trainer.accelerator)}
     for _time in range(2):
         handle = hf.parallelize(trainer, ring)

@@ -25,6 +25,7 @@ from ring_core import UnsupportedError
 from ring_torch import ContextParallel, hf
 from ring_torch.hf import batch as batch_by_hand
 from ring_torch.hf.batch import _REPORTS
+from ring_torch.hf.models.check import report_of
 from ring_torch.local import LocalRanks
 
 TOKENS = torch.randint(4, 40, (2, 22), generator=torch.Generator().manual_seed(5))
@@ -188,6 +189,18 @@ def test_the_routers_loss_is_refused() -> None:
     assert hf.check_model(on_meta("MixtralForCausalLM", "mixtral")).exact
     report = hf.check_model(on_meta("MixtralForCausalLM", "mixtral", output_router_logits=True))
     assert not report.exact and "output_router_logits" in report.reasons[0]
+
+
+def test_the_routers_loss_within_a_users_module() -> None:
+    """It is judged as the model itself, and no hook that computes it is put on it."""
+    model = on_meta("MixtralForCausalLM", "mixtral", output_router_logits=True)
+    wrapped = nn.ModuleDict({"inner": model})
+    assert hf.check_model(wrapped).reasons == hf.check_model(model).reasons != ()
+    assert report_of(wrapped, joins_router=True).exact
+    with pytest.raises(ValueError, match="must be a model of transformers"):
+        hf.parallelize(wrapped, ContextParallel())
+    with pytest.raises(UnsupportedError, match="output_router_logits"):
+        hf.shard_batch(ContextParallel(), {"input_ids": TOKENS}, model=wrapped)
 
 
 def test_modules_that_are_none_of_transformers() -> None:

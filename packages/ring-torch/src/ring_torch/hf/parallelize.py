@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -45,13 +46,8 @@ from ring_torch.verification.judgement import VerifyReport
 class Handle:
     """Result of :func:`parallelize`: undoes its changes, and verifies the model."""
 
-    def __init__(
-        self,
-        undo: Iterable[Callable[[], object]],
-        model: tuple[nn.Module, ModelHooks] | Target,
-    ) -> None:
-        self._undo = list(undo)
-        self._target = model if isinstance(model, Target) else Target(*model, self._undo)
+    def __init__(self, undo: list[Callable[[], object]], target: Target) -> None:
+        self._undo, self._target = undo, target
 
     def verify(self, batch: Mapping[str, Any]) -> VerifyReport:
         """Run one batch on the ring and on the whole model, forward and backward, and compare them.
@@ -97,7 +93,10 @@ class Handle:
         return verify_target(self._target, batch)
 
     def remove(self) -> None:
-        """Undo all changes: the model is as it was before. A second call does nothing."""
+        """Undo all changes: the model is as it was before. A second call does nothing.
+
+        A model that was parallelized before its Trainer stays so: its own handle undoes that.
+        """
         while self._undo:
             self._undo.pop()()
 
@@ -162,7 +161,7 @@ def parallelize(
     way = strategy_config(strategy, strategy_names())
     is_trainer = trainer_class(model) is not None
     inner: Any = model.model if is_trainer else model
-    is_new = isinstance(inner, nn.Module) and hooks_of(inner) is None
+    is_new = hooks_of(inner) is None
     if is_trainer:
         handle = _trainer(model, cp, logits, reduction, way)
     else:
@@ -198,8 +197,7 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
     """
     check_context(cp)
     inner: Any = model.model if trainer_class(model) is not None else model
-    hooks = hooks_of(inner) if isinstance(inner, nn.Module) else None
-    if hooks is not None:
+    if (hooks := hooks_of(inner)) is not None:
         return _handle_of(hooks, cp, hooks.logits, hooks.reduction, hooks.strategy).verify(batch)
     # Any model may have "mean", also one in FSDP, and verify divides the gradients by the factor.
     handle = _model(inner, cp, "local", "mean", StrategyConfig("auto"))
@@ -215,9 +213,8 @@ def _trainer(
 ) -> Handle:  # fmt: skip
     """Parallelize a Trainer: its model, TRL's reference model if it has one, and its own methods.
 
-    Either all of it is done or, if a ``ValueError`` is raised, nothing. Then a model that an
-    earlier call of :func:`parallelize` changed may be set back as well, as the handle's ``remove``
-    sets it back.
+    If an error is raised, nothing has changed. A model that was parallelized before stays so, then
+    and after ``remove`` of the Trainer's handle: what an earlier call did, its own handle undoes.
 
     Raises:
         ValueError: ``reduction`` is ``"sum"``, a loss function needs whole logits, or options
@@ -228,23 +225,19 @@ def _trainer(
         raise ValueError("reduction='sum': a Trainer takes the mean of gradients; leave it out")
     check_trainer(trainer, logits)
     # TRL's frozen reference model, if there is one, sees the same split sequences.
-    models = trainer.model, getattr(trainer, "ref_model", None)
-    undo_functions: list[Callable[[], object]] = []
-    try:
-        undo_functions.extend(
-            _model(x, cp, logits, "mean", strategy).remove for x in models if x is not None
-        )
-        if (existing := trainer_hooks_of(trainer)) is not None:
-            return cast("Handle", existing.owner)
-        model_hooks = not_none(hooks_of(trainer.model))
-        hooks = TrainerHooks(trainer, model_hooks)
-        target = model_hooks.owner._target  # noqa: SLF001 - a class of this module
-        handle = hooks.owner = Handle([*undo_functions, *hooks.install()], target)
-    except ValueError:  # the second model or the rings were refused: undo the first model's changes
-        for undo in reversed(undo_functions):
-            undo()
-        raise
-    return handle
+    models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
+    with ExitStack() as undo:
+        for model in models:
+            is_new = hooks_of(model) is None
+            handle = _model(model, cp, logits, "mean", strategy)
+            if is_new:
+                undo.callback(handle.remove)
+        model_hooks, existing = not_none(hooks_of(trainer.model)), trainer_hooks_of(trainer)
+        hooks = existing or TrainerHooks(trainer, model_hooks)
+        remove_models = undo.pop_all().close  # no error came: from here on the handle undoes it
+    if existing is None:
+        hooks.owner = Handle([remove_models, *hooks.install()], model_hooks.owner._target)  # noqa: SLF001 - a class of this module
+    return cast("Handle", hooks.owner)
 
 
 def _model(
@@ -281,12 +274,9 @@ def _model(
         cp._sharding, report, logits, reduction, strategy, is_pooling=is_pooling,  # noqa: SLF001 - private to users, not to this package
         joins_router=not is_pooling and has_router_loss(inner) and inner.base_model is not inner,
     )  # fmt: skip
-    undo = [
-        _set_ring_attention(inner, strategy),
-        *_register(hooks, split, inner),
-        *wire(hooks, inner),
-    ]
-    handle = hooks.owner = Handle(undo, (_split_module(model), hooks))
+    undo = [_set_ring_attention(inner, strategy)]
+    undo += [*_register(hooks, split, inner), *wire(hooks, inner)]
+    handle = hooks.owner = Handle(undo, Target(_split_module(model), hooks, undo))
     return handle
 
 

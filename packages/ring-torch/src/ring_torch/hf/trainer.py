@@ -102,8 +102,8 @@ class TrainerHooks:
     The ranks of a ring work on one batch, so to the Trainer they are one device: they draw the same
     batches, report the same loss, and count once in tokens, samples and results.
 
-    All ranks make theirs together, as they tell each other their rings. ``hooks.undivided_share``
-    is set where the Trainer counts labels on each rank of a ring.
+    All ranks make theirs together, as they tell each other their rings. Nothing is changed before
+    :meth:`install`.
 
     Args:
         trainer: The Trainer; its model is parallelized already.
@@ -131,16 +131,21 @@ class TrainerHooks:
         if not is_asked and tuple(map(int, installed_release().split(".")[:2])) >= (5, 20):
             raise UnsupportedError(lacks(trainer_class(trainer).__name__, "get_tp_size"))
         self.counts_once = counts_all and is_asked
-        if counts_all and not is_asked:
-            if not hooks.divides_by_items(trainer.model):
-                raise UnsupportedError(
-                    "the model's loss is no sum over labels: before transformers 5.20 a Trainer "
-                    "counts it on each rank of a ring; set average_tokens_across_devices=False"
-                )
-            hooks.undivided_share = 1 / self.cp_size
+        # The Trainer counts labels on each rank of a ring.
+        self.counts_each = counts_all and not is_asked
+        if self.counts_each and not hooks.divides_by_items(trainer.model):
+            raise UnsupportedError(
+                "the model's loss is no sum over labels: before transformers 5.20 a Trainer "
+                "counts it on each rank of a ring; set average_tokens_across_devices=False"
+            )
 
     def install(self) -> Iterator[Callable[[], object]]:
-        """Set the methods on the instances; yield a function that undoes each replacement."""
+        """Set the methods on the instances; yield a function that undoes each replacement.
+
+        ``undivided_share`` of the model's hooks is set if the Trainer counts labels on each rank.
+        """
+        if self.counts_each:
+            yield replace_attribute(self.hooks, "undivided_share", 1 / self.cp_size)
         for name in _ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
         for name in (*_METHODS, "get_tp_size"):

@@ -121,8 +121,7 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     Args:
         model: The model.
         joins_router: True if the caller computes the loss of a mixture-of-experts router from the
-            whole sequence; a model with such a loss can then be exact. Models within a module of
-            the user's own are judged without it.
+            whole sequence; a model with such a loss can then be exact.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -140,7 +139,9 @@ def report_of(model: nn.Module, *, joins_router: bool = False) -> ModelReport:
     # A user's own module round models of transformers: each of them that takes tokens is examined,
     # the rest is taken on trust. What the report has of positions, labels and hooks is the first's:
     # positions and labels have to be the same for all.
-    reports = [_report(inner) for inner in _models_in(model) if _takes_tokens(inner)]
+    reports = [
+        _report(x, joins_router=joins_router) for x in filter(_takes_tokens, _models_in(model))
+    ]
     if not reports:
         return ModelReport()
     reasons = tuple(dict.fromkeys(reason for x in reports for reason in x.reasons))
@@ -172,7 +173,7 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
         yield from wrappers(inner)
 
 
-def _report(model: Any, *, joins_router: bool = False) -> ModelReport:
+def _report(model: Any, *, joins_router: bool) -> ModelReport:
     """Return the report of a model of transformers that has no wrappers."""
     # Towers get whole inputs on every rank, so nothing in them has to be exact on parts.
     modules = dict(text_modules(model))

@@ -58,8 +58,7 @@ class _ForwardState:
 
     Attributes:
         mask: Mask of the split batch; of an encoder-decoder the decoder's.
-        is_whole: True while embeddings of the whole sequence are still to be split before the text
-            model.
+        is_whole: True while embeddings are whole, to be split before the text model.
         is_shifted_here: True if labels came unshifted and are shifted here, so that a row's last
             token has none.
         has_labels: True if a loss is computed.
@@ -88,8 +87,7 @@ class ModelHooks(ReductionChoice):
         owner: Handle that the first call of ``parallelize`` returned.
         is_pooling: True if the model picks each sequence's last token from per-token logits.
         joins_router: True if a router's loss can be computed from the whole sequence.
-        takes_merged: True for a multimodal model, whose text model has a hook that splits
-            embeddings.
+        takes_merged: True for a multimodal model: a hook on its text model splits embeddings.
         undivided_share: Factor of losses that are not divided by a label count: 1, or ``1 /
             cp_size`` under a Trainer that multiplies the loss by the number of all ranks.
         is_evaluating_logits: True while :meth:`with_whole_logits` joins logits.
@@ -372,9 +370,10 @@ def refuse_generation(*_: object, **__: object) -> Never:
     )
 
 
-def hooks_of(model: nn.Module) -> ModelHooks | None:
+def hooks_of(model: object) -> ModelHooks | None:
     """Return the hooks of a parallelized model, found on it or on a module in it, or ``None``."""
-    return next((owner for owner in hooks_in(model) if isinstance(owner, ModelHooks)), None)
+    owners = hooks_in(model) if isinstance(model, nn.Module) else ()
+    return next((owner for owner in owners if isinstance(owner, ModelHooks)), None)
 
 
 class _ReplaceValue(torch.autograd.Function):
