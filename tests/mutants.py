@@ -403,10 +403,10 @@ def _groups_interleaved() -> Patches:
     return [(grid, "inner_ranks", inner), (grid, "outer_ranks", outer)]
 
 
-def _places_inverted() -> Patches:
+def _indices_inverted() -> Patches:
     """Tokens of a group are put where the sorted ones come from, not where they go."""
-    places = _grid.RankGrid.places
-    return [(_grid.RankGrid, "places", lambda *args: np.argsort(places(*args)))]
+    indices = _grid.RankGrid.scatter_indices
+    return [(_grid.RankGrid, "scatter_indices", lambda *args: np.argsort(indices(*args)))]
 
 
 def _tables_changed(change: Callable[[Any], dict[str, Any]]) -> Patches:
@@ -538,7 +538,7 @@ GROUP_MUTANTS: dict[str, Callable[[], Patches]] = {
 HEAD_MUTANTS: dict[str, Callable[[], Patches]] = {
     "groups-interleaved": _groups_interleaved,
     "groups-over-contiguous": lambda: [(_grid.RankGrid, "outer_layout", lambda *_: "contiguous")],
-    "places-inverted": _places_inverted,
+    "indices-inverted": _indices_inverted,
     "copies-not-summed": _copies_not_summed,
     "padding-has-gradients": _padding_has_gradients,
     "options-of-the-first-heads": _options_of_the_first_heads,

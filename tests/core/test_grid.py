@@ -58,7 +58,7 @@ def test_a_group_has_the_tokens_of_one_rank_of_the_layout_over_groups(
     for rank in range(ranks):
         positions = np.concatenate([of_ranks.positions(n) for n in grid_of.inner_ranks(rank)])
         in_group = of_groups.positions(rank // size)
-        np.testing.assert_array_equal(in_group[grid_of.places(of_ranks, rank)], positions)
+        np.testing.assert_array_equal(in_group[grid_of.scatter_indices(of_ranks, rank)], positions)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -92,11 +92,11 @@ class Tiled(SplitBackward):
         return round_all
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
+        self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
         del params
-        for x, destination in zip(sums, places, strict=True):
-            destination.copy_(_reversed(x).transpose(1, 2))
+        for x, dst in zip(sums, dsts, strict=True):
+            dst.copy_(_reversed(x).transpose(1, 2))
 
 
 class TiledKernel(EagerKernel):

@@ -16,7 +16,7 @@ from tolerances import assert_close
 
 from ring_core import STRATEGIES, Mask, StrategyConfig
 from ring_core.base.config import OUTER_NAMES
-from ring_core.programs.grid import legal_sizes
+from ring_core.programs.grid import ulysses_sizes
 from ring_torch.local import LocalRankError
 
 CAUSAL = Mask(causal=True)
@@ -104,7 +104,7 @@ def test_case_under_ulysses(case: Case, backend: Any) -> None:
 @pytest.mark.parametrize("case", GROUP_CASES, ids=[case.name for case in GROUP_CASES])
 def test_case_under_hybrid(case: Case, backend: Any) -> None:
     """In groups and between groups, where the number of ranks has divisors; neighbours differ."""
-    n, sizes = GROUP_CASES.index(case), legal_sizes(case.cp_size, case.cp_size)
+    n, sizes = GROUP_CASES.index(case), ulysses_sizes(case.cp_size, case.cp_size)
     sizes = sizes[1:-1] or sizes
     size = sizes[n // 2 % len(sizes)]
     outer = "ring" if case.mask.predicate else OUTER_NAMES[n % 2]
@@ -121,7 +121,7 @@ WITNESS = Case(
 
 
 @pytest.mark.nightly(
-    unless=["groups-interleaved", "places-inverted", "padding-has-gradients", "rounded-down"]
+    unless=["groups-interleaved", "indices-inverted", "padding-has-gradients", "rounded-down"]
 )
 @pytest.mark.parametrize("mutant", [*HEAD_MUTANTS, *BUFFER_MUTANTS])
 def test_wrong_groups_are_found_out(mutant: str, backend: Any) -> None:

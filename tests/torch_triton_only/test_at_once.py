@@ -193,14 +193,14 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         torch.tensor([header.data_ptr()]), header.data_ptr(), 0, 3, 3, 10**9
     )
     memory_to_clear = torch.ones(40)
-    kernels.clear(setup, memory_to_clear[:30], zero=False)
+    kernels.wait_reusable(setup, memory_to_clear[:30], zero=False)
     assert memory_to_clear.eq(1).all()
-    kernels.clear(setup, memory_to_clear[:30], zero=True)
+    kernels.wait_reusable(setup, memory_to_clear[:30], zero=True)
     assert memory_to_clear[:30].eq(0).all()
     assert memory_to_clear[30:].eq(1).all()
     header[2] = 2  # who was to read the first has not
     with pytest.raises(InterpreterError, match="did not come in time"):
-        kernels.clear(setup._replace(patience=10**6), memory_to_clear, zero=True)
+        kernels.wait_reusable(setup._replace(patience=10**6), memory_to_clear, zero=True)
 
 
 def test_other_calls_are_found_out(tmp_path: Path) -> None:

@@ -174,6 +174,27 @@ def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
     assert not large
 
 
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_heads_of_a_bias_stay_split_along_an_axis_that_is_not_named(name: str) -> None:
+    """Nothing of a bias or a mask by heads is gathered along an auto axis."""
+    mesh = _mesh(AxisType.Auto, {"cp": 2, "tp": 2})
+    cp, x = ContextParallel(mesh, "cp", layout="contiguous"), _inputs()
+    bias = np.random.default_rng(1).standard_normal((1, 4, 8, 8)).astype(np.float32)
+    extra = {name: bias if name == "bias" else (bias > 0) | np.eye(8, dtype=bool)}
+    q, k, v = (jax.device_put(a, NamedSharding(mesh, P(None, "cp", "tp"))) for a in x[:3])
+    split = jax.device_put(extra[name], NamedSharding(mesh, P(None, "tp", "cp")))
+
+    def call(q: Any, k: Any, v: Any, split: Any) -> Any:
+        return cp.attention(q, k, v, **{name: split})
+
+    program = jax.jit(call).lower(q, k, v, split).compile()
+    bias = bias if name == "bias" else np.where(extra[name], 0, -np.inf)
+    expected = reference.attention(*x[:3], bias=bias)[0]
+    np.testing.assert_allclose(program(q, k, v, split), expected, rtol=2e-5, atol=2e-5)
+    text = "\n".join(x for x in str(program.as_text()).splitlines() if " all-reduce(" not in x)
+    assert _travelled(text, mesh) == {"cp"}
+
+
 @pytest.mark.nightly(unless=["auto"])  # there the compiler decides what travels
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_several_axes_of_the_batch(axis_type: AxisType) -> None:

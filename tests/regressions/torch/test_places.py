@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from ring_torch import ContextParallel
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.ranks import PeerError, Ranks
 from ring_torch.options import CallOptions
 from ring_torch.prepare import check_call
 from ring_torch.strategies import describe_strategy
-from ring_torch.transports.symm_buffer import DeviceLocation, refusals
+from ring_torch.transports.symm_buffer import DeviceLocation, gather_numbers, refusals
 
 ONE, OTHER = 7, 8  # hosts
 ALL = [[1, 1], [1, 1]]
@@ -42,6 +45,15 @@ def test_gpus_are_told_apart_by_what_they_are(
     reasons = list(refusals(places, reaches))
     assert (reasons == []) == (word is None)
     assert word is None or word in reasons[0]
+
+
+def test_a_peer_that_is_lost_meanwhile() -> None:
+    lost = RuntimeError("Connection closed by peer")
+    with (
+        patch.object(dist, "all_gather", side_effect=lost),
+        pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"),
+    ):
+        gather_numbers(Ranks(None, 0, 2), [1, 2])
 
 
 def test_explain_says_why_keys_are_not_gathered() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ring_torch
+from ring_core.reference.dense import bias_shift as reference_shift
 from ring_torch import ContextParallel, autograd, ring_attention
+from ring_torch.comm.ranks import Ranks
 from ring_torch.local import LocalRanks
+from ring_torch.options import CallOptions
+from ring_torch.prepare import check_call
 from ring_torch.strategies import bias_shift
 
 B, T, H, D = 2, 48, 2, 8
@@ -177,3 +182,17 @@ def test_rows_are_looked_at_in_blocks() -> None:
     assert visible.call_count == 7
     for result, by_blocks in zip(whole, parts, strict=True):
         assert torch.equal(result, by_blocks)
+
+
+def test_infinity_and_nan_leave_a_row_its_shift() -> None:
+    """It is the oracle's and the Triton kernel's: the largest finite number that a row sees."""
+    qkv, bias, _ = _padded(-1e10)
+    bias[..., 2, 1], bias[..., 3, 0], bias[..., 4, :] = torch.inf, torch.nan, torch.inf
+    arrays = SimpleNamespace(bias=bias.numpy(), sinks=None)
+    for causal in (False, True):
+        options = CallOptions(causal=causal, bias=bias)
+        call, inputs = check_call(Ranks(None, 0, 1), 0, "contiguous", *qkv, options)
+        visible = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
+        expected: Any = reference_shift(arrays, visible)  # type: ignore[arg-type]  # what it reads
+        assert expected[..., 2:5].any() == causal
+        np.testing.assert_array_equal(bias_shift.bias_shift(call, inputs), expected)

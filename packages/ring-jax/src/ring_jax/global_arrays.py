@@ -66,18 +66,21 @@ def attend_global(
         named = names_of(batch, tokens, heads)
         manual = frozenset(name for name in manual if name in named or mesh.shape[name] == 1)
 
-    def as_input(x: Array, spec: PartitionSpec) -> Array:
-        """Reshard an array over the mesh.
+    # Axes that are not manual may shard batch and heads of 4-dimensional inputs, where their spec
+    # names no axis: of q, k and v, [B, T, H, D], and of bias and mask, [B, H, T, T_kv].
+    is_free = len(manual) < len(mesh.axis_names)
+    free_dims = dict.fromkeys("qkv", (0, 2)) | dict.fromkeys(("bias", "mask"), (0, 1))
 
-        Axes that are not manual may shard batch and heads of q, k and v, and the batch of a bias or
-        a mask, where ``spec`` names no axis.
-        """
-        is_free = len(manual) < len(mesh.axis_names) and x.ndim == 4
-        return spread(x, mesh, free(spec, x, (0, 2)) if is_free else spec)
+    def as_input(name: str, x: Array | None, spec: PartitionSpec | None) -> Array | None:
+        """Reshard an array over the mesh."""
+        if x is None or spec is None:
+            return None
+        dims = free_dims.get(name, ())
+        return spread(x, mesh, free(spec, x, dims) if is_free and dims else spec)
 
     run = global_attention(call, mesh, batch, heads, specs, manual)
     try:
-        return run(jax.tree.map(as_input, inputs, specs))
+        return run(Inputs(*map(as_input, Inputs._fields, inputs, specs)))
     # There is no public way to ask for the axes of a vmap.
     except (ValueError, NameError, AssertionError) as error:
         if any(text in str(error) for text in _VMAP_ERRORS):

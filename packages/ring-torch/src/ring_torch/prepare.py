@@ -46,7 +46,7 @@ from ring_torch.kernels import choose, kernel_names
 from ring_torch.options import CallOptions
 from ring_torch.records import Inputs, KernelParams, acc_dtype
 from ring_torch.strategies import choose_strategy, grid_of, resolve, strategy_names
-from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, facts_of_heads
+from ring_torch.tensor_specs import Described, TensorSpec, check_tensors, head_parallel_specs
 from ring_torch.transports import transport_names
 from ring_torch.transports.api import Transport
 
@@ -321,7 +321,7 @@ def _inner_call(
         transport="auto" if is_alone else transport.name,
     )
     try:
-        return prepare(outer, grid.outer_layout(layout), facts_of_heads(facts, split), options)
+        return prepare(outer, grid.outer_layout(layout), head_parallel_specs(facts, split), options)
     except UnsupportedError as error:
         if is_alone:
             raise

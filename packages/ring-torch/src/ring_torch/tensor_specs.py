@@ -26,18 +26,18 @@ class TensorSpec(NamedTuple):
         return checks.Tensor(self.shape, str(self.dtype).removeprefix("torch."), str(self.device))
 
 
-def facts_of_heads(
-    facts: tuple[TensorSpec | None, ...], heads: HeadPlan
+def head_parallel_specs(
+    specs: tuple[TensorSpec | None, ...], heads: HeadPlan
 ) -> tuple[TensorSpec | None, ...]:
-    """Return the properties of the inner call's tensors: all tokens of a rank's heads.
+    """Return the specs of the inner call's tensors, which hold all tokens of a rank's heads.
 
-    ``facts`` are in the order of :class:`Inputs`, ``None`` for a tensor that is not given.
+    ``specs`` are in the order of :class:`Inputs`, ``None`` for a tensor that is not given.
     """
     (ranks, q_heads), kv_heads = heads.q.shape, heads.kv.shape[1]
     sizes = {"q": q_heads, "k": kv_heads, "v": kv_heads}
 
-    def of_heads(name: str, fact: TensorSpec) -> TensorSpec:
-        match name, fact.shape:
+    def of_heads(name: str, spec: TensorSpec) -> TensorSpec:
+        match name, spec.shape:
             case (("q" | "k" | "v"), (batch, length, _, dim)):
                 shape: tuple[int, ...] = (batch, ranks * length, sizes[name], dim)
             case (("q_ids" | "k_ids"), (batch, length)):
@@ -48,11 +48,11 @@ def facts_of_heads(
                 shape = (batch, 1 if bias_heads == 1 else q_heads, ranks * length, keys)
             case "slopes", (*batch, _):
                 shape = (*batch, q_heads)
-        return fact._replace(shape=shape)
+        return spec._replace(shape=shape)
 
     return tuple([
-        None if fact is None else of_heads(name, fact)
-        for name, fact in zip(Inputs._fields, facts, strict=False)
+        None if spec is None else of_heads(name, spec)
+        for name, spec in zip(Inputs._fields, specs, strict=False)
     ])  # fmt: skip
 
 
@@ -69,17 +69,17 @@ class Described(NamedTuple):
     alibi_slopes: checks.Tensor | None
 
 
-def check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
+def check_tensors(specs: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, Described]:
     """Check all tensors but the bias; return the call's sizes, and the tensors' descriptions.
 
-    ``facts`` are those of the tensors of :class:`Described`, in its order. The bias is checked
+    ``specs`` are those of the tensors of :class:`Described`, in its order. The bias is checked
     later: its width is the number of all keys, which the plan knows.
 
     Raises:
         ValueError: A tensor is malformed, q is on the meta device, or ``alibi_slopes`` require a
             gradient.
     """
-    described: Any = [None if fact is None else fact.described() for fact in facts]
+    described: Any = [None if spec is None else spec.described() for spec in specs]
     tensors = Described(*described)
     sizes = checks.check_qkv(tensors.q, tensors.k, tensors.v)
     device = tensors.q.device
@@ -87,7 +87,7 @@ def check_tensors(facts: tuple[TensorSpec | None, ...]) -> tuple[checks.Sizes, D
         raise ValueError("q, k and v are on the meta device, where tensors hold no numbers")
     checks.check_sinks(tensors.sinks, sizes, device)
     checks.check_alibi_slopes(tensors.alibi_slopes, sizes, device)
-    if facts[-1] is not None and facts[-1].requires_grad:
+    if specs[-1] is not None and specs[-1].requires_grad:
         raise ValueError(
             "alibi_slopes have no gradient; pass alibi_slopes.detach(), or add a bias that has one"
         )

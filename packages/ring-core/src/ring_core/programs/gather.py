@@ -7,7 +7,7 @@ Each rank fetches just the keys its queries see, in the order in which they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,13 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import (
-    Ints,
-    check_index,
-    check_kind,
-    check_size,
-    not_none,
-)
+from ring_core.base.arguments import Ints, check_index, check_kind, check_size, not_none
 from ring_core.layouts.layout import Layout, Run
 from ring_core.masks.band import UNBOUNDED
 from ring_core.plan.geometry import BandGeometry
@@ -354,27 +348,19 @@ def _merge_items(items: Sequence[WorkItem]) -> list[WorkItem]:
     """
     # First join items of the same rows whose keys are neighbours, then the other way round.
     joined = sorted(items, key=lambda item: (item.q_start, item.k_start))
-    joined = _joined(joined, "q_slice", "k_start", "k_stop")
-    joined = _joined(joined, "k_slice", "q_start", "q_stop")
+    joined = _joined(joined, lambda a, b: a.q_slice == b.q_slice and a.k_stop == b.k_start)
+    joined = _joined(joined, lambda a, b: a.k_slice == b.k_slice and a.q_stop == b.q_start)
     return sorted(joined, key=lambda item: (item.k_stop, item.q_start))
 
 
-def _joined(items: Sequence[WorkItem], shared: str, start: str, stop: str) -> list[WorkItem]:
-    """Join full items that follow each other, have one side in common, and touch at the other.
-
-    ``shared`` is the field of the common side; ``start`` and ``stop`` are those of the other.
-    """
+def _joined(
+    items: Sequence[WorkItem], is_one: Callable[[WorkItem, WorkItem], bool]
+) -> list[WorkItem]:
+    """Join full items that follow each other, where ``is_one`` says that two make a rectangle."""
     joined: list[WorkItem] = []
     for item in items:
-        previous = joined[-1] if joined else None
-        if (
-            previous
-            and previous.is_full
-            and item.is_full
-            and getattr(previous, shared) == getattr(item, shared)
-            and getattr(previous, stop) == getattr(item, start)
-        ):
-            joined[-1] = replace(previous, **{stop: getattr(item, stop)})
+        if joined and joined[-1].is_full and item.is_full and is_one(joined[-1], item):
+            joined[-1] = replace(joined[-1], q_stop=item.q_stop, k_stop=item.k_stop)
         else:
             joined.append(item)
     return joined

@@ -71,15 +71,15 @@ class RankGrid:
         )
         return ChunkLayout(tuple(tuple(sorted(chain.from_iterable(group))) for group in groups))
 
-    def places(self, layout: Layout, rank: int) -> Ints:
-        """Return where the tokens of a rank's group go: local indices in the layout over groups.
+    def scatter_indices(self, layout: Layout, rank: int) -> Ints:
+        """Return the index to which each token of a rank's group goes, in the layout over groups.
 
         They are in the order in which ranks of the group hold the tokens, one rank's behind the
         other's: int64 ``[ulysses_size * layout.local_len]``.
         """
         positions = np.concatenate([layout.positions(peer) for peer in self.inner_ranks(rank)])
         # How many tokens of the group come before each one, which is its local index in the group.
-        # The tokens that rank n sends go to the n-th stretch of these places.
+        # The tokens that rank n sends go to the n-th stretch of these indices.
         return np.argsort(np.argsort(positions, kind="stable"), kind="stable")
 
 
@@ -125,9 +125,9 @@ def rank_grid(
         )
     if ulysses_size is None:
         local = ranks if hosts is None else _ranks_of_a_host(hosts, ranks)
-        return RankGrid(ranks, max(legal_sizes(local, q_heads)))
+        return RankGrid(ranks, max(ulysses_sizes(local, q_heads)))
     check_size("ulysses_size", ulysses_size)
-    legal = legal_sizes(ranks, q_heads)
+    legal = ulysses_sizes(ranks, q_heads)
     if ulysses_size not in legal:
         reason = too_many_ranks(q_heads, ulysses_size) or f"it does not divide {ranks} ranks"
         raise UnsupportedError(
@@ -136,8 +136,8 @@ def rank_grid(
     return RankGrid(ranks, ulysses_size)
 
 
-def legal_sizes(ranks: int, q_heads: int) -> list[int]:
-    """Return the divisors of a number of ranks for which there are enough query heads."""
+def ulysses_sizes(ranks: int, q_heads: int) -> list[int]:
+    """Return the sizes that groups of ranks can have: divisors for which query heads suffice."""
     return [n for n in range(1, min(ranks, q_heads) + 1) if ranks % n == 0]
 
 

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     stop: int
 
 
-class DocumentSlice(int):
+class PreparedSliceStart(int):
     """Start of a slice of keys: an ``int`` that also carries the offsets of all documents.
 
     The offsets of one rank do not say where documents on other ranks begin, and the plan of a call,
@@ -115,7 +115,7 @@ def _prepare_on_host(
         torch.tensor(offsets, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
         for offsets in (prepared.cu_seqlens_q, prepared.cu_seqlens_k)
     )
-    slice_start = DocumentSlice(start)
+    slice_start = PreparedSliceStart(start)
     slice_start.prepared, slice_start.tensors = prepared, ((q, _version(q)), (k, _version(k)))
     return (
         q, k, _longest(prepared.cu_seqlens_q), _longest(prepared.cu_seqlens_k),
@@ -286,7 +286,7 @@ def check_stride(heads_k_stride: int, heads: int) -> None:
         )
 
 
-def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> DocumentSlice:
+def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> PreparedSliceStart:
     """Return the start of a slice, after checking that it was prepared for this call.
 
     Raises:
@@ -294,7 +294,7 @@ def _checked_start(local_k_slice: slice, ranks: Ranks, *, causal: bool) -> Docum
         UnsupportedError: It does not come from the preparing function.
     """
     slice_start = local_k_slice.start if isinstance(local_k_slice, slice) else None
-    if not isinstance(slice_start, DocumentSlice):
+    if not isinstance(slice_start, PreparedSliceStart):
         raise UnsupportedError(
             f"local_k_slice={local_k_slice!r} does not say where documents of other ranks begin; "
             f"pass the one that ring_torch.compat.llama3_flash_attn_prepare_cu_seqlens returns"

@@ -381,7 +381,7 @@ class _LabelSmoother:
             num_items_in_batch: Divisor of the sum; ``None`` for the number of labels of this batch.
         """
         share = self.hooks.undivided_share if num_items_in_batch is None else 1
-        if self.hooks.joins_logits:
+        if self.hooks.gathers_logits:
             kwargs = (
                 {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             )

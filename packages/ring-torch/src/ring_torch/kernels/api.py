@@ -102,9 +102,9 @@ class SplitBackward(Protocol):
         """Run an item's backward: write ``dq``, and add to the sums of dK and dV."""
 
     def round(
-        self, sums: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor], params: KernelParams
+        self, sums: tuple[Tensor, Tensor], dsts: tuple[Tensor, Tensor], params: KernelParams
     ) -> None:
-        """Write the rounded sums into ``places``: ``dk [B, m, K, D]``, ``dv [B, m, K, Dv]``."""
+        """Write the rounded sums into ``dsts``: ``dk [B, m, K, D]``, ``dv [B, m, K, Dv]``."""
 
     def prepare_round(
         self, _spans: OwnSpans, _params: KernelParams, /

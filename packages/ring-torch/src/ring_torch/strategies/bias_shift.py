@@ -32,13 +32,12 @@ _BLOCK_BYTES = 64 << 20  # of temporaries
 
 
 def bias_shift(call: Call, inputs: Inputs) -> Tensor:
-    """Return the largest bias among the keys that each row sees, ``[B or 1, H or 1, T_local]``.
+    """Return the largest finite bias among the keys each row sees, ``[B or 1, H or 1, T_local]``.
 
-    It is in the accumulators' dtype, and 0 where all of these are ``-inf``, as in a row that sees
-    nothing, or the largest is within ``UNSHIFTED_BIAS`` of 0. With ``inf`` or NaN among these,
-    torch's operations give 0, and the Triton kernel goes by the largest finite number. ``B`` and
-    ``H`` are the bias's, but with segment ids ``B`` is the batch size: then rows differ by it. With
-    segment ids ranks communicate, to get the ids of all keys.
+    It is in the accumulators' dtype, and 0 where none of these is finite, as in a row that sees
+    nothing, or the largest is within ``UNSHIFTED_BIAS`` of 0. ``B`` and ``H`` are the bias's, but
+    with segment ids ``B`` is the batch size: then rows differ by it. With segment ids ranks
+    communicate, to get the ids of all keys.
 
     Raises:
         RankMismatchError: A peer is making another call.
@@ -54,8 +53,8 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
         ids = None if k_ids is None else (not_none(inputs.q_ids), k_ids)
         return bias_shift_on_gpu(bias, spans.start, spans.stop, ids)
     batch, heads, length, keys = bias.shape
-    # Some rows at a time, to bound temporaries: for each element a copy of the bias without unseen
-    # keys, and about 4 booleans.
+    # Some rows at a time, to bound temporaries: for each element a copy of the bias without what
+    # does not count, and about 4 booleans.
     size = keys * heads * (batch if k_ids is None else len(k_ids)) * (bias.element_size() + 4)
     step = max(1, _BLOCK_BYTES // max(1, size))
     tops = []
@@ -63,8 +62,8 @@ def bias_shift(call: Call, inputs: Inputs) -> Tensor:
     for start_row in range(0, length, step):
         i = slice(start_row, start_row + step)
         visible, rows = _visible(call, inputs, k_ids, i), bias[:, :, i]
-        rows = rows if visible is None else torch.where(visible, rows, -torch.inf)
-        tops.append(rows.amax(dim=-1))
+        counts = rows.isfinite() if visible is None else rows.isfinite() & visible
+        tops.append(torch.where(counts, rows, -torch.inf).amax(dim=-1))
     top = torch.cat(tops, dim=2).to(call.acc_dtype)
     is_needed = top.isfinite() & (top.abs() > UNSHIFTED_BIAS)
     return top.masked_fill_(~is_needed, 0.0)

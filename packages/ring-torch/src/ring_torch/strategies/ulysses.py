@@ -22,7 +22,7 @@ from torch import Tensor
 from ring_core import HeadPlan, Plan, Request, head_plan
 from ring_core.base.arguments import not_none
 from ring_core.choose.trading import untraded_reason
-from ring_core.programs.grid import RankGrid, legal_sizes
+from ring_core.programs.grid import RankGrid, ulysses_sizes
 from ring_core.programs.heads import PADDING, too_many_ranks
 from ring_torch.buffers import ExchangeLayouts, HeadBuffer, HeadCarrier, Shapes, head_exchanges
 from ring_torch.call import Call, Resolution, Saved, Strategy, StrategySpec, attend
@@ -265,7 +265,7 @@ def tables_of(
         """Return indices on the device, or ``None`` to ``skip`` them."""
         return None if skip else torch.as_tensor(indices.astype(np.int64)).to(device)
 
-    tokens = (grid.places(layout, rank) for layout in (plan.q_layout, plan.k_layout))
+    tokens = (grid.scatter_indices(layout, rank) for layout in (plan.q_layout, plan.k_layout))
     rows, columns = (table(x, skip=bool((np.diff(x) == 1).all())) for x in tokens)
     q_in_order = heads.q.size == len(heads.q_slots) and bool((np.diff(heads.q_slots) == 1).all())
     kv_in_order = heads.kv.size == len(heads.kv_slots)
@@ -353,7 +353,7 @@ def _refusals(plan: Plan, request: Request) -> Refusals:
     """Return why ranks cannot trade heads: too few heads, or a bias that is too large to gather."""
     reasons = []
     if reason := too_many_ranks(request.q_heads, plan.cp_size):
-        most = max(legal_sizes(plan.cp_size, request.q_heads))
+        most = max(ulysses_sizes(plan.cp_size, request.q_heads))
         reasons.append(
             f"{reason}; groups of {most} can: StrategyConfig('hybrid', ulysses_size={most})"
         )

@@ -12,7 +12,8 @@ to signal to it. Exchanges are numbered from 1, on all ranks alike:
 ====================  =============================================================================
 
 A rank overwrites its part only when all ranks have finished reading the exchange before. The kernel
-that exchanges K/V waits for that itself; for dK/dV :func:`clear` waits, before they are computed.
+that exchanges K/V waits for that itself; for dK/dV :func:`wait_reusable` does, before
+they are computed.
 Then the rank signals the exchange's number to all of them, and reads when it has the same number
 from each. So no signal is overwritten before it was seen. Programs (thread blocks) wait for each
 other, so no more are launched than run at once. State is in memory alone, none in arguments: a CUDA
@@ -116,17 +117,18 @@ def exchange_keys(
     return None if launch is None else KeyExchange(launch)
 
 
-def clear(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:
-    """Wait until all ranks have finished reading the last exchange, then fill ``sums`` with zeros.
+def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:
+    """Wait until all ranks have read this rank's part of the last exchange, which may be reused.
 
-    Without ``zero`` it only waits. ``sums`` is float32 and contiguous, in memory that peers read.
+    With ``zero``, ``sums`` are then filled with zeros: float32, contiguous, in memory that peers
+    read.
 
     Returns:
         The same launch for later calls, or ``None`` if it cannot be repeated directly.
     """
     programs, size = (setup.programs, sums.numel()) if zero else (1, 0)
     arguments = setup.header, setup.headers.shape[0], setup.patience, sums, size
-    return _clear.launch((programs,), *arguments, NUMBERS=NUMBERS, **OPTIONS)
+    return _wait_reusable.launch((programs,), *arguments, NUMBERS=NUMBERS, **OPTIONS)
 
 
 def reduce_from_peers(
@@ -135,7 +137,7 @@ def reduce_from_peers(
     """Let peers read the sums that this rank holds, and add those of peers to ``total``.
 
     It is one exchange. What peers read has been written by earlier kernels of this stream, after
-    :func:`clear`, which waits for the readers of the exchange before: this kernel does not.
+    :func:`wait_reusable`, which waits for the readers of the exchange before: this kernel does not.
 
     Args:
         setup: Setup of this rank.
@@ -280,7 +282,7 @@ def _exchange_keys(
 
 @DirectKernel
 @triton.jit
-def _clear(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
+def _wait_reusable(header, ranks, patience, sums, numel, NUMBERS: tl.constexpr):
     """Wait until all ranks have finished reading the last exchange, then write zeros."""
     # Only then may this rank, and kernels after this one, write into memory that peers read.
     await_readers(header.to(tl.pointer_type(tl.int64)), ranks, patience)

@@ -240,7 +240,7 @@ class OneKernel:
         if gather.length > 0 and (launch := self.state.prepared(key)) is not None:
             launch({})
         else:
-            launch = exchange_kernel.clear(self.setup, grad_sums, zero=zero)
+            launch = exchange_kernel.wait_reusable(self.setup, grad_sums, zero=zero)
             if gather.length > 0:
                 self.state.keep(key, launch)
         return [grad_sums]

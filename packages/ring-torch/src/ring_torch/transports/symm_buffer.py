@@ -30,7 +30,8 @@ import torch.distributed as dist
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
-from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.groups import default_device
+from ring_torch.comm.ranks import Ranks, peer_errors
 from ring_torch.comm.store import timeout_of
 
 _HEADER_SIZE = 64  # at the start of a buffer: the digest of the call whose K/V it holds
@@ -73,7 +74,8 @@ class SymmetricMemory:
         # This rank's copies out of the peers' old memory have ended. After the barrier the peers'
         # have, too, so nobody reads what is freed here.
         torch.cuda.synchronize()
-        dist.barrier(group=self.ranks.group)
+        with peer_errors(self.ranks.peers):
+            dist.barrier(group=self.ranks.group)
         if self._in_graphs:
             self._kept.append((self._memory, self.handle))
         self._views.clear()
@@ -82,7 +84,8 @@ class SymmetricMemory:
         self._memory = symm_mem.empty(self.header + size, dtype=torch.uint8, device=device)
         self._memory[: self.header].zero_()
         torch.cuda.synchronize()  # it is zero before any peer writes there
-        self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
+        with peer_errors(self.ranks.peers):
+            self.handle = symm_mem.rendezvous(self._memory, not_none(self.ranks.group))
 
     def headers(self) -> list[torch.Tensor]:
         """Return a view of each rank's header, int64 ``[header / 8]``."""
@@ -142,9 +145,11 @@ class SymmBuffer:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.device = ranks, torch.cuda.current_device()
-        locations = [DeviceLocation(*x) for x in self._gathered(device_location(self.device))]
+        locations = [
+            DeviceLocation(*x) for x in gather_numbers(ranks, device_location(self.device))
+        ]
         reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
-        self.refusals = tuple(refusals(locations, self._gathered(reaches)))
+        self.refusals = tuple(refusals(locations, gather_numbers(ranks, reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
         self.stream, self.local_stream, self.peer_stream = streams
@@ -155,14 +160,6 @@ class SymmBuffer:
         # Likewise, in the pass that is being captured.
         self._captured_event: torch.cuda.Event | None = None
         self._headers: list[torch.Tensor] = []
-
-    def _gathered(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all ranks, by rank."""
-        local = torch.tensor(numbers, device=torch.device("cuda", self.device))
-        by_rank = [torch.empty_like(local) for _ in range(self.ranks.size)]
-        dist.all_gather(by_rank, local, group=self.ranks.group)
-        rows: list[list[int]] = torch.stack(by_rank).tolist()
-        return rows
 
     def reserve(self, size: int) -> None:
         """Ensure ``size`` bytes after the header, on all ranks alike."""
@@ -279,6 +276,20 @@ def _number(name: str) -> int:
     """Return a digest of a name as an int64."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def gather_numbers(ranks: Ranks, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of all ranks of a group, by rank. The host waits for them.
+
+    Raises:
+        PeerError: A peer failed, or did not answer within the group's timeout.
+    """
+    local = torch.tensor(numbers, device=default_device(ranks))
+    by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
+    with peer_errors(ranks.peers):
+        dist.all_gather(by_rank, local, group=ranks.group)
+        rows: list[list[int]] = torch.stack(by_rank).tolist()
+    return rows
 
 
 def _reaches(device: int, other: DeviceLocation, local: DeviceLocation) -> bool:

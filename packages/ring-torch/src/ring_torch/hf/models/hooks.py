@@ -114,8 +114,8 @@ class ModelHooks(ReductionChoice):
         return self
 
     @property
-    def joins_logits(self) -> bool:
-        """True if logits of the whole sequence are returned."""
+    def gathers_logits(self) -> bool:
+        """True if the ranks' logits are gathered: those of the whole sequence are returned."""
         return self.is_pooling or self.logits == "gather" or self.is_evaluating_logits
 
     @property
@@ -170,7 +170,7 @@ class ModelHooks(ReductionChoice):
         has_router_loss = asks_for_router_loss(
             unwrapped(module), switches.get("output_router_logits"), joins_router=self.joins_router
         )
-        logit_rows = take_logit_rows(unwrapped(module), batch, joins_logits=self.joins_logits)
+        logit_rows = take_logit_rows(unwrapped(module), batch, gathers_logits=self.gathers_logits)
         if not self.divides_by_items(module):
             batch.pop("num_items_in_batch", None)
         shard, mask, is_whole = self._shard(module, batch)
@@ -240,7 +240,7 @@ class ModelHooks(ReductionChoice):
         state = self._take_state()
         # Join logits if they are wanted, and TRL's outputs of each token in any case. Where labels
         # were shifted here, TRL expects no entry for a row's last token.
-        for name in (*(_LOGITS if self.joins_logits else ()), *_PER_TOKEN):
+        for name in (*(_LOGITS if self.gathers_logits else ()), *_PER_TOKEN):
             value = output.get(name)
             if isinstance(value, Tensor) and value.shape[:2] == state.mask.shape:
                 output[name] = self.whole(

@@ -293,7 +293,7 @@ def text_model(model: Any) -> nn.Module | None:
 
 
 def take_logit_rows(
-    model: nn.Module, batch: dict[str, Any], *, joins_logits: bool
+    model: nn.Module, batch: dict[str, Any], *, gathers_logits: bool
 ) -> slice | Tensor | None:
     """Remove ``logits_to_keep`` from a batch, and return the rows of logits that it names.
 
@@ -308,7 +308,7 @@ def take_logit_rows(
     logits_to_keep = batch.pop("logits_to_keep", None)
     if logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0):
         return None
-    if not joins_logits:
+    if not gathers_logits:
         raise UnsupportedError(
             f"logits_to_keep={logits_to_keep!r} asks for logits of the whole sequence, and each rank has a "
             f"part of them: give logits='gather' to hf.parallelize, or leave it out"
