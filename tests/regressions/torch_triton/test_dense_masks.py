@@ -17,7 +17,7 @@ from ring_torch.kernels.block_index import block_index, in_blocks
 from ring_torch.kernels.triton import TritonKernel, launch
 from ring_torch.local import LocalRanks
 
-T, HEADS, BLOCK = 96, 2, 16
+T, HEADS, BLOCK = 64, 2, 16
 KERNEL = KernelConfig("triton", block_q=BLOCK, block_k=BLOCK)
 
 
