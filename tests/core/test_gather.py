@@ -15,6 +15,7 @@ from plans import plans, shown
 from ring_core import (
     ChunkLayout,
     GatherProgram,
+    LayoutName,
     Mask,
     Plan,
     WorkItem,
@@ -22,6 +23,7 @@ from ring_core import (
     gather_program,
     gather_refusals,
     make_plan,
+    ring_program,
 )
 from ring_core.programs.gather import Fetch
 from ring_core.programs.intervals import Interval, subtract
@@ -114,7 +116,8 @@ NEXT = ChunkLayout(((0, 1), (2, 3)))
         (Mask(window=(None, 12)), ChunkLayout(((0, 3), (1, 2))), 1, [(0, 8, 0, 8, None, None)]),
         (Mask(causal=True, window=(12, 0)), NEXT, 1,
          [(0, 4, 0, 8, None, None), (4, 8, 0, 8, None, 0)]),
-        (Mask(window=(None, 12)), NEXT, 0, [(0, 4, 0, 8, -4, None), (4, 8, 0, 8, None, None)]),
+        (Mask(window=(None, 12)), NEXT, 0,
+         [(0, 4, 0, 4, None, None), (0, 4, 4, 8, 0, None), (4, 8, 0, 8, None, None)]),
         (Mask(chunk_size=8), ChunkLayout(((0, 3), (1, 2))), 1,
          [(0, 4, 0, 4, None, None), (4, 8, 4, 8, None, None)]),
     ],
@@ -126,6 +129,26 @@ def test_full_items_side_by_side_are_one(
     gather = gather_program(make_plan(mask, seq_len=16, cp_size=2, layout=layout), rank, own=False)
     rectangles = [(i.q_start, i.q_stop, i.k_start, i.k_stop, i.lo, i.hi) for i in gather.items]
     assert rectangles == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "seq_len", "keys", "layout"),
+    [
+        (Mask(window=(None, 9)), 15, 15, "contiguous"),
+        (Mask(causal=True, window=(5, 0)), 12, 12, "zigzag"),
+        (Mask(causal=True, chunk_size=1), 12, 6, "zigzag"),
+    ],
+)
+def test_kernels_that_can_run_the_ring_can_run_what_is_gathered(
+    mask: Mask, seq_len: int, keys: int, layout: LayoutName
+) -> None:
+    """Kernels without windows are chosen by the items of the ring."""
+    plan = make_plan(mask, seq_len=seq_len, cp_size=3, layout=layout, kv_seq_len=keys)
+    counts = ring_program(plan).item_counts
+    assert counts.banded == counts.several_documents == 0
+    items = [item for rank in range(3) for item in gather_program(plan, rank, own=False).items]
+    assert items
+    assert all(item.is_full or item.is_causal for item in items)
 
 
 def test_a_band_is_not_continued() -> None:

@@ -10,9 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from ring_core import ChunkLayout, Mask, StrategyConfig
+from ring_core import ChunkLayout, Mask, StrategyConfig, UnsupportedError
 from ring_torch import ContextParallel, KernelConfig, ring_attention
 from ring_torch.compiled import attention as _compiled
 from ring_torch.local import LocalRanks
@@ -242,15 +244,39 @@ def _other_lengths_are_other_graphs(_: int) -> None:
     """Also where the compiler would rather have one graph of any length."""
     cp = ContextParallel()
 
-    def step(q: Tensor) -> Tensor:
-        return cp.attention(q, q, q, causal=True)
+    def step(q: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
+        return cp.attention(q, q, q, causal=True, segment_ids=ids, bias=bias)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for length in (8, 12, 16):
-        q = torch.randn(1, length, 2, 8)
-        torch.testing.assert_close(compiled(q), step(q), rtol=0, atol=0)
+        ids = (torch.arange(length) // 5).int()[None]
+        args = torch.randn(1, length, 2, 8), ids, torch.randn(1, 1, length, cp.cp_size * length)
+        torch.testing.assert_close(compiled(*args), step(*args), rtol=0, atol=0)
 
 
 def test_other_lengths_are_other_graphs(pool: LocalRanks) -> None:
     pool.run(_other_lengths_are_other_graphs)
+
+
+def _without_numbers(_: int) -> None:
+    cp, x = ContextParallel(), torch.randn(1, 8, 2, 8)
+    with FakeTensorMode() as mode:
+        q = mode.from_tensor(x).requires_grad_()
+        out, lse = cp.attention(q, q, q, causal=True, cu_seqlens=(0, 3, 16), return_lse=True)
+        (out.sum() + lse.sum()).backward()
+        assert isinstance(out, FakeTensor)
+        assert q.grad is not None
+        assert out.shape == q.grad.shape == cp.shift(q, 1).shape == x.shape
+        assert cp.unshard(out.detach()).shape == (1, 16, 2, 8)
+        with pytest.raises(UnsupportedError, match="FakeTensorMode"):
+            cp.reduce_gradients(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="outside of its FakeTensorMode"):
+        cp.attention(*[q.detach()] * 3)
+    graph = make_fx(lambda x: cp.attention(x, x, x, causal=True))(x)
+    torch.testing.assert_close(graph(x), cp.attention(x, x, x, causal=True), rtol=0, atol=0)
+
+
+def test_tensors_without_numbers_send_nothing(pool: LocalRanks) -> None:
+    """Nor do they close the group."""
+    pool.run(_without_numbers)

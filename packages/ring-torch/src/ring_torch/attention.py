@@ -7,11 +7,13 @@ from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from ring_core import KernelConfig, LayoutSpec, Mask, StrategyConfig, UnsupportedError, checks
 from ring_core.base.arguments import refuse_foreign_options
 from ring_torch.autograd import AttentionFunction
+from ring_torch.capture import fake_mode, proxy_mode
 from ring_torch.comm.ranks import Group, ranks_of
 from ring_torch.compiled.attention import attend_in_graph
 from ring_torch.compiled.static import size_of
@@ -149,7 +151,9 @@ def ring_attention(
     )  # fmt: skip
     if isinstance(mask, Tensor):
         options = with_dense_mask(q, k, v, options, size_of(group))
-    if not torch.compiler.is_compiling():
+    # As `is_traced`, whose frame would cost the host more than the answer.
+    traced = torch.compiler.is_compiling() or fake_mode() is not None or proxy_mode() is not None
+    if not traced:
         out, lse = _attend(q, k, v, group, layout, options)
     elif isinstance(mask, Mask) and mask.predicate is not None:
         # A graph cannot name a predicate: such a call breaks it, and runs as without a compiler.
@@ -173,6 +177,11 @@ def _attend(
         raise UnsupportedError(
             "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
             "outside of torch.autograd.forward_ad.dual_level"
+        )
+    if isinstance(q, FakeTensor):
+        raise ValueError(
+            "q is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
+            "attention computes shapes"
         )
     ranks = ranks_of(group)
     call, inputs = check_call(ranks, ranks.next_call(), layout, q, k, v, options)

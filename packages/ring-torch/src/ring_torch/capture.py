@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 
 import torch
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+
+#: Returns the mode in which tensors have shapes and no numbers (``FakeTensorMode``), or ``None``.
+fake_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.FAKE)
+#: Returns the mode in which ``make_fx`` traces, or ``None``.
+proxy_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.PROXY)
+
+
+def is_traced() -> bool:
+    """Return True if calls are to be one operation, into which nobody looks.
+
+    That is while ``torch.compile`` or ``make_fx`` traces, and for tensors that have no numbers.
+    """
+    return torch.compiler.is_compiling() or fake_mode() is not None or proxy_mode() is not None
 
 
 def is_capturing() -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ring_core import Layout, LayoutSpec, UnsupportedError, viz
 from ring_core.base.arguments import refuse_foreign_options, with_options_of
 from ring_torch.attention import in_modes_of_torch, ring_attention, with_dense_mask
+from ring_torch.capture import is_traced
 from ring_torch.comm.ranks import Group, Ranks
 from ring_torch.compiled.movement import (
     halo_in_graph,
@@ -178,7 +179,7 @@ class ContextParallel:
             hidden = cp.unshard(x, grad="sum")  # [B, T, dim]
             x = cp.shard(hidden.roll(-1, dims=1))  # a layer that looks at neighbours
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             self._sharding.check_group()
             return unshard_in_graph(self.group, self.layout, x, dim, grad, seq_len)
         return self._sharding.unshard(x, dim=dim, grad=grad, seq_len=seq_len)
@@ -213,7 +214,7 @@ class ContextParallel:
 
             labels = cp.shift(tokens, -1, fill=-100)  # for each token the token after it
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             self._sharding.check_group()
             return shift_in_graph(
                 self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens,
@@ -265,7 +266,7 @@ class ContextParallel:
             y = torch.nn.functional.conv1d(rows.mT, weight, groups=C).mT  # [B * R, L, C]
             y = cp.join(y)  # [B, T_local, C]
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             self._sharding.check_group()
             return halo_in_graph(
                 self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens,
@@ -293,7 +294,7 @@ class ContextParallel:
 
             y = cp.join(layer(cp.halo(x, 3, 0).rows))
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             self._sharding.check_group()
             return methods.join(y, dim, self.layout, size_of(self.group))
         return methods.join(y, dim, self.layout, self.cp_size)
@@ -339,7 +340,7 @@ class ContextParallel:
             x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
             x = half.relayout(x, to=cp, seq_len=4096)
         """
-        if torch.compiler.is_compiling():
+        if is_traced():
             other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
             other._sharding.check_group()  # noqa: SLF001 - a field of this class

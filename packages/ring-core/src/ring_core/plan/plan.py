@@ -82,6 +82,13 @@ class WorkItem:
         """
         return self.lo is None and self.hi is None and self.cu_q is None and self.tiles is None
 
+    @property
+    def is_causal(self) -> bool:
+        """True if the rectangle is a square that shows ``i >= j``, which kernels call causal."""
+        is_square = self.q_stop - self.q_start == self.k_stop - self.k_start
+        no_other_rule = self.hi is None and self.cu_q is None and self.tiles is None
+        return is_square and self.lo == 0 and no_other_rule
+
     @cached_property
     def window(self) -> Window:
         """Band as flash-attention's window ``(left, right)``, aligned at the bottom right corner.

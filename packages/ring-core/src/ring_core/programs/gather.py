@@ -283,18 +283,30 @@ def _work_and_keys(
     """
     # Without own keys a two-stage gather attends to them apart, in the shard, before anything
     # arrives.
-    left_out = [] if own else [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
-    items = [
-        item
-        for span in subtract(Interval(0, plan.kv_seq_len), left_out)
-        for item in _items(plan, rank, span)
-    ]
+    whole = Interval(0, plan.kv_seq_len)
+    items = [*_items(plan, rank, whole)] if own else _remote_items(plan, rank, whole)
     # Rows that see own keys only can run while the first fetch is in flight. They are taken off
     # before the keys to fetch are known, so that what only they see is not copied into the buffer.
     items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
     if plan.k_layout.run_length % tile == 0:  # else positions and local indices count other tiles
         items, in_place = ([_from_tile(item, tile) for item in work] for work in (items, in_place))
     return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
+
+
+def _remote_items(plan: Plan, rank: int, whole: Interval) -> list[WorkItem]:
+    """Return the items of a rank's queries against all keys of other ranks; columns are positions.
+
+    Kernels that mask causal squares alone can run these if they can run a ring. There a band meets
+    one shard at a time, and what is seen of it may be a square; over several at once it is none.
+    """
+    own_runs = [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
+    items = [item for span in subtract(whole, own_runs) for item in _items(plan, rank, span)]
+    if not all(item.is_full or item.is_causal for item in items):
+        runs = [whole.within(Interval(*ends_of(run))) for run, n in plan.k_runs if n != rank]
+        by_run = [item for run in runs for item in _items(plan, rank, run)]
+        if all(item.is_full or item.is_causal for item in by_run):
+            return by_run
+    return items
 
 
 def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:

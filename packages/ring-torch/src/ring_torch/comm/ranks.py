@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
+from ring_torch.capture import fake_mode, proxy_mode
 from ring_torch.comm.state import GroupState, watch
 from ring_torch.comm.store import publish_host, read_failure
 
@@ -116,8 +118,14 @@ class Ranks:
         sent, its peers still wait in it: numbers keep its next call from being taken for that one.
 
         Raises:
+            UnsupportedError: Tensors have no numbers here, or are traced.
             RuntimeError: A pass of an earlier call failed.
         """
+        if fake_mode() is not None or proxy_mode() is not None:
+            raise UnsupportedError(
+                "this call has no rule for FakeTensorMode and make_fx, of which only attention without a "
+                "predicate, unshard, shift, halo and relayout have one. Instead: make it outside of them"
+            )
         if self.group_ref is None:
             return 0
         if self.size > 1:

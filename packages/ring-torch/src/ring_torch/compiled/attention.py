@@ -21,7 +21,7 @@ from ring_core import LayoutSpec, Mask, checks
 from ring_core.base.config import strategy_config
 from ring_torch.autograd import backward_pass, forward_pass, saved_shapes
 from ring_torch.call import Call
-from ring_torch.capture import as_own, constant_in_graphs
+from ring_torch.capture import as_own, constant_in_graphs, fake_mode
 from ring_torch.comm.ranks import Ranks, ranks_of
 from ring_torch.compiled.static import (
     as_documents,
@@ -132,13 +132,14 @@ def static_text(group: Any, layout: Any, options: list[Any], grad: bool, bias_gr
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
     """
-    ranks = ranks_of(group)
+    ranks, probe = ranks_of(group), fake_mode() is None
     # Ranks exchange here what transports need to know of their machines: an operation must not
-    # communicate while it is traced.
-    ask_ranks(ranks)
+    # communicate while it is traced. Where tensors have no numbers, nobody can.
+    if probe:
+        ask_ranks(ranks)
     facts = {
         **group_fields(ranks), "layout": layout, "options": options, "grad": grad,
-        "bias_grad": bias_grad,
+        "bias_grad": bias_grad, "probe": probe,
     }  # fmt: skip
     return json.dumps(facts)
 
@@ -152,6 +153,7 @@ class _StaticCall(NamedTuple):
         fields: Options, as they were written.
         grad: True if the call needs gradients.
         bias_grad: True if the bias needs one.
+        probe: True if ranks know of each other what transports need.
     """
 
     group: Mapping[str, Any]
@@ -159,6 +161,7 @@ class _StaticCall(NamedTuple):
     fields: list[Any]
     grad: bool
     bias_grad: bool
+    probe: bool
 
     @property
     def ranks(self) -> Ranks:
@@ -203,7 +206,7 @@ def _static_call(text: str) -> _StaticCall:
     facts: dict[str, Any] = json.loads(text)
     return _StaticCall(
         facts, from_json(facts["layout"]), facts["options"],
-        facts["grad"], facts["bias_grad"],
+        facts["grad"], facts["bias_grad"], facts["probe"],
     )  # fmt: skip
 
 
@@ -314,8 +317,8 @@ def _attention_like(
     """
     # A call is planned for the lengths that it has: where the compiler has symbols for them, the
     # graph is of the lengths at hand, and others are traced anew.
-    qkv = [x.new_empty([int(size) for size in x.shape]) for x in tensors[:3]]
-    call, inputs = _call(text, [*qkv, *tensors[3:]], None, number=1)
+    concrete = [x.new_empty([int(size) for size in x.shape]) for x in tensors]
+    call, inputs = _call(text, concrete, None, number=int(_static_call(text).probe))
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3])
