@@ -12,9 +12,9 @@ from backends import jax_devices
 from backends.jax_devices import JaxBackend
 from backends.triton_compiler import STEPS, pretend
 from cases import RINGS, Case
-from tolerances import assert_close
+from tolerances import assert_close, findings
 
-from ring_core import Mask
+from ring_core import KernelConfig, Mask
 from ring_jax_gpu import ring_attention
 from ring_jax_gpu.hopper import run as _roles
 
@@ -29,6 +29,10 @@ GATHERED = [
 ]
 SIZES = [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 4)]
 USUAL: dict[str, Any] = {"dims": (128, 128), "heads": (4, 2), "dtype": "bfloat16", "seq_len": 320}
+#: Token 213, which is the poisoned one, is a document of its own: no other query may get its NaN.
+DOCUMENTS = Mask(causal=True, cu_seqlens=(0, 1, 70, 128, 129, 213, 214, 320))
+#: Of any length: chunks are documents to a kernel.
+CHUNKS = Mask(window=(60, 33), chunk_size=90)
 ALONE = [
     Case("causal", CAUSAL, **USUAL, lse_grad=True),
     Case("full", Mask(), **USUAL),
@@ -57,6 +61,14 @@ ALONE = [
     Case("parts", Mask(), **USUAL, kv_seq_len=2000),
     Case("poison-parts", Mask(), **USUAL, kv_seq_len=2000, poison="v"),
     Case("thirds", Mask(), **{**USUAL, "seq_len": 2304}, kv_seq_len=1601),
+    Case("documents", DOCUMENTS, **USUAL, lse_grad=True),
+    Case("documents-narrow", DOCUMENTS, **{**USUAL, "dims": (64, 64)}, batch=2),
+    Case("documents-full", Mask(cu_seqlens=(0, 100, 261)), **{**USUAL, "seq_len": 261}, batch=2),
+    Case("documents-poison-q", DOCUMENTS, **USUAL, poison="q"),
+    Case("documents-poison-k", DOCUMENTS, **USUAL, poison="k"),
+    Case("documents-poison-v", DOCUMENTS, **USUAL, poison="v"),
+    Case("chunks", CHUNKS, **USUAL),
+    Case("chunks-narrow", CHUNKS, **{**USUAL, "dims": (64, 64), "heads": (2, 2)}),
 ]
 
 
@@ -86,7 +98,18 @@ def test_one_step(case: Case, calls: list[str]) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
-    "name", ["causal", "window-both", "odd-length", "narrow", "poison-v", "parts", "poison-parts"]
+    "name",
+    [
+        "causal",
+        "window-both",
+        "odd-length",
+        "narrow",
+        "poison-v",
+        "parts",
+        "poison-parts",
+        "chunks",
+        "chunks-narrow",
+    ],
 )
 def test_a_step_of_several(
     name: str, step: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
@@ -101,7 +124,8 @@ def test_a_step_of_several(
 
 
 @pytest.mark.parametrize(
-    ("name", "programs"), [*product(["causal", "parts", "window"], [1, 5]), ("thirds", 30)]
+    ("name", "programs"),
+    [*product(["causal", "parts", "window", "chunks"], [1, 5]), ("thirds", 30)],
 )
 def test_many_tiles_a_program(
     name: str, programs: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
@@ -111,6 +135,35 @@ def test_many_tiles_a_program(
     case = replace(case, name=f"{programs}-{case.name}", seq_len=case.seq_len + 10 + programs)
     assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
     assert set(calls) == {"fwd", "bwd_dkv"}
+
+
+def test_documents_as_in_plain_triton(calls: list[str]) -> None:
+    """Long documents, whose blocks need no mask, and several that share a block."""
+    ends = (0, 5, 700, 705, 706, 764, 1100, 1600)
+    usual = {**USUAL, "seq_len": ends[-1]}
+    case = Case("documents-long", Mask(causal=True, cu_seqlens=ends), **usual)
+    results = JaxBackend(ring_attention).run(case, kernel="triton")
+    assert_close(case, results)
+    assert set(calls) == {"fwd", "bwd_dkv"}
+    calls.clear()
+    config: Any = KernelConfig("triton", block_q=64, block_k=64)
+    plain = JaxBackend(ring_attention).run(case, kernel=config)
+    assert calls == []
+    for finding in findings(case, plain):
+        difference = abs(results[finding.name] - plain[finding.name]).max()
+        assert difference <= 2 * finding.bound, finding.name
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("size", SIZES)
+def test_documents_in_the_ring(ring: str, size: int, calls: list[str]) -> None:
+    """Several documents an item, and keys of padding, which are NaN and in none."""
+    layout, strategy = RINGS[ring]
+    mask = Mask(causal=True, cu_seqlens=(0, 3, 90, 400, 402, 777, 1001))
+    usual = {**USUAL, "seq_len": 1001}
+    case = Case(f"hopper-documents-{ring}-cp{size}", mask, layout, size, strategy=strategy, **usual)
+    assert_close(case, JaxBackend(ring_attention).run(case, kernel="triton"))
+    assert "fwd" in calls
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -130,6 +183,16 @@ def test_in_the_ring(mask: str, ring: str, size: int, calls: list[str]) -> None:
 @pytest.mark.parametrize(("mask", "layout"), GATHERED)
 def test_over_gathered_keys(mask: str, layout: Any, size: int, calls: list[str]) -> None:
     """Many items in one launch, over the keys of all GPUs."""
+    _check_over_gathered_keys(mask, layout, size, calls)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_documents_over_gathered_keys(size: int, calls: list[str]) -> None:
+    mask = Mask(causal=True, window=(500, 0), cu_seqlens=(0, 3, 90, 400, 402, 777, 1024))
+    _check_over_gathered_keys(mask, "contiguous", size, calls)
+
+
+def _check_over_gathered_keys(mask: Mask, layout: Any, size: int, calls: list[str]) -> None:
     usual = {**USUAL, "seq_len": 1024, "batch": 2}
     case = Case(f"hopper-{mask}-{layout}-all{size}", MASKS[mask], layout, size, **usual)
     results = JaxBackend(ring_attention).run(case, kernel="triton", strategy="gather")

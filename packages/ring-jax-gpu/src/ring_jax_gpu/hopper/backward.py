@@ -51,8 +51,8 @@ FIRST, BUSY, SPLIT, OWN, HELPERS, Q_FIRST, Q_MANY = (
 
 @gluon.jit
 def bwd_hopper(
-    q, k, v, dout, neg_lse, neg_delta, dq, items, cells, stream_k, marks, parts, dk, dv, flags, q_len,
-    k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
+    q, k, v, dout, neg_lse, neg_delta, dq, items, cells, stream_k, marks, parts, dk, dv, flags,
+    q_len, k_len, batch, heads, group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of blocks of 128 keys of one head to ``dq``, ``dk`` and ``dv``.
 

@@ -1,10 +1,10 @@
 """The warp-specialised forward kernel for Hopper: a producer warp and two groups of consumers.
 
-It is FlashAttention-3 (Shah et al., arXiv 2407.08608) for masks that are bands and calls without
-options but the scale. It is written in Gluon, where synchronisation is explicit, and imports no
-JAX; Triton's interpreter does not run it. A block whose result has NaN is left to the kernel in
-plain Triton: masked weights are 0, and ``0 * nan`` is ``nan``, so the NaN may come from values that
-no query sees.
+It is FlashAttention-3 (Shah et al., arXiv 2407.08608) for masks of bands and documents, and calls
+without options but the scale. It is written in Gluon, where synchronisation is explicit, and
+imports no JAX; Triton's interpreter does not run it. A block whose result has NaN is left to the
+kernel in plain Triton: masked weights are 0, and ``0 * nan`` is ``nan``, so the NaN may come from
+values that no query sees.
 
 Programs (thread blocks) take tiles from a shared counter, so that one which began late, because a
 transfer occupied its SM, gets fewer. If all queries see all keys, the last round of tiles may be
@@ -113,8 +113,8 @@ def seen_in_part(bands, n, row, row_stop, part, split_index, sizes, consts: gl.c
 
 @gluon.jit
 def fwd_hopper(
-    q, k, v, items, cells, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch, heads,
-    group, heads_per_swizzle, consts: gl.constexpr,
+    q, k, v, items, cells, stream_k, marks, before, lse, out, parts, sums, q_len, k_len, batch,
+    heads, group, heads_per_swizzle, consts: gl.constexpr,
 ):  # fmt: skip
     """Compute attention by blocks of 128 queries of one head; persistent programs share them.
 
