@@ -51,7 +51,8 @@ def test_arrays_of_jax(*, x64: bool) -> None:
 
 @pytest.mark.parametrize("x64", WITH_X64.values(), ids=WITH_X64)
 @pytest.mark.parametrize(
-    "seed", [-1, 1 << 64, np.int8(-1), np.int64(-1), np.array(-5), np.bool_(1), True, jnp.int32(-1)],
+    "seed", [-1, 1 << 64, np.int8(-1), np.int64(-1), np.array(-5), np.bool_(1), True, jnp.int32(-1),
+        jax.random.key(0)],
     ids=repr,
 )  # fmt: skip
 def test_what_is_no_seed(seed: Any, *, x64: bool) -> None:

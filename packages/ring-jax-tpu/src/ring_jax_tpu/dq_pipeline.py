@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -63,7 +64,7 @@ class DqPipeline(NamedTuple):
         ahead, but at its own visit, after all writes. ``is_last`` says that there is no next visit.
         """
         slot = self.slot[0]
-        next_slot = lax.rem(slot + 1, _SLOTS)
+        next_slot = lax.rem(slot + 1, np.int32(_SLOTS))
 
         # The block was not read ahead. A write of it may be in flight, so wait for all writes.
         @pl.when(self.prefetched[0] != block.name)
@@ -92,7 +93,7 @@ class DqPipeline(NamedTuple):
         # this slot is filled again.
         self._write(block, slot).start()
         self.is_writing[slot] = 1
-        self.slot[0] = lax.rem(slot + 1, _SLOTS)
+        self.slot[0] = lax.rem(slot + 1, np.int32(_SLOTS))
 
     def finish_writes(self, block: DqBlock) -> None:
         """Wait for all writes in flight; each is as long as ``block``.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
@@ -275,7 +276,7 @@ class Launch:
             (None, None, self.blocks.k, width),
             lambda point: (
                 point.batch,
-                lax.div(point.head, self.consts.group),
+                lax.div(point.head, np.int32(self.consts.group)),
                 point.visit.k_block,
                 column,
             ),

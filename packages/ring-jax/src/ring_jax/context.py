@@ -290,7 +290,7 @@ class ContextParallel:
         """Compute attention of global arrays in layout order, like :func:`ring_attention`.
 
         Shapes are global: ``q [B, T, H, D]``, ``bias [B or 1, H or 1, T, T_kv]``, and so is a
-        ``mask`` that is an array. Arrays that lie otherwise are resharded first.
+        ``mask`` that is an array. Arrays that lie otherwise on the mesh are resharded first.
         """
         call, inputs, _ = self._check_call(q, k, v, CallOptions(return_lse=return_lse, **options))
         out, lse = attend_global(call, inputs, self.mesh, *self._axes(q, k))

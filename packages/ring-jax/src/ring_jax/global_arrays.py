@@ -37,9 +37,9 @@ from ring_jax.prepare import prepared
 from ring_jax.records import Array, CallSpec, Inputs
 
 _IN_VMAP = (
-    "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh. "
-    "Instead: use the batch dimension of q, k and v, with batch_axis=...; or call "
-    "ring_jax.ring_attention here, inside jax.shard_map"
+    "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh, nor "
+    "under a vmap over a mask that is an array. Instead: use the batch dimension of q, k and v and of the "
+    "mask, with batch_axis=...; or call ring_jax.ring_attention here, inside jax.shard_map"
 )
 #: Parts of the errors that JAX raises under such a vmap, which differ by mesh, strategy and kernel.
 _VMAP_ERRORS = (

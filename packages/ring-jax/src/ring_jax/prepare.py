@@ -322,7 +322,8 @@ def seed_words(seed: int | Array) -> Array:
     if shape != () or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"dropout_seed must be an integer in [0, 2**64), an integer scalar or uint32 [2] "
-            f"(low word first), got {dtype} {list(shape)}"
+            f"(low word first), got {dtype} {list(shape)}; of a key "
+            f"pass jax.random.bits(key, (2,), jnp.uint32)"
         )
     x = jnp.asarray(seed)
     high = x >> 32 if dtype.itemsize == 8 else jnp.zeros_like(x)
@@ -337,7 +338,7 @@ def _on_host(seed: Any) -> Any:
     known = isinstance(seed, np.ndarray | np.generic) or (
         isinstance(seed, jax.Array) and not isinstance(seed, jax.core.Tracer)
     )
-    if not known or seed.shape != () or not np.issubdtype(seed.dtype, np.integer):
+    if not known or seed.shape != () or not jnp.issubdtype(seed.dtype, np.integer):
         return seed
     is_own_unsigned = isinstance(seed, jax.Array) and seed.dtype.kind == "u"
     return seed if is_own_unsigned else int(seed)

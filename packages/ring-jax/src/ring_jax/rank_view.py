@@ -372,4 +372,4 @@ def is_padding(call: CallSpec) -> Array:
 
 def all_positions(layout: Layout) -> Array:
     """Return the global index of each token of every rank, int32 ``[P, T_local]``."""
-    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size))
+    return jax.vmap(partial(local_positions, layout))(jnp.arange(layout.cp_size, dtype=jnp.int32))

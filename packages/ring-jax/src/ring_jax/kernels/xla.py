@@ -242,8 +242,10 @@ class ScoreBlocks:
             return None
         assert rows.seed is not None and rows.offsets is not None
         batch, heads = rows.q.shape[:2]
-        b = jnp.arange(batch) + rows.offsets[0]
-        h = (jnp.arange(heads) + rows.offsets[1]).reshape(self.columns.kv.shape[1], -1, 1, 1)
+        b = jnp.arange(batch, dtype=jnp.int32) + rows.offsets[0]
+        h = (jnp.arange(heads, dtype=jnp.int32) + rows.offsets[1]).reshape(
+            self.columns.kv.shape[1], -1, 1, 1
+        )
         q_index, k_index = self._pair_slices(rows.indices, self.columns.positions, i, j)
         keep = dropout_keep(p, rows.seed, b[:, None, None, None, None], h, q_index, k_index)
         return keep.astype(self.call.wide) / (1 - p)
@@ -264,8 +266,8 @@ class ScoreBlocks:
         It is made of the item, documents, the predicate and segment ids, and of no bias. Rows and
         columns that belong to the block before are hidden.
         """
-        row = (i.start + jnp.arange(self.block_q))[:, None]
-        column = (j.start + jnp.arange(self.block_k))[None]
+        row = (i.start + jnp.arange(self.block_q, dtype=jnp.int32))[:, None]
+        column = (j.start + jnp.arange(self.block_k, dtype=jnp.int32))[None]
         visible = (row >= jnp.maximum(i.first, bounds.q_start)) & (row < bounds.q_stop)
         visible &= (column >= jnp.maximum(j.first, bounds.k_start)) & (column < bounds.k_stop)
         distance = (row - bounds.q_start) - (column - bounds.k_start)

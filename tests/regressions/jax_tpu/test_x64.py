@@ -1,0 +1,22 @@
+"""Programs with ``jax_enable_x64``, in which a number of Python has 64 bits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ring_jax import ring_attention
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_traced_with_x64(dtype: type) -> None:
+    """A program of a CPU holds the kernels of other platforms, too."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return ring_attention(x, x, x, axis_name=None, causal=True).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        x = jnp.ones((1, 32, 2, 8), dtype)
+        assert jax.jit(jax.grad(loss)).lower(x).out_info.dtype == dtype
+        assert jax.jit(loss).lower(x).out_info.dtype == jnp.float32
