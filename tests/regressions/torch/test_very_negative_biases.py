@@ -186,12 +186,12 @@ def test_rows_are_looked_at_in_blocks() -> None:
 
 def test_infinity_and_nan_leave_a_row_its_shift() -> None:
     """It is the oracle's and the Triton kernel's: the largest finite number that a row sees."""
-    qkv, bias, _ = _padded(-1e10)
+    (q, k, v), bias, _ = _padded(-1e10)
     bias[..., 2, 1], bias[..., 3, 0], bias[..., 4, :] = torch.inf, torch.nan, torch.inf
     arrays = SimpleNamespace(bias=bias.numpy(), sinks=None)
     for causal in (False, True):
         options = CallOptions(causal=causal, bias=bias)
-        call, inputs = check_call(Ranks(None, 0, 1), 0, "contiguous", *qkv, options)
+        call, inputs = check_call(Ranks(None, 0, 1), 0, "contiguous", q, k, v, options)
         visible = np.tri(T, dtype=bool) if causal else np.ones((T, T), bool)
         expected: Any = reference_shift(arrays, visible)  # type: ignore[arg-type]  # what it reads
         assert expected[..., 2:5].any() == causal
