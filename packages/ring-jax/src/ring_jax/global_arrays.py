@@ -71,7 +71,7 @@ def attend_global(
     is_free = len(manual) < len(mesh.axis_names)
     free_dims = dict.fromkeys("qkv", (0, 2)) | dict.fromkeys(("bias", "mask"), (0, 1))
 
-    def as_input(name: str, x: Array | None, spec: PartitionSpec | None) -> Array | None:
+    def as_input(name: str, x: Array | None, spec: Any) -> Array | None:
         """Reshard an array over the mesh."""
         if x is None or spec is None:
             return None
@@ -80,7 +80,7 @@ def attend_global(
 
     run = global_attention(call, mesh, batch, heads, specs, manual)
     try:
-        return run(Inputs(*map(as_input, Inputs._fields, inputs, specs)))
+        return run(Inputs._make(map(as_input, Inputs._fields, inputs, specs)))
     # There is no public way to ask for the axes of a vmap.
     except (ValueError, NameError, AssertionError) as error:
         if any(text in str(error) for text in _VMAP_ERRORS):
