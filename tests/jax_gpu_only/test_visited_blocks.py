@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,26 +12,39 @@ import pytest
 from triton.experimental.gluon import language as gl
 
 from ring_core import Mask, Plan, balanced_layout, make_plan
+from ring_core.layouts.layout import LayoutName
 from ring_core.plan.plan import WorkItem
 from ring_jax_gpu.hopper import common
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 FAR = 1 << 29
 #: Documents that end within blocks, at their edges, and before a token.
 DOCUMENTS = (0, 1, 40, 128, 129, 150, 256, 300, 301, 470, 512, 700)
+
+
+def random_documents(seed: int) -> Mask:
+    """Some documents of any lengths, and a window in half of the masks."""
+    rng = np.random.default_rng(seed)
+    ends = np.unique(rng.integers(1, 700, rng.integers(1, 30))).tolist()
+    window = (int(rng.integers(0, 200)), int(rng.integers(0, 200))) if seed % 2 else None
+    return Mask(window=window, cu_seqlens=(0, *ends, 700))
+
+
 MASKS = {
     "causal": Mask(causal=True, cu_seqlens=DOCUMENTS),
     "full": Mask(cu_seqlens=DOCUMENTS),
     "window": Mask(causal=True, window=(30, 0), cu_seqlens=DOCUMENTS),
     "window-both": Mask(window=(20, 90), cu_seqlens=DOCUMENTS),
     "chunks": Mask(causal=True, chunk_size=90, cu_seqlens=(0, 333, 700)),
+    **{f"random-{n}": random_documents(n) for n in range(4)},
 }
 PLANS = {
     **{f"{name}-alone": make_plan(mask, seq_len=700, cp_size=1) for name, mask in MASKS.items()},
     **{
         f"{name}-{layout}": make_plan(mask, seq_len=700, pad_to=720, cp_size=2, layout=layout)
         for name, mask in MASKS.items()
-        for layout in ("contiguous", "zigzag", "striped")
+        for layout in get_args(LayoutName)
     },
     "causal-balanced": make_plan(
         MASKS["causal"],
@@ -80,75 +94,63 @@ def cells_of(plan: Plan, q_rank: int, kv_rank: int) -> tuple[Ints, Ints]:
     return q_cells, k_cells
 
 
-def shown(item: WorkItem, q_cells: Ints, k_cells: Ints) -> npt.NDArray[np.bool_]:
+def shown(item: WorkItem, q_cells: Ints, k_cells: Ints) -> Flags:
     """The dense mask of an item, ``[queries, keys]``."""
     i, j = np.arange(q_cells.size)[:, None], np.arange(k_cells.size)[None]
     inside = (i >= item.q_start) & (i < item.q_stop) & (j >= item.k_start) & (j < item.k_stop)
     distance = (i - item.q_start) - (j - item.k_start)
-    lo, hi = (-FAR if item.lo is None else item.lo), (FAR if item.hi is None else item.hi)
+    lo, hi = bounds_of(item)[4:]
     inside &= (distance >= lo) & (distance <= hi)
-    return inside & (q_cells[:, None] == k_cells[None])
+    visible: Flags = inside & (q_cells[:, None] == k_cells[None])
+    return visible
+
+
+def bounds_of(item: WorkItem) -> tuple[int, ...]:
+    """The numbers of an item as a kernel reads them."""
+    lo, hi = (-FAR if item.lo is None else item.lo), (FAR if item.hi is None else item.hi)
+    return item.q_start, item.q_stop, item.k_start, item.k_stop, lo, hi
 
 
 @pytest.mark.parametrize("rows_outside", [True, False], ids=["queries", "keys"])
 @pytest.mark.parametrize("name", PLANS)
 def test_against_a_dense_mask(name: str, rows_outside: bool, kernel: Any) -> None:
-    """Blocks seen whole are visited without a mask, all that are seen are visited."""
-    plan, outer_size, inner_size = PLANS[name], 128, 128 if rows_outside else 64
-    several = 0
-    for q_rank in range(plan.cp_size):
-        for kv_rank in range(plan.cp_size):
-            cells = cells_of(plan, q_rank, kv_rank)
-            outer_cells, inner_cells = cells if rows_outside else cells[::-1]
-            assert (np.diff(outer_cells) >= 0).all()
-            ends = [np.searchsorted(inner_cells, outer_cells, x) for x in ("left", "right")]
-            items = plan.items(q_rank, kv_rank)
-            bounds = [
-                (
-                    x.q_start,
-                    x.q_stop,
-                    x.k_start,
-                    x.k_stop,
-                    -FAR if x.lo is None else x.lo,
-                    FAR if x.hi is None else x.hi,
-                )
-                for x in items
-            ]
-            rows = np.array([*bounds, (0,) * 6])  # an item of no queries, as short ranks have
-            bands = kernel.Bands(Pointer(rows), Pointer(np.stack(ends)), outer_cells.size)
-            outer_len, inner_len = outer_cells.size, inner_cells.size
-            inner = np.arange(inner_len)
-            for n, item in enumerate([*items, None]):
-                dense = np.zeros((outer_len, inner_len), bool)
-                if item is not None:
-                    several += item.cu_q is not None
-                    of_item = shown(item, *cells)
-                    dense = of_item if rows_outside else of_item.T
-                for start in range(0, outer_len, outer_size):
-                    stop = min(start + outer_size, outer_len)
-                    # A block beyond the end has tokens that are none, and see nothing.
-                    tokens = np.arange(start, start + outer_size)
-                    first, last = kernel.seen_by(bands, n, tokens, ROWS_OUTSIDE=rows_outside)
-                    seen = (inner >= first[:, None]) & (inner < last[:, None])
-                    expected = dense[start:stop]
-                    np.testing.assert_array_equal(seen[: stop - start], expected)
-                    assert not seen[stop - start :].any()
-                    blocks = kernel.visited(
-                        bands, n, start, stop, BLOCK=inner_size, ROWS_OUTSIDE=rows_outside
-                    )
-                    low, whole_low, whole_high, high = map(int, blocks)
-                    assert (
-                        0 <= low <= whole_low <= whole_high <= high <= -(-inner_len // inner_size)
-                    )
-                    columns = np.flatnonzero(expected.any(axis=0))
-                    if columns.size:
-                        assert low == columns[0] // inner_size
-                        assert high == columns[-1] // inner_size + 1
-                    whole = expected.all(axis=0)
-                    full = [
-                        x
-                        for x in range(inner_len // inner_size)
-                        if whole[x * inner_size : (x + 1) * inner_size].all()
-                    ]
-                    assert full == [*range(whole_low, whole_high)]
+    """Of every pair of ranks, with queries outside as in the forward, or keys."""
+    plan, several = PLANS[name], 0
+    for q_rank, kv_rank in product(range(plan.cp_size), repeat=2):
+        cells = cells_of(plan, q_rank, kv_rank)
+        outer, inner = cells if rows_outside else cells[::-1]
+        ranges = np.stack([np.searchsorted(inner, outer, side) for side in ("left", "right")])
+        assert (np.diff(ranges) >= 0).all()
+        items = plan.items(q_rank, kv_rank)
+        # Behind them one of no queries, as ranks have that have fewer items than others.
+        bounds = np.array([*map(bounds_of, items), (0,) * 6])
+        bands = kernel.Bands(Pointer(bounds), Pointer(ranges), outer.size)
+        dense = [shown(item, *cells) for item in items]
+        dense.append(np.zeros((cells[0].size, cells[1].size), bool))
+        for n, mask in enumerate(dense):
+            check_item(kernel, bands, n, mask if rows_outside else mask.T, rows_outside)
+        several += sum(item.cu_q is not None for item in items)
     assert several > 0
+
+
+def check_item(kernel: Any, bands: Any, n: int, dense: Flags, rows_outside: bool) -> None:
+    """What a kernel sees and visits of an item, whose mask is ``dense [outer, inner]``."""
+    (outer_len, inner_len), size = dense.shape, 128 if rows_outside else 64
+    inner = np.arange(inner_len)
+    for start in range(0, outer_len, 128):
+        stop = min(start + 128, outer_len)
+        expected = dense[start:stop]
+        # The last block has tokens beyond the end, which see nothing.
+        first, last = kernel.seen_by(bands, n, start + np.arange(128), ROWS_OUTSIDE=rows_outside)
+        seen = (inner >= first[:, None]) & (inner < last[:, None])
+        np.testing.assert_array_equal(seen[: stop - start], expected)
+        assert not seen[stop - start :].any()
+        blocks = kernel.visited(bands, n, start, stop, BLOCK=size, ROWS_OUTSIDE=rows_outside)
+        low, whole_low, whole_high, high = map(int, blocks)
+        assert 0 <= low <= whole_low <= whole_high <= high <= -(-inner_len // size)
+        some, whole = expected.any(axis=0), expected.all(axis=0)
+        if some.any():  # else nothing would be lost
+            assert low == np.flatnonzero(some)[0] // size
+            assert high == np.flatnonzero(some)[-1] // size + 1
+        full = whole[: inner_len // size * size].reshape(-1, size).all(axis=1)
+        assert [*np.flatnonzero(full)] == [*range(whole_low, whole_high)]
