@@ -71,9 +71,9 @@ def attend_global(
     is_free = len(manual) < len(mesh.axis_names)
     free_dims = dict.fromkeys("qkv", (0, 2)) | dict.fromkeys(("bias", "mask"), (0, 1))
 
-    def as_input(name: str, x: Array | None, spec: Any) -> Array | None:
-        """Reshard an array over the mesh."""
-        if x is None or spec is None:
+    def as_input(name: str, x: Any, spec: Any) -> Any:
+        """Reshard an array over the mesh, unless it is ``None``."""
+        if x is None:
             return None
         dims = free_dims.get(name, ())
         return spread(x, mesh, free(spec, x, dims) if is_free and dims else spec)
