@@ -54,7 +54,7 @@ RING = [
     ("bias-masked-balanced", "ring"), ("alibi-batch-striped", "ring"), ("mqa-zigzag", "gather"),
     ("causal-balanced-cp4", "ring"), ("options-random-cp2", "ring"), ("batch-0-contiguous", "ring"),
     ("bias-very-negative-segments-balanced", "ring"), ("bias-very-negative-zigzag", "gather"),
-    ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"),
+    ("keys64-predicate-contiguous", "ring"), ("shortest-zigzag-cp2", "ring"), ("poison-v-contiguous", "ring"), ("large-contiguous", "ring"), ("sinks-large-contiguous", "ring"),
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from ring_core.triton.tile_configs import (
     heads_per_swizzle,
     padded_head_dim,
     positions_aligned8,
+    score_unit,
 )
 from ring_jax.kernels.block_index import item_bounds, kinds_of
 from ring_jax.records import (
@@ -296,7 +297,7 @@ class StepWork:
             "D": call.head_dim, "DV": self._v_dim,
             "PADDED": padded_head_dim(call.head_dim), "PADDED_V": padded_head_dim(self._v_dim),
             "ITEMS": self.work.items.shape[0], "ALL_PARTIAL": self.rows.bias is not None,
-            "SCALE": call.scale, "SOFTCAP": call.softcap,
+            "SCALE": call.scale, "SOFTCAP": call.softcap, "UNIT": score_unit(self.rows.q.dtype.itemsize),
             "DROPPED": dropout_threshold(call.dropout_p) if call.dropout_p > 0 else None,
         }  # fmt: skip
 

@@ -16,12 +16,12 @@ import triton.language as tl
 
 from ring_core.triton.scores import (
     EXACT,
-    LOG2E,
     Options,
     Strides,
     add_product,
     bias_columns,
     dropout_factor,
+    exp_of_scores,
     has_nan,
     has_nonfinite,
     indexed_blocks,
@@ -120,7 +120,7 @@ def bwd_loop_over_k(
     queries = load_queries(q, flat, row_start, x.q_len, consts)
     gradient = load_gradient(dout, flat, row_start, x.q_len, consts)
     # lse is final, over all keys of all ranks: weights of this block need no other block.
-    lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
+    row_lse, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len, consts)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED), tl.float32)
     # Q, dO and the sum of dQ stay on the chip while blocks of keys stream past.
     for n in range(1 if consts.INDEXED else consts.ITEMS):
@@ -142,7 +142,7 @@ def bwd_loop_over_k(
             for i in range(full_start, full_stop):
                 j = tl.load(block_list + i) if consts.INDEXED else i
                 acc = bwd_dq_block(
-                    x, consts, queries, k, v, gradient, lse_log2, row_delta, acc, batch, head,
+                    x, consts, queries, k, v, gradient, row_lse, row_delta, acc, batch, head,
                     kv_head, row_start, j * consts.BLOCK_K, first, stop, MASKED=False,
                     NAN_SAFE=False,
                 )  # fmt: skip
@@ -152,7 +152,7 @@ def bwd_loop_over_k(
             else:
                 j = tl.where(i < full_start, i, i - full_start + full_stop)
             acc = bwd_dq_block(
-                x, consts, queries, k, v, gradient, lse_log2, row_delta, acc, batch, head, kv_head,
+                x, consts, queries, k, v, gradient, row_lse, row_delta, acc, batch, head, kv_head,
                 row_start, j * consts.BLOCK_K, first, stop, MASKED=True, NAN_SAFE=NAN_SAFE,
             )  # fmt: skip
     return acc
@@ -160,7 +160,7 @@ def bwd_loop_over_k(
 
 @triton.jit
 def bwd_dq_block(
-    x, consts, queries, k, v, gradient, lse_log2, row_delta, acc, batch, head, kv_head, row_start,
+    x, consts, queries, k, v, gradient, row_lse, row_delta, acc, batch, head, kv_head, row_start,
     start, first, stop, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     """Return ``acc`` plus the part of dQ that comes from the block of keys at ``start``."""
@@ -180,7 +180,7 @@ def bwd_dq_block(
             bias_block, ROWS=True,
         )  # fmt: skip
     _, _, dproducts = score_gradients(
-        x, consts, products, dweights, bias_block, lse_log2[:, None], row_delta[:, None], batch, head,
+        x, consts, products, dweights, bias_block, row_lse[:, None], row_delta[:, None], batch, head,
         row_start, start, row, col, visible, MASKED, ROWS=True,
     )  # fmt: skip
     return add_product(acc, dproducts, visible, keys, NAN_SAFE)
@@ -375,7 +375,7 @@ def bwd_dkv_block(
     dout = of_head(dout, batch, head, strides.out_batch, strides.out_head, consts.TMA)
     queries = load_queries(q, flat, start, x.q_len, consts)
     gradient = load_gradient(dout, flat, start, x.q_len, consts)
-    lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len)
+    row_lse, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, x.q_len, consts)
     visible, bias_block = None, None
     if x.bias is not None:
         bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=False)
@@ -388,9 +388,9 @@ def bwd_dkv_block(
     # Where possible they are instead the values that the accumulators of the products start from.
     block: tl.constexpr = [consts.BLOCK_K, consts.BLOCK_Q]
     if consts.SOFTCAP is None and consts.SCALE != 0:
-        initial = tl.broadcast_to((lse_log2 * (-1.0 / (consts.SCALE * LOG2E)))[None, :], block)
+        initial = tl.broadcast_to((row_lse * (-1.0 / (consts.SCALE * consts.UNIT)))[None, :], block)
         products = tl.dot(keys, queries.T, initial, input_precision=EXACT)
-        lse_log2 = tl.zeros_like(lse_log2)
+        row_lse = tl.zeros_like(row_lse)
     else:
         products = tl.dot(keys, queries.T, input_precision=EXACT)
     if consts.DROPPED is None:
@@ -402,7 +402,7 @@ def bwd_dkv_block(
     # With dropout `weights` are those after it, as V was multiplied with them in the forward;
     # dproducts come from those before.
     weights, _, dproducts = score_gradients(
-        x, consts, products, dweights, bias_block, lse_log2[None, :], row_delta[None, :], batch, head,
+        x, consts, products, dweights, bias_block, row_lse[None, :], row_delta[None, :], batch, head,
         start, col_start, row, col, visible, MASKED, ROWS=False,
     )  # fmt: skip
     dv = add_product(dv, weights, visible, gradient, NAN_SAFE)
@@ -466,7 +466,9 @@ def bwd_dbias(
         values = load_values(v_at_head, flat // group, k_start, k_len, consts)
         queries = load_queries(q_at_head, flat, q_start, q_len, consts)
         gradient = load_gradient(dout_at_head, flat, q_start, q_len, consts)
-        lse_log2, row_delta = load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len)
+        row_lse, row_delta = load_lse_and_delta(
+            lse, delta, strides, batch, head, rows, q_len, consts
+        )
         products = tl.dot(queries, keys.T, input_precision=EXACT)
         dweights = tl.dot(gradient, values.T, input_precision=EXACT)
         bias_block = load_bias(x, consts, batch, head, row, col, SKIPS=False)
@@ -474,7 +476,7 @@ def bwd_dbias(
             x, consts, batch, q_start, k_start, row, col, row, col, row, row, bias_block, ROWS=True
         )
         _, dlogits, _ = score_gradients(
-            x, consts, products, dweights, bias_block, lse_log2[:, None], row_delta[:, None], batch,
+            x, consts, products, dweights, bias_block, row_lse[:, None], row_delta[:, None], batch,
             head, q_start, k_start, row, col, visible, MASKED=True, ROWS=True,
         )  # fmt: skip
         acc += dlogits
@@ -489,7 +491,7 @@ def bwd_dbias(
 
 @triton.jit
 def score_gradients(
-    x, consts, products, dweights, bias_block, lse_log2, row_delta, batch, head, row_start, col_start,
+    x, consts, products, dweights, bias_block, row_lse, row_delta, batch, head, row_start, col_start,
     rows, cols, visible, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients at one block of scores.
@@ -497,11 +499,11 @@ def score_gradients(
     Args:
         x, consts, batch, head, row_start, col_start, rows, cols, ROWS: As in ``visible_cells``.
         products: Products of queries and keys. The caller may have subtracted ``lse`` from them, in
-            their scale, and then gives 0 for ``lse_log2``; not with a softcap.
+            their scale, and then gives 0 for ``row_lse``; not with a softcap.
         dweights: Products of ``dout`` and values: the gradients at the softmax weights. The caller
             may have subtracted delta, and then gives 0 for ``row_delta``; not with dropout.
         bias_block: The block's bias, or ``None``.
-        lse_log2, row_delta: ``lse`` in base 2, and delta, as they broadcast.
+        row_lse, row_delta: ``lse`` times ``UNIT``, and delta, as they broadcast.
         visible: The block's mask, read if ``MASKED``.
 
     Returns:
@@ -510,7 +512,7 @@ def score_gradients(
     """
     # Scores were not kept: they are computed again, and P = exp(S - lse) of them.
     scores, cap_slope = modified_scores(x, consts, products, bias_block, batch, head, rows, cols)
-    weights = tl.exp2(scores - lse_log2)
+    weights = exp_of_scores(scores - row_lse, consts)
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
     kept = weights
@@ -531,17 +533,17 @@ def score_gradients(
 
 
 @triton.jit
-def load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len):
-    """Load ``lse`` in base 2 and delta of some rows.
+def load_lse_and_delta(lse, delta, strides, batch, head, rows, q_len, consts):
+    """Load ``lse`` times ``UNIT`` and delta of some rows.
 
     Fully masked rows, whose ``lse`` is ``-inf``, have ``inf`` here, so that their weights are 0.
     """
     lse = of_head(lse, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
     delta = of_head(delta, batch, head, strides.lse_batch, strides.lse_head, TMA=False)
-    lse_log2 = tl.load(lse + rows, mask=rows < q_len, other=-float("inf")) * LOG2E
-    # exp2(score - inf) is 0 without a comparison in the loops.
-    lse_log2 = tl.where(lse_log2 == -float("inf"), float("inf"), lse_log2)
-    return lse_log2, tl.load(delta + rows, mask=rows < q_len, other=0.0)
+    row_lse = tl.load(lse + rows, mask=rows < q_len, other=-float("inf")) * consts.UNIT
+    # exp(score - inf) is 0 without a comparison in the loops.
+    row_lse = tl.where(row_lse == -float("inf"), float("inf"), row_lse)
+    return row_lse, tl.load(delta + rows, mask=rows < q_len, other=0.0)
 
 
 @triton.jit

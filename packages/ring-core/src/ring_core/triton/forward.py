@@ -1,6 +1,6 @@
 """The forward kernel: flash attention that merges its result into an earlier one.
 
-Dao, arXiv 2307.08691, with the running softmax in base 2.
+Dao, arXiv 2307.08691. Scores and the running softmax's maximum are times ``Constexprs.UNIT``.
 """
 
 # The arguments and values of kernels have no types in Python.
@@ -14,12 +14,12 @@ import triton.language as tl
 
 from ring_core.triton.scores import (
     EXACT,
-    LN2,
     LOG2E,
     Options,
     Strides,
     add_product,
     dropout_factor,
+    exp_of_scores,
     has_nan,
     indexed_blocks,
     inner_blocks,
@@ -137,7 +137,7 @@ def fwd_loop_over_k(
     """Attend from a block of queries to all keys it sees.
 
     Returns:
-        The running softmax: largest score ``top [q]`` (base 2), denominator ``total [q]``, and
+        The running softmax: largest score ``top [q]``, denominator ``total [q]``, and
         ``acc [q, PADDED_V]``, the weighted sum of values not yet divided by it.
     """
     rows = row_start + tl.arange(0, consts.BLOCK_Q)
@@ -147,7 +147,7 @@ def fwd_loop_over_k(
     k = of_head(k, batch, head // group, strides.k_batch, strides.k_head, consts.TMA)
     v = of_head(v, batch, head // group, strides.v_batch, strides.v_head, consts.TMA)
     queries = load_queries(q, flat, row_start, x.q_len, consts)
-    # The identity of the running softmax: rescaling by exp2(-inf - x) = 0 then does no harm.
+    # The identity of the running softmax: rescaling by exp(-inf - x) = 0 then does no harm.
     top = tl.full((consts.BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((consts.BLOCK_Q,), tl.float32)
     acc = tl.zeros((consts.BLOCK_Q, consts.PADDED_V), tl.float32)
@@ -208,10 +208,10 @@ def online_softmax_step(
     # With a positive scale the largest product gives the largest score, so scaling and subtracting
     # are one multiply-add of each score.
     if not MASKED and consts.SOFTCAP is None and x.slopes is None and consts.SCALE > 0:
-        scale = consts.SCALE * LOG2E
+        scale = consts.SCALE * consts.UNIT
         new_top = tl.maximum(top, tl.max(products, 1) * scale)
-        weights = tl.exp2(products * scale - new_top[:, None])
-        rescale = tl.exp2(top - new_top)
+        weights = exp_of_scores(products * scale - new_top[:, None], consts)
+        rescale = exp_of_scores(top - new_top, consts)
     else:
         scores, _ = modified_scores(x, consts, products, bias_block, batch, head, row, col)
         if MASKED:
@@ -223,8 +223,8 @@ def online_softmax_step(
         new_top = tl.maximum(top, tl.max(scores, 1))
         # A row that has seen nothing yet would subtract -inf from -inf.
         safe = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(scores - safe[:, None])
-        rescale = tl.exp2(top - safe)
+        weights = exp_of_scores(scores - safe[:, None], consts)
+        rescale = exp_of_scores(top - safe, consts)
     # Earlier sums are relative to the old largest score: rescale them to the new one.
     total = total * rescale + tl.sum(weights, 1)
     if consts.DROPPED is not None:
@@ -239,7 +239,7 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     """Divide by the softmax's denominator, merge with the earlier ``(before, lse)``, and store.
 
     With ``OVERWRITE`` nothing is merged: ``before`` and the earlier ``lse`` are not read. In memory
-    ``lse`` is a natural logarithm; ``top`` is in base 2. See :func:`ring_core.merge`.
+    ``lse`` is a natural logarithm; ``top`` is times ``UNIT``. See :func:`ring_core.merge`.
     """
     rows, dims = start + tl.arange(0, consts.BLOCK_Q), tl.arange(0, consts.PADDED_V)
     batch, head = flat // heads, flat % heads
@@ -251,7 +251,11 @@ def finish(before, out, lse, top, total, acc, strides, flat, heads, start, q_len
     inside = real[:, None] & (dims < consts.DV)[None, :]
     # The lse of this launch's keys alone; -inf says that the row saw none, and weighs 0 in every
     # merge.
-    part = tl.where(total == 0, -float("inf"), (top + tl.log2(total)) * LN2)
+    part = tl.where(
+        total == 0,
+        -float("inf"),
+        (top + tl.log2(total) * (consts.UNIT / LOG2E)) * (1 / consts.UNIT),
+    )
     factor = 1.0 / tl.where(total == 0, 1.0, total)
     # A launch that is the first to its rows writes them, so nobody has to clear the buffers.
     if consts.OVERWRITE:

@@ -12,6 +12,7 @@ or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -19,8 +20,7 @@ import triton.language as tl
 
 from ring_core.triton.tile_configs import NAN_SAFE_BLOCK
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(math.log2(math.e))
 TILE = tl.constexpr(128)  # of a predicate mask
 BOUNDS = tl.constexpr(6)  # numbers of an item: q_start, q_stop, k_start, k_stop, lo, hi
 EXACT = tl.constexpr("tf32x3")  # float32 as products of its high and low parts
@@ -38,6 +38,8 @@ class Constexprs(NamedTuple):
         INDEXED: Blocks to visit come from a block index; otherwise they follow from the items.
         ALL_PARTIAL: Every block needs its mask.
         SCALE, SOFTCAP: Scale and soft cap of the scores; ``None`` is no soft cap.
+        UNIT: Kernels multiply logits and ``lse`` by this: ``log2(e)``, or 1
+            (:func:`ring_core.triton.tile_configs.score_unit`).
         DROPPED: The probability to drop a weight, times 2**32; ``None`` is no dropout.
         BLOCK_Q, BLOCK_K: Queries and keys per block.
         TMA: Tensors come as descriptors, for the copy engine of Hopper and later.
@@ -60,6 +62,7 @@ class Constexprs(NamedTuple):
     ALL_PARTIAL: tl.constexpr
     SCALE: tl.constexpr
     SOFTCAP: tl.constexpr
+    UNIT: tl.constexpr
     DROPPED: tl.constexpr
     BLOCK_Q: tl.constexpr
     BLOCK_K: tl.constexpr
@@ -421,8 +424,14 @@ def bias_columns(x, consts, cols):
 
 
 @triton.jit
+def exp_of_scores(scores, consts):
+    """Return the exponential of scores, or of their differences, which are times ``UNIT``."""
+    return tl.exp2(scores * (LOG2E / consts.UNIT))
+
+
+@triton.jit
 def modified_scores(x, consts, products, bias_block, batch, head, rows, cols):
-    """Return scores with soft cap, bias and ALiBi, times ``log2(e)``; and the cap's derivative.
+    """Return scores with soft cap, bias and ALiBi, times ``UNIT``; and the cap's derivative.
 
     ``products`` are those of queries and keys; ``bias_block`` is the block's bias, or ``None``.
     """
@@ -435,14 +444,17 @@ def modified_scores(x, consts, products, bias_block, batch, head, rows, cols):
         y = small * small
         series = 1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
         tanh_scores = tl.where(y < 0.0625, small * series, tanh_scores)
-        scores, slope = tanh_scores * (consts.SOFTCAP * LOG2E), 1.0 - tanh_scores * tanh_scores
+        scores, slope = (
+            tanh_scores * (consts.SOFTCAP * consts.UNIT),
+            1.0 - tanh_scores * tanh_scores,
+        )
     else:
-        scores = products * (consts.SCALE * LOG2E)
+        scores = products * (consts.SCALE * consts.UNIT)
         slope = scores  # it is not read; Triton 3.6 cannot return None
     if x.bias is not None:
-        scores += bias_block * LOG2E
+        scores += bias_block * consts.UNIT
     if x.slopes is not None:
-        slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * LOG2E
+        slope_of_head = tl.load(x.slopes + batch * x.slopes_batch + head) * consts.UNIT
         q_at = tl.load(x.q_at + rows, mask=rows < x.q_len, other=0)
         k_at = tl.load(x.k_at + cols, mask=cols < x.k_len, other=0)
         scores -= slope_of_head * tl.abs(q_at - k_at).to(tl.float32)

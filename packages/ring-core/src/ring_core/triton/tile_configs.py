@@ -8,6 +8,7 @@ Triton.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -236,6 +237,16 @@ def _block_size(name: str, requested: int | None, default: int) -> int:
 def padded_head_dim(dim: int) -> int:
     """Round a head dim up to a power of two, at least 16, as matrix units take it."""
     return max(LEAST, 1 << (dim - 1).bit_length())
+
+
+def score_unit(itemsize: int) -> float:
+    """Return what the kernels multiply logits and ``lse`` by: ``log2(e)``, or 1 in float32.
+
+    With ``log2(e)`` an exponential is a single instruction. But ``lse`` lies in memory in natural
+    units, and rounding it once more shows where scores are large; in half precision that is lost
+    in the rounding of the weights. ``itemsize`` is of q, in bytes.
+    """
+    return math.log2(math.e) if itemsize == 2 else 1.0
 
 
 def heads_per_swizzle(

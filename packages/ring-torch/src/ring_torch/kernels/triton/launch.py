@@ -21,6 +21,7 @@ from ring_core.triton.tile_configs import (
     choose_blocks,
     heads_per_swizzle,
     padded_head_dim,
+    score_unit,
     stages_that_fit,
 )
 from ring_torch.capture import capture_safe_cache, on_device
@@ -145,7 +146,8 @@ class ItemLaunch:
             "PADDED_V": padded_head_dim(v.shape[3]), "ITEMS": 1,
             "INDEXED": self._is_indexed or name == "bwd_dbias",
             "ALL_PARTIAL": self.rows.bias is not None, "SCALE": params.scale,
-            "SOFTCAP": params.softcap, "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
+            "SOFTCAP": params.softcap, "UNIT": score_unit(q.element_size()),
+            "DROPPED": dropout_threshold(p) if p > 0 else None, "BLOCK_Q": blocks.q, "BLOCK_K": blocks.k,
             "TMA": False, "Q_IS_MULTIPLE": q.shape[1] % blocks.q == 0,
             "K_IS_MULTIPLE": k.shape[1] % blocks.k == 0, "FUSED": name == "bwd_fused",
             "OVERWRITE": overwrite, "KV_PACKED": False, "BIAS_BY_POSITION": self.rows.bias is not None,
