@@ -84,7 +84,7 @@ def on_a_rank(
         _prepare.cache_clear()
         patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
         patched.setattr(kernels, "NUMBERS", 32)
-        for name in ("exchange_keys", "clear", "reduce_from_peers"):
+        for name in ("exchange_keys", "wait_reusable", "reduce_from_peers"):
             patched.setattr(kernels, name, noted(name))
         with ring_torch.check(int(checked)):
             return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)

@@ -53,7 +53,7 @@ def test_a_peer_that_is_lost_meanwhile() -> None:
         patch.object(dist, "all_gather", side_effect=lost),
         pytest.raises(PeerError, match="in vain for rank 1 of the group: Connection closed"),
     ):
-        gather_numbers(Ranks(None, 0, 2), [1, 2])
+        gather_numbers(Ranks(None, 0, 2), [1, 2], torch.device("cpu"))
 
 
 def test_explain_says_why_keys_are_not_gathered() -> None:

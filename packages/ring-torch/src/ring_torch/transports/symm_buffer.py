@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,7 +31,6 @@ import torch.distributed as dist
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
 from ring_torch.capture import is_capturing
-from ring_torch.comm.groups import default_device
 from ring_torch.comm.ranks import Ranks, peer_errors
 from ring_torch.comm.store import timeout_of
 
@@ -145,11 +145,10 @@ class SymmBuffer:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.device = ranks, torch.cuda.current_device()
-        locations = [
-            DeviceLocation(*x) for x in gather_numbers(ranks, device_location(self.device))
-        ]
+        gather = partial(gather_numbers, ranks, device=torch.device("cuda", self.device))
+        locations = [DeviceLocation(*x) for x in gather(device_location(self.device))]
         reaches = [int(_reaches(self.device, other, locations[ranks.rank])) for other in locations]
-        self.refusals = tuple(refusals(locations, gather_numbers(ranks, reaches)))
+        self.refusals = tuple(refusals(locations, gather(reaches)))
         # High priority: barriers and packing go ahead of kernels that wait for a multiprocessor.
         streams = [torch.cuda.Stream(priority=-1) for _ in range(3)]
         self.stream, self.local_stream, self.peer_stream = streams
@@ -278,13 +277,13 @@ def _number(name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def gather_numbers(ranks: Ranks, numbers: Sequence[int]) -> list[list[int]]:
+def gather_numbers(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks of a group, by rank. The host waits for them.
 
     Raises:
         PeerError: A peer failed, or did not answer within the group's timeout.
     """
-    local = torch.tensor(numbers, device=default_device(ranks))
+    local = torch.tensor(numbers, device=device)
     by_rank = [torch.empty_like(local) for _ in range(ranks.size)]
     with peer_errors(ranks.peers):
         dist.all_gather(by_rank, local, group=ranks.group)
