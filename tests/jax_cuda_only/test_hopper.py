@@ -28,6 +28,7 @@ CHUNKS = Mask(window=(60, 33), chunk_size=90)
 ALONE = [
     Case("causal", CAUSAL, **USUAL, lse_grad=True),
     Case("full", Mask(), **USUAL),
+    Case("odd-full", Mask(), **{**USUAL, "seq_len": 261}, batch=2),
     Case("window", Mask(causal=True, window=(100, 0)), **USUAL),
     Case("window-both", Mask(window=(50, 33)), **USUAL),
     Case("keys", CAUSAL, **USUAL, kv_seq_len=605),

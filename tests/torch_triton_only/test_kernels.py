@@ -37,6 +37,7 @@ ALONE = [
     Case("dropout", CAUSAL, seq_len=80, dropout_p=0.3, batch=2),
     Case("bias-shared", CAUSAL, seq_len=80, bias="shared", batch=2),
     Case("very-negative-bias", CAUSAL, seq_len=80, bias="very-negative", batch=2),
+    Case("bias-large", CAUSAL, seq_len=80, bias="masked", numbers="large", dims=(16, 16)),
     Case("poison-k", CAUSAL, seq_len=80, poison="k"),
     Case("v-inf", CAUSAL, seq_len=80, poison="v-inf"),
     Case("bias-nan", CAUSAL, seq_len=80, bias="shared", poison="bias"),

@@ -386,8 +386,10 @@ def bwd_dkv_block(
         )  # fmt: skip
     # lse and delta of the queries are a number for each column here, which takes many registers.
     # Where possible they are instead the values that the accumulators of the products start from.
+    # In float32 lse is subtracted after a bias is added, as the forward rounded their sum.
     block: tl.constexpr = [consts.BLOCK_K, consts.BLOCK_Q]
-    if consts.SOFTCAP is None and consts.SCALE != 0:
+    rounds_sum: tl.constexpr = consts.UNIT == 1 and x.bias is not None
+    if consts.SOFTCAP is None and consts.SCALE != 0 and not rounds_sum:
         initial = tl.broadcast_to((row_lse * (-1.0 / (consts.SCALE * consts.UNIT)))[None, :], block)
         products = tl.dot(keys, queries.T, initial, input_precision=EXACT)
         row_lse = tl.zeros_like(row_lse)

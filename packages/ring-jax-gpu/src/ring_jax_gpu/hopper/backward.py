@@ -184,15 +184,19 @@ def keys_of(tile, sizes, consts: gl.constexpr):
 
 @gluon.jit
 def seen_in_part(
-    bands, item, start, stop, part, part_stop, member, sizes, consts: gl.constexpr,
+    bands, item, start, part, part_stop, member, sizes, consts: gl.constexpr,
 ):  # fmt: skip
     """Return :func:`visited` within blocks of queries ``[part, part_stop)``, for one query head.
 
-    Blocks are numbered through all heads of the group, of which ``member`` is one.
+    They see the tile of keys that begins at ``start``. Blocks are numbered through all heads of the
+    group, of which ``member`` is one.
     """
+    stop = gl.minimum(start + KEYS, sizes.k_len)
     low, whole_low, whole_high, high = visited(
         bands, item, start, stop, consts.BLOCK, ROWS_OUTSIDE=False
     )
+    # A tile that reaches beyond the keys holds those of the next batch row: all of it needs a mask.
+    whole_high = gl.where(start + KEYS > stop, whole_low, whole_high)
     if consts.STREAM_K:
         before = member * gl.load(sizes.stream_k + Q_MANY) - gl.load(sizes.stream_k + Q_FIRST)
         low = gl.maximum(low, part - before)
@@ -250,7 +254,6 @@ def bwd_producer(
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
-        stop = gl.minimum(start + KEYS, sizes.k_len)
         of_keys, of_values = columns_of(kv_head, consts)
         # The consumers are done with the piece before: its keys and values may be overwritten.
         mbarrier.wait(kv_free, (n & 1) ^ 1)
@@ -261,7 +264,7 @@ def bwd_producer(
             head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    bands, item, start, stop, part, part_stop, member, sizes, consts
+                    bands, item, start, part, part_stop, member, sizes, consts
                 )
                 turn = turn_of(block, whole_low, whole_high, consts)
                 for i in range(high - low):
@@ -305,7 +308,6 @@ def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, const
         block, flat, part, part_stop = piece_of(n, tile, begin, end, skipped, length, sizes, consts)
         b, kv_head = flat // kv_heads, flat % kv_heads
         start = block * KEYS
-        block_stop = gl.minimum(start + KEYS, sizes.k_len)
         cols = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, s_layout))
         dk = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
         dv = gl.zeros([KEYS, consts.D], gl.float32, layout=o_layout)
@@ -318,7 +320,7 @@ def bwd_consumer(tiles, s_tile, dq_tiles, dq, bars, bands, outputs, sizes, const
             head = kv_head * sizes.group + member
             for item in range(consts.ITEMS):
                 low, whole_low, whole_high, high = seen_in_part(
-                    bands, item, start, block_stop, part, part_stop, member, sizes, consts
+                    bands, item, start, part, part_stop, member, sizes, consts
                 )
                 first, stop = seen_by(bands, item, cols, ROWS_OUTSIDE=False)
                 partial = high - low - (whole_high - whole_low)
