@@ -22,7 +22,7 @@ from ring_jax_tpu.dq_pipeline import DqBlock, DqPipeline
 from ring_jax_tpu.forward import split
 from ring_jax_tpu.grids import Grid, GridPoint, bias_grid, key_head_grid, query_head_grid
 from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad
-from ring_jax_tpu.scores import LOG2E, Ref, Tile, add_visible, dot
+from ring_jax_tpu.scores import Ref, Tile, add_visible, dot
 
 
 def backward(launch: Launch, upstream: BackwardInputs, into: Grads, *, fused: bool) -> Grads:
@@ -150,8 +150,8 @@ def _score_grads(
     k, v = split(x.kv, tile.consts.call.head_dim)
     scores, slope, visible = tile.scores(x.q[...], k, masked=masked)
     visible = None if finite else visible
-    lse = upstream.lse[...]
-    weights = jnp.exp2(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E))
+    lse, consts = upstream.lse[...], tile.consts
+    weights = consts.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse * consts.unit))
     weights = weights if visible is None else jnp.where(visible, weights, 0.0)
     dweights = dot("nt", v, upstream.dout[...])
     factor = tile.dropout_factor()

@@ -18,7 +18,7 @@ from ring_jax.records import AttentionState
 from ring_jax_tpu.block_index import NONFINITE, q_major
 from ring_jax_tpu.grids import query_head_grid
 from ring_jax_tpu.operands import Launch, Operands, has_nonfinite, pad
-from ring_jax_tpu.scores import ALL, LOG2E, SUBLANES, Ref, Scores, Tile, add_visible, dot
+from ring_jax_tpu.scores import ALL, SUBLANES, Ref, Scores, Tile, add_visible, dot
 
 
 def forward(launch: Launch, into: AttentionState) -> AttentionState:
@@ -69,7 +69,7 @@ def _fwd(
     def _start() -> None:
         # The accumulated (out, lse) count as one more key, whose weight is spread over sublanes.
         lse = old.lse[...]
-        row_max[...] = lse * LOG2E
+        row_max[...] = lse * tile.consts.unit
         share = jnp.where(lse != -jnp.inf, 1 / SUBLANES, 0.0)
         total[...] = jnp.broadcast_to(share, total.shape)
         acc[...] = jnp.where(lse != -jnp.inf, old.out[...].T, 0.0)
@@ -82,7 +82,7 @@ def _fwd(
     def _finish() -> None:
         row_sum = total[...].sum(axis=0, keepdims=True)
         new.out[...] = (acc[...] * (1 / jnp.where(row_sum == 0, 1.0, row_sum))).T
-        new.lse[...] = row_max[...] * (1 / LOG2E) + jnp.log(row_sum)
+        new.lse[...] = row_max[...] * (1 / tile.consts.unit) + jnp.log(row_sum)
 
 
 def _online_softmax_step(
@@ -122,7 +122,8 @@ def _merge_part(
     new_max = jnp.maximum(old_max, scores.max(axis=0, keepdims=True))
     safe = new_max if visible is None else jnp.where(new_max == -jnp.inf, 0.0, new_max)
     # Rescale the accumulated sums to the new maximum, then add this part.
-    shrink, weights = jnp.exp2(old_max - safe), jnp.exp2(scores - safe)
+    exp = tile.consts.exp
+    shrink, weights = exp(old_max - safe), exp(scores - safe)
     row_max[:, q_slice] = new_max
     sums = weights.reshape(-1, SUBLANES, weights.shape[1]).sum(axis=0)
     total[:, q_slice] = total[:, q_slice] * shrink + sums

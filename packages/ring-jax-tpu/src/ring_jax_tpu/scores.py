@@ -28,7 +28,6 @@ Ref = Any  # a reference to memory inside a kernel
 SUBLANES = 8
 ALL = slice(None)
 _MOST_UNROLLED_ITEMS = 8  # more are visited in a loop, so that a kernel does not grow with them
-LOG2E = math.log2(math.e)
 
 _AXES = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 
@@ -66,13 +65,22 @@ class Constants:
     part: tuple[int, int]  # queries and keys that are multiplied at once
     prefetches_scores: bool  # compute a part's scores before the softmax of the part before
 
+    @property
+    def unit(self) -> float:
+        """What logits and ``lse`` are multiplied by: ``log2(e)``, or 1 in float32.
+
+        Chips compute ``2 ** x``, and the factor is part of the softmax scale. But ``lse`` lies in
+        memory in natural units, and rounding it once more shows in float32 if scores are large.
+        """
+        return 1.0 if self.call.dtype == "float32" else math.log2(math.e)
+
+    def exp(self, x: Any) -> Any:
+        """Return the exponential of logits, or of their differences, that are times ``unit``."""
+        return jnp.exp(x) if self.unit == 1 else jnp.exp2(x)
+
 
 class Scores(NamedTuple):
-    """The scores of a block, ``[k, q]``.
-
-    They are in units of base 2, ``log2(e)`` times the logits: the factor is part of the softmax
-    scale, and chips compute ``2 ** x``.
-    """
+    """The scores of a block, ``[k, q]``: the logits times :attr:`Constants.unit`."""
 
     scores: Any  # -inf where masked
     slope: Any | None  # derivative of the soft cap
@@ -109,23 +117,23 @@ class Tile:
 
     def scores(self, q: Any, k: Any, *, masked: bool) -> Scores:
         """Compute the scores of queries ``[q, D]`` and keys ``[k, D]``."""
-        call, slope = self.consts.call, None
+        call, unit, slope = self.consts.call, self.consts.unit, None
         products = dot("nt", k, q)
         if call.softcap is None:
-            x = products * (call.scale * LOG2E)
+            x = products * (call.scale * unit)
         else:
             tanh_scores = jnp.tanh(products * (call.scale / call.softcap))
-            x, slope = tanh_scores * (call.softcap * LOG2E), 1 - tanh_scores * tanh_scores
+            x, slope = tanh_scores * (call.softcap * unit), 1 - tanh_scores * tanh_scores
         visible = self._visible() if masked else None
         if self.bias is not None:
             bias = self.bias[...].astype(jnp.float32).T
             shown = bias != -jnp.inf
             bias = bias if self.bias_shift is None else bias - self.bias_shift[...]
-            x, visible = x + bias * LOG2E, shown if visible is None else visible & shown
+            x, visible = x + bias * unit, shown if visible is None else visible & shown
         if self.scalars.slopes is not None:
             index = self.batch * self.consts.slopes_stride + self.head
             distance = jnp.abs(self.rows.positions[...] - as_column(self.columns.positions))
-            x -= (self.scalars.slopes[index] * LOG2E) * distance.astype(jnp.float32)
+            x -= (self.scalars.slopes[index] * unit) * distance.astype(jnp.float32)
         x = x if visible is None else jnp.where(visible, x, -jnp.inf)
         return Scores(x, slope, visible)
 
