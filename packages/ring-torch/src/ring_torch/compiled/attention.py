@@ -316,8 +316,9 @@ def _attention_like(
         UnsupportedError: No kernel can do it, whatever its numbers are.
     """
     # A call is planned for the lengths that it has: where the compiler has symbols for them, the
-    # graph is of the lengths at hand, and others are traced anew.
-    concrete = [x.new_empty([int(size) for size in x.shape]) for x in tensors]
+    # graph is of the lengths at hand, and others are traced anew. Not so for the number of packed
+    # documents: their offsets have one dimension, and one graph serves all.
+    concrete = [x if x.ndim == 1 else x.new_empty([int(size) for size in x.shape]) for x in tensors]
     call, inputs = _call(text, concrete, None, number=int(_static_call(text).probe))
     q, _, v, *_ = inputs
     batch, length, heads, _ = q.shape
