@@ -67,7 +67,7 @@ class Constants:
 
     @property
     def unit(self) -> float:
-        """What logits and ``lse`` are multiplied by: ``log2(e)``, or 1 in float32.
+        """Factor of logits and ``lse`` inside the kernels: ``log2(e)``, or 1 in float32.
 
         Chips compute ``2 ** x``, and the factor is part of the softmax scale. But ``lse`` lies in
         memory in natural units, and rounding it once more shows in float32 if scores are large.

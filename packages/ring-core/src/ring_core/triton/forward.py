@@ -137,8 +137,8 @@ def fwd_loop_over_k(
     """Attend from a block of queries to all keys it sees.
 
     Returns:
-        The running softmax: largest score ``top [q]``, denominator ``total [q]``, and
-        ``acc [q, PADDED_V]``, the weighted sum of values not yet divided by it.
+        The running softmax: largest score ``top [q]``, times ``UNIT``, denominator ``total [q]``,
+        and ``acc [q, PADDED_V]``, the weighted sum of values not yet divided by it.
     """
     rows = row_start + tl.arange(0, consts.BLOCK_Q)
     batch, head = flat // heads, flat % heads

@@ -240,7 +240,7 @@ def padded_head_dim(dim: int) -> int:
 
 
 def score_unit(itemsize: int) -> float:
-    """Return what the kernels multiply logits and ``lse`` by: ``log2(e)``, or 1 in float32.
+    """Return the factor of logits and ``lse`` inside the kernels: ``log2(e)``, or 1 in float32.
 
     With ``log2(e)`` an exponential is a single instruction. But ``lse`` lies in memory in natural
     units, and rounding it once more shows where scores are large; in half precision that is lost

@@ -44,7 +44,7 @@ class HopperConstexprs(NamedTuple):
 
 
 class Bands(NamedTuple):
-    """What queries see of keys: the bands of the work items, and the documents within them.
+    """Bands of the work items, and the documents within them: the keys that each query sees.
 
     The kernel's outer loop is over one side, the queries in the forward and the keys in the
     backward; its inner loop over the other one.
