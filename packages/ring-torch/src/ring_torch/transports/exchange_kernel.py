@@ -35,7 +35,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_torch.launches.direct import DirectKernel, PreparedLaunch
+from ring_torch.transports.peer_copies import MOST_RANKS
 
+_RANKS = tl.constexpr(MOST_RANKS)
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
 _PACKED = 1 << 14  # numbers that it packs at a time
@@ -178,44 +180,58 @@ def _now():
 
 
 @triton.jit
-def _await(number, expected, patience):
-    """Wait until a peer has written the wanted number; then what it wrote before can be read.
+def _await(numbers, present, expected, patience):
+    """Wait until peers have written the wanted number; then what they wrote before can be read.
 
-    After ``patience`` nanoseconds a device assert ends the kernel.
+    ``numbers`` points to one for each rank that is ``present``, and all are asked at once. After
+    ``patience`` nanoseconds a device assert ends the kernel.
     """
     start = _now()
-    current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
-    while current != expected:
+    add = tl.zeros([_RANKS], tl.int64)
+    current = tl.atomic_add(numbers, add, mask=present, sem="acquire", scope="sys")
+    while tl.max((present & (current != expected)).to(tl.int32)) > 0:
         tl.device_assert(_now() - start < patience, "a rank of a ring did not come in time")
-        current = tl.atomic_add(number, 0, sem="acquire", scope="sys")
+        current = tl.atomic_add(numbers, add, mask=present, sem="acquire", scope="sys")
+    # Threads that asked for no rank may read what is there now, too.
+    tl.debug_barrier()
+
+
+@triton.jit
+def _peer_slots(headers, ranks, offset):
+    """Return a pointer into each rank's header, ``offset`` numbers from its start."""
+    peer = tl.arange(0, _RANKS)
+    addresses = tl.load(headers + peer, mask=peer < ranks, other=0)
+    return addresses.to(tl.pointer_type(tl.int64)) + offset
 
 
 @triton.jit
 def await_readers(header, ranks, patience) -> None:
     """Wait until all ranks have finished reading the exchange before the next one."""
     number = tl.load(header + 2)
-    for rank in range(ranks):
-        _await(header + 8 + 2 * ranks + rank, number - 1, patience)
+    rank = tl.arange(0, _RANKS)
+    _await(header + 8 + 2 * ranks + rank, rank < ranks, number - 1, patience)
 
 
 @triton.jit
 def signal_peers(headers, digest, rank, ranks, number) -> None:
-    """Tell all ranks that this one has written its part of an exchange."""
-    for peer in range(ranks):
-        # First the digest, then the number by which the peer knows that the digest is there.
-        peer_slot = tl.load(headers + peer).to(tl.pointer_type(tl.int64)) + 8 + 2 * rank
-        tl.store(peer_slot, digest)
-        tl.debug_barrier()
-        tl.atomic_xchg(peer_slot + 1, number, sem="release", scope="sys")
+    """Tell all ranks at once that this one has written its part of an exchange."""
+    # First the digest, then the number by which a peer knows that the digest is there.
+    slots = _peer_slots(headers, ranks, 8 + 2 * rank)
+    present = tl.arange(0, _RANKS) < ranks
+    tl.store(slots, tl.zeros([_RANKS], tl.int64) + digest, mask=present)
+    tl.debug_barrier()
+    numbers = tl.zeros([_RANKS], tl.int64) + number
+    tl.atomic_xchg(slots + 1, numbers, mask=present, sem="release", scope="sys")
 
 
 @triton.jit
 def await_all(header, digest, ranks, number, patience) -> None:
     """Wait until all ranks have written their parts, and assert that these are of one exchange."""
-    for rank in range(ranks):
-        _await(header + 8 + 2 * rank + 1, number, patience)
-        peer_digest = tl.load(header + 8 + 2 * rank, volatile=True)
-        tl.device_assert(peer_digest == digest, "ranks of a ring make different calls")
+    rank = tl.arange(0, _RANKS)
+    slots = header + 8 + 2 * rank
+    _await(slots + 1, rank < ranks, number, patience)
+    digests = tl.load(slots, mask=rank < ranks, other=digest, volatile=True)
+    tl.device_assert(digests == digest, "ranks of a ring make different calls")
 
 
 @triton.jit
@@ -231,9 +247,10 @@ def finish(headers, header, rank, ranks, number) -> None:
         tl.store(header + 1, 0)
         tl.store(header + 2, number + 1)
         tl.debug_barrier()
-        for peer in range(ranks):
-            peer_header = tl.load(headers + peer).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(peer_header + 8 + 2 * ranks + rank, number, sem="release", scope="sys")
+        slots = _peer_slots(headers, ranks, 8 + 2 * ranks + rank)
+        numbers = tl.zeros([_RANKS], tl.int64) + number
+        present = tl.arange(0, _RANKS) < ranks
+        tl.atomic_xchg(slots, numbers, mask=present, sem="release", scope="sys")
 
 
 @DirectKernel
