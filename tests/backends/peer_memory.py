@@ -53,6 +53,9 @@ class Now:
     def wait_event(self, event: Now) -> None:
         del event
 
+    def wait_stream(self, stream: Now) -> None:
+        del stream
+
 
 @dataclass
 class BufferOnFiles:

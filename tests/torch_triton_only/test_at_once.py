@@ -6,6 +6,7 @@ The kernels are interpreted, a program a rank, over memory that all processes ma
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backends.one_kernel import interpret_one_kernel
-from backends.peer_memory import OnFiles
+from backends.peer_memory import Now, OnFiles
 from backends.torch_ranks import gather, run_rank
 from cases import CASES, Case
 from tolerances import assert_close
@@ -30,7 +31,12 @@ from ring_torch.comm.handshake import agree
 from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
-from ring_torch.transports import exchange_kernel as kernels, one_kernel, peer_copies
+from ring_torch.transports import (
+    exchange_kernel as kernels,
+    exchange_state,
+    one_kernel,
+    peer_copies,
+)
 from ring_torch.transports.api import GatherSession, SessionSpec
 from ring_torch.transports.p2p import P2P
 from ring_torch.transports.peer_copies import grad_bytes_of
@@ -52,10 +58,11 @@ SHORT = [case for case in CASES.values() if _is_short(case)]
 
 
 def on_a_rank(
-    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False
-) -> tuple[Arrays, int]:
-    """A rank's part of a case, and how many kernels ran."""
-    ran = []
+    rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False,
+    by_parts: bool = False,
+) -> tuple[Arrays, list[str]]:  # fmt: skip
+    """A rank's part of a case, and which kernels ran."""
+    ran: list[str] = []
 
     def opened(spec: SessionSpec) -> GatherSession:
         agree(spec.ranks, spec.number, spec.seed, spec.signature, spec.device)
@@ -64,7 +71,9 @@ def on_a_rank(
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(
-            spec, grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options), digest
+            spec._replace(by_parts=by_parts),
+            grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options),
+            digest,
         )
 
     def noted(name: str) -> Any:
@@ -84,10 +93,17 @@ def on_a_rank(
         _prepare.cache_clear()
         patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
         patched.setattr(kernels, "NUMBERS", 32)
-        for name in ("exchange_keys", "wait_reusable", "reduce_from_peers"):
+        if by_parts:  # as in a CUDA graph; copies are made at once, row by row
+            patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
+            patched.setattr(one_kernel, "is_capturing", lambda: True)
+            patched.setattr(peer_copies, "_cuda", lambda: None)
+            patched.setattr(exchange_state.ExchangeState, "side_stream", lambda _: Now())
+            patched.setattr(torch.cuda, "current_stream", Now)
+            patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        for name in ("exchange_keys", "finish_reading", "wait_reusable", "reduce_from_peers"):
             patched.setattr(kernels, name, noted(name))
         with ring_torch.check(int(checked)):
-            return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), len(ran)
+            return run_rank(rank, case, ("eager", "gather", "p2p"), None, cuda=False), ran
 
 
 @pytest.mark.nightly(
@@ -99,14 +115,23 @@ def on_a_rank(
 @pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
 def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None)
-    assert all(ran >= 3 for _, ran in parts)
+    assert all(len(ran) >= 3 for _, ran in parts)
+    assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
+
+
+def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
+    """Half of them by the kernel, the others by copies behind it; a peer overwrites neither."""
+    case = CASES["v-dim-zigzag"]
+    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, True)
+    assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
 @pytest.mark.parametrize("name", ["causal-zigzag-cp2", "causal-random-cp4"])
 def test_a_check_counts_what_kernels_read_from_peers(name: str, tmp_path: Path) -> None:
     with LocalRanks(CASES[name].cp_size) as ranks:
-        assert all(ran >= 3 for _, ran in ranks.run(on_a_rank, tmp_path, CASES[name], None, True))
+        for _, ran in ranks.run(on_a_rank, tmp_path, CASES[name], None, True):
+            assert len(ran) >= 3
         for kernel in ("exchange_keys", "reduce_from_peers"):
             with pytest.raises(LocalRankError, match="bytes were read from peers, and the program"):
                 ranks.run(uncounted, tmp_path, CASES[name], kernel)
@@ -163,7 +188,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
             target = torch.zeros(size, 2 * width)
             try:
-                kernels.exchange_keys(setup, n, k, v, own[rank], table, target)
+                kernels.exchange_keys(setup, n, k, v, own[rank], target, table)
             except InterpreterError as error:  # it waited in vain
                 assert "did not come in time" in str(error)  # noqa: PT017 - runs on every rank
                 return [False]

@@ -205,8 +205,11 @@ class Call(NamedTuple):
         gather: GatherProgram,
         *,
         groups: int,
+        by_parts: bool = False,
     ) -> GatherSession:
         """Open a session of the transport for one pass, over ``groups`` groups of heads.
+
+        With ``by_parts`` heads of a group may arrive in parts: :class:`PendingKV` has them.
 
         Raises:
             RankMismatchError: A peer is making another call.
@@ -214,6 +217,7 @@ class Call(NamedTuple):
         return self.transport.open(SessionSpec(
             self.ranks, self.plan, gather, KVPayload.of(inputs.k, inputs.v, inputs.k_ids, groups), groups, self.device,
             self.acc_dtype, self.needs_grad, signature, self.number, self.params.dropout_seed,
+            by_parts,
         ))  # fmt: skip
 
     def open_heads(self, signature: CallSignature, size: int, members: range | None) -> HeadCarrier:

@@ -46,6 +46,7 @@ from ring_torch.records import (
 )
 from ring_torch.strategies.gather_launches import (
     attend_group,
+    attend_parts,
     differentiate,
     differentiate_in_place,
     items_in_place,
@@ -116,12 +117,16 @@ class Gather(GatheringStrategy):
         K/V are so large that the backward fetches them again.
         """
         groups = self.groups.forward
-        session = call.open_session(inputs, call.forward_signature, self.gather, groups=groups)
+        takes_sinks = self.adds_sinks and inputs.sinks is not None
+        session = call.open_session(
+            inputs, call.forward_signature, self.gather, groups=groups,
+            by_parts=self.prepares and not takes_sinks,
+        )  # fmt: skip
         gather, keys = self.gather, session.spec.keys
         fully_written = gather.num_rows == inputs.q.shape[1]
         state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
         sinks = None
-        if inputs.sinks is not None and self.adds_sinks:
+        if inputs.sinks is not None and takes_sinks:
             # Launches see all keys of a row, so the sinks join its softmax there, once.
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks) if self.prepares else None
@@ -130,8 +135,12 @@ class Gather(GatheringStrategy):
             # A single group. The session may have work to do behind its launches, so the loop runs
             # until the session ends.
             for arriving in session.fetch(gather, inputs):
-                k, v = keys.split(arriving.tensors[0])
-                launches.run(inputs.q, k, v, state, sinks, arriving.wait)
+                if arriving.parts:
+                    columns = call.gathered_columns(gather, keys, arriving.tensors)
+                    attend_parts(call, call.rows(inputs), columns, gather, arriving, state)
+                else:
+                    k, v = keys.split(arriving.tensors[0])
+                    launches.run(inputs.q, k, v, state, sinks, arriving.wait)
                 arriving.wait(None)
                 saved = tuple(arriving.tensors)
             if call.params.needs_lse:
@@ -152,7 +161,11 @@ class Gather(GatheringStrategy):
             group_rows, group_state = head_group(rows, n, groups), head_group(state, n, groups)
             # Each launch waits for the fetches that it needs; later ones go on beside it.
             results.append(
-                attend_group(call, group_rows, columns, in_place, gather, arriving, group_state)
+                attend_parts(call, group_rows, columns, gather, arriving, group_state)
+                if arriving.parts
+                else attend_group(
+                    call, group_rows, columns, in_place, gather, arriving, group_state
+                )
             )
             # All of the group has arrived, and this rank's own K/V have been read: the caller may
             # change them after this call.

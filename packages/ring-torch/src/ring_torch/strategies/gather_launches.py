@@ -60,6 +60,27 @@ def attend_group(
     return state
 
 
+def attend_parts(
+    call: Call, rows: QueryBlock, columns: KeyBlock, gather: GatherProgram, arriving: PendingKV,
+    state: AttentionState,
+) -> AttentionState:  # fmt: skip
+    """Run the forward launches of each part of the heads where it arrives, and return ``state``.
+
+    Only for kernels that write into ``state``, and options that belong to no single head.
+    """
+    count = len(arriving.parts)
+    here = PendingKV(arriving.tensors, lambda _fetches: None)
+    for n, launching in enumerate(arriving.parts):
+        part, part_state = head_group(rows, n, count), head_group(state, n, count)
+        # The streams of parts meet again where the caller waits for all.
+        with launching():
+            result = attend_group(
+                call, part, head_group(columns, n, count), (), gather, here, part_state
+            )
+        assert result is part_state
+    return state
+
+
 def launch_parts(
     items: range, groups: HeadGroups, *, last: bool
 ) -> list[tuple[range, bool | None, bool]]:

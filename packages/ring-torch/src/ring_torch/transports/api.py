@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -42,6 +42,7 @@ class SessionSpec(NamedTuple):
         signature: Fields that all ranks must agree on, beside ``number`` and ``seed``.
         number: The call's number on its group.
         seed: The call's dropout seed, or 0.
+        by_parts: True if the caller can launch kernels for parts of the heads, as they arrive.
     """
 
     ranks: Ranks
@@ -55,6 +56,7 @@ class SessionSpec(NamedTuple):
     signature: CallSignature
     number: int
     seed: int
+    by_parts: bool = False
 
 
 def nothing() -> None:
@@ -181,6 +183,10 @@ class PendingKV:
     #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
     #: or copies may still read, can be changed by the caller.
     wait: Callable[[int | None], None]
+    #: Contexts in which to launch the kernels of equal parts of the heads, in their order, each of
+    #: which waits for its part alone; empty if all heads arrive together, and if the session was
+    #: not opened ``by_parts``. The caller waits for all behind them.
+    parts: tuple[Callable[[], AbstractContextManager[object]], ...] = ()
 
 
 #: dK/dV of own keys, on their way home from peers. Called as ``(total, length, index_map)``, it

@@ -57,6 +57,14 @@ class ExchangeSetup(NamedTuple):
     patience: int  # nanoseconds after which a rank that does not come is an error
 
 
+class Blocks(NamedTuple):
+    """Shape of blocks of K/V: columns of some tokens, whose rows lie apart in memory."""
+
+    tokens: int
+    columns: int  # at most so many words of 8 bytes of a token: a power of two
+    stride: int  # words from token to token
+
+
 class KeyExchange(NamedTuple):
     """An exchange of K/V that was made before, for tensors of the same strides and alignment."""
 
@@ -64,8 +72,10 @@ class KeyExchange(NamedTuple):
 
     def __call__(self, digest: int, k: Tensor, v: Tensor, target: Tensor) -> None:
         """Run it as :func:`exchange_keys` does."""
-        # Arguments of the kernel that change, by their places; all others stay.
-        self.launch({2: digest, 6: k.data_ptr(), 7: v.data_ptr(), 17: target.data_ptr()})
+        # Arguments of the kernel that change, by their places; all others stay. The kernel ends the
+        # exchange, which may have been left to `finish_reading` the first time.
+        pointers = {6: k.data_ptr(), 7: v.data_ptr(), 17: target.data_ptr()}
+        self.launch({2: digest, 18: 1, **pointers})
 
 
 class SumExchange(NamedTuple):
@@ -85,8 +95,9 @@ def exchange_keys(
     k: Tensor,
     v: Tensor,
     own: Tensor,
-    table: Tensor,
     target: Tensor,
+    table: Tensor,
+    blocks: Blocks | None = None,
 ) -> KeyExchange | None:
     """Write own K/V where peers read them, and fetch pieces of all ranks' K/V: one exchange.
 
@@ -96,9 +107,12 @@ def exchange_keys(
         k: ``[B, n, K, D]``; the heads of a token are contiguous.
         v: ``[B, n, K, Dv]``, likewise.
         own: ``[B, n, K * (D + Dv)]``, contiguous, in memory that peers read.
-        table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
-            length, in bytes, each a multiple of 16; at most :data:`CHUNK` long.
         target: The buffer to fill, contiguous, at an address that is a multiple of 16.
+        table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
+            length, in bytes, each a multiple of 16; at most :data:`CHUNK` long. With ``blocks``
+            int64 ``[blocks, 4]``: address and offset of a block, its tokens, and bytes of each.
+        blocks: The shape of blocks, if the table is of blocks. :func:`finish_reading` then ends the
+            exchange: until then this rank may read more of what peers wrote.
 
     Returns:
         The same exchange for later calls, or ``None`` if it cannot be repeated directly.
@@ -110,13 +124,21 @@ def exchange_keys(
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
         table, table.shape[0], target.view(-1).view(torch.uint8),
+        int(blocks is None),
     )  # fmt: skip
     constants = {
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
-        "WORDS": CHUNK // 8, **OPTIONS,
+        "TOKENS": blocks.tokens if blocks else 1, "WORDS": blocks.columns if blocks else CHUNK // 8,
+        "STRIDE": blocks.stride if blocks else 0, **OPTIONS,
     }  # fmt: skip
     launch = _exchange_keys.launch((setup.programs,), *arguments, **constants)
     return None if launch is None else KeyExchange(launch)
+
+
+def finish_reading(setup: ExchangeSetup) -> None:
+    """End an exchange of blocks: all that this rank reads of it has been read on this stream."""
+    arguments = setup.headers, setup.header, setup.rank, setup.headers.shape[0]
+    _finish_reading[(1,)](*arguments, **OPTIONS)
 
 
 def wait_reusable(setup: ExchangeSetup, sums: Tensor, *, zero: bool) -> PreparedLaunch | None:
@@ -180,6 +202,14 @@ def _now():
 
 
 @triton.jit
+def _missing(numbers, present, expected):
+    """Return how many of the ranks that are ``present`` have not written the wanted number."""
+    zeros = tl.zeros([_RANKS], tl.int64)
+    current = tl.atomic_add(numbers, zeros, mask=present, sem="acquire", scope="sys")
+    return tl.sum((present & (current != expected)).to(tl.int32))
+
+
+@triton.jit
 def _await(numbers, present, expected, patience):
     """Wait until peers have written the wanted number; then what they wrote before can be read.
 
@@ -187,11 +217,8 @@ def _await(numbers, present, expected, patience):
     ``patience`` nanoseconds a device assert ends the kernel.
     """
     start = _now()
-    add = tl.zeros([_RANKS], tl.int64)
-    current = tl.atomic_add(numbers, add, mask=present, sem="acquire", scope="sys")
-    while tl.max((present & (current != expected)).to(tl.int32)) > 0:
+    while _missing(numbers, present, expected) > 0:
         tl.device_assert(_now() - start < patience, "a rank of a ring did not come in time")
-        current = tl.atomic_add(numbers, add, mask=present, sem="acquire", scope="sys")
     # Threads that asked for no rank may read what is there now, too.
     tl.debug_barrier()
 
@@ -254,12 +281,13 @@ def finish(headers, header, rank, ranks, number) -> None:
 
 
 @DirectKernel
-@triton.jit(do_not_specialize=["digest"])
+@triton.jit(do_not_specialize=["digest", "ends"])
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
     k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
-    table, chunks, target,
-    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    table, chunks, target, ends,
+    K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Run one exchange of K/V: write own ones, signal, wait for all ranks, and read theirs."""
     header = header.to(tl.pointer_type(tl.int64))
@@ -286,15 +314,30 @@ def _exchange_keys(
     # Each program waits for all ranks' signals. From here on all parts are there to be read, and
     # none is overwritten before this rank has signalled that it has finished reading.
     await_all(header, digest, ranks, number, patience)
-    # Copy pieces in words of 8 bytes; programs that run at once read from different ranks.
-    word = tl.arange(0, WORDS)
+    # Copy pieces in words of 8 bytes; programs that run at once read from different ranks. A piece
+    # is contiguous, or a block of TOKENS tokens that lie STRIDE words apart.
+    columns: tl.constexpr = 3 if STRIDE == 0 else 4
+    token, word = tl.arange(0, TOKENS)[:, None], tl.arange(0, WORDS)[None, :]
     for chunk in range(tl.program_id(0), chunks, programs):
-        table_row = table + 3 * chunk
+        table_row = table + columns * chunk
         source = tl.multiple_of(tl.load(table_row).to(tl.pointer_type(tl.int64)), 16)
         dst = tl.multiple_of((target + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
-        inside = word < tl.multiple_of(tl.load(table_row + 2) // 8, 2)
-        tl.store(dst + word, tl.load(source + word, mask=inside), mask=inside)
-    finish(headers, header, rank, ranks, number)
+        inside = word < tl.multiple_of(tl.load(table_row + columns - 1) // 8, 2)
+        if STRIDE > 0:
+            inside &= token < tl.load(table_row + 2)
+        index = token * STRIDE + word
+        tl.store(dst + index, tl.load(source + index, mask=inside), mask=inside)
+    # Otherwise this rank reads more before its peers may overwrite what they wrote.
+    if ends != 0:
+        finish(headers, header, rank, ranks, number)
+
+
+@DirectKernel
+@triton.jit
+def _finish_reading(headers, header, rank, ranks):
+    """End an exchange whose kernel did not."""
+    header = header.to(tl.pointer_type(tl.int64))
+    finish(headers, header, rank, ranks, tl.load(header + 2))
 
 
 @DirectKernel

@@ -8,22 +8,26 @@ which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Self
-from weakref import WeakKeyDictionary
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from ring_core import GatherProgram
-from ring_core.base.arguments import not_none
-from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
+from ring_torch.buffers import (
+    HeadBuffer,
+    HeadCarrier,
+    KeyGradBuffer,
+    KVPayload,
+    Orders,
+    are_rows,
+    flat,
+)
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
-from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
-from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.records import Inputs
 from ring_torch.transports import exchange_kernel, head_kernel
 from ring_torch.transports.api import (
@@ -38,140 +42,9 @@ from ring_torch.transports.api import (
     requests_to,
     sent_spans,
 )
-from ring_torch.transports.symm_buffer import SymmetricMemory
-
-_HEADER_BYTES = 1024  # enough for MOST_RANKS
-_FIRST = 2  # index of the next exchange's number in a header
-_MOST_TABLES = 1024
-
-# The state of each group. Process groups take no attributes of ours, so it is kept here.
-_state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
-
-
-@dataclass
-class ExchangeState:
-    """Symmetric memory of a group for exchanges by one kernel, and the tables that kernels read."""
-
-    memory: SymmetricMemory
-    _setup: exchange_kernel.ExchangeSetup | None = None
-    _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
-    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
-    _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
-    #: Launches of earlier passes, for passes that are alike. They hold addresses of the memory and
-    #: of tables, and live as long as these.
-    _prepared: dict[object, Any] = field(default_factory=dict)
-
-    def reserve(self, size: int) -> exchange_kernel.ExchangeSetup:
-        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its setup.
-
-        All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
-        """
-        if self.memory.reserve(size) or self._setup is None:
-            self._forget()
-            self._setup = self._new_setup()
-        if is_capturing():
-            self._kept.append(self._setup)
-        self._wait_last()
-        return self._setup
-
-    def _wait_last(self) -> None:
-        """Let the current stream wait for the last pass, if that ran on another stream.
-
-        Exchanges are numbered, so two of a group must never run at the same time.
-        """
-        last_stream, device = self._stream, torch.cuda.current_device()
-        handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
-        if (last_stream is not None and last_stream.cuda_stream == handle) or is_capturing():
-            return
-        self._stream = torch.cuda.current_stream()
-        if last_stream is not None:
-            self._stream.wait_stream(last_stream)
-
-    def _new_setup(self) -> exchange_kernel.ExchangeSetup:
-        """Make the setup of this rank in new memory, whose first exchange has number 1."""
-        headers, ranks = self.memory.headers(), self.memory.ranks
-        device = headers[ranks.rank].device
-        headers[ranks.rank][_FIRST] = 1
-        addresses = [x.data_ptr() for x in headers]
-        patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
-        header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
-        return exchange_kernel.ExchangeSetup(
-            header_addresses,
-            addresses[ranks.rank],
-            ranks.rank,
-            _programs(device),
-            _head_programs(device),
-            1000 * patience,
-        )
-
-    def _forget(self) -> None:
-        """Drop all tables, and the launches that hold their addresses."""
-        self._tables.clear()
-        self._prepared.clear()
-
-    def prepared(self, key: object) -> Any:
-        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
-
-        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
-        """
-        launch = self._prepared.get(key)
-        if launch is None or is_counted() or is_capturing() or has_launch_hooks():
-            return None
-        return launch
-
-    def keep(self, key: object, launch: object) -> None:
-        """Keep a launch for later passes with the same key, unless it is ``None``."""
-        if launch is None:
-            return
-        if len(self._prepared) > _MOST_TABLES:
-            self._prepared.clear()
-        self._prepared[key] = launch
-
-    def keep_in_graph(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
-        if is_capturing():
-            self._kept += [x for x in tensors if x is not None]
-
-    def table(
-        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
-    ) -> torch.Tensor:
-        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
-        if len(self._tables) > _MOST_TABLES:
-            self._forget()
-        if key not in self._tables:
-            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
-            self._tables[key] = values.to(not_none(self._setup).headers.device)
-        if is_capturing():
-            self._kept.append(self._tables[key])
-        return self._tables[key]
-
-
-def _programs(device: torch.device) -> int:
-    """Return how many thread blocks the exchange kernels launch: half of the GPU's multiprocessors.
-
-    They wait for other ranks, so all of them must run at once. If they held all multiprocessors, a
-    kernel of NCCL on another stream might wait for one here, while its peer holds those that the
-    blocks there need: a deadlock.
-    """
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
-
-
-def _head_programs(device: torch.device) -> int:
-    """Return how many thread blocks trade tokens for heads: all multiprocessors but 36.
-
-    Those are left for NCCL, as :func:`_programs` says, which takes up to 32. With fewer blocks the
-    kernel is slower than NCCL: it writes and reads all of q, k and v, not K/V alone.
-    """
-    processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return max(_programs(device), processors - 36)
-
-
-def exchange_state_of(ranks: Ranks) -> ExchangeState:
-    """Return the exchange state of a group, with memory of its own, made the first time."""
-    group = not_none(ranks.group)
-    if group not in _state_of:
-        _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
-    return _state_of[group]
+from ring_torch.transports.exchange_kernel import Blocks, KeyExchange
+from ring_torch.transports.exchange_state import ExchangeState, exchange_state_of
+from ring_torch.transports.peer_copies import comes_in_parts, copy
 
 
 @dataclass(frozen=True)
@@ -203,8 +76,11 @@ class OneKernel:
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
+        from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
         aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
         key = (gather, keys, k.stride(), v.stride()) if aligned else None
+        # Attention is queued behind the kernel on the same stream, so it has nothing to wait for.
+        pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
         if key is not None and (exchange := self.state.prepared(key)) is not None:
@@ -212,17 +88,55 @@ class OneKernel:
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
-            table = self.state.table((gather, keys), 3, lambda: self._pieces(gather))
-            exchange = exchange_kernel.exchange_keys(
-                self.setup, self.digest, own_k, own_v, own, table, target
+            run = partial(
+                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, target
             )
+            num_tokens = sum(fetch.target.stop - fetch.target.start for fetch in from_peers)
+            if spec.by_parts and comes_in_parts(keys, num_tokens):
+                exchange, pending = self._fetch_columns(gather, run, target)
+            else:
+                exchange = run(self.state.table((gather, keys), 3, lambda: self._pieces(gather)))
             if key is not None and own_k is k and own_v is v:
                 self.state.keep(key, exchange)
         if is_counted():
-            from_peers = (fetch for fetch in gather.fetches if fetch.rank != self.setup.rank)
             note_reads(target[:, fetch.target] for fetch in from_peers)
-        # Attention is queued behind it on the same stream, so it has nothing to wait for.
-        yield PendingKV([target], lambda _fetches: None)
+        yield pending
+
+    def _fetch_columns(
+        self, gather: GatherProgram, run: Callable[..., KeyExchange | None], target: torch.Tensor
+    ) -> tuple[KeyExchange | None, PendingKV]:
+        """Fetch K/V; in a CUDA graph half of the heads beside the kernels of the others.
+
+        Copy engines fetch that half, which take no multiprocessor. The stream of these copies is
+        that of the half's kernels, too: they fill multiprocessors that the first half's leave.
+        Returns the exchange, if later calls can repeat it, and what is in flight.
+        """
+        halves, blocks = _columns_of_halves(self.spec.keys), _block_of(self.spec.keys)
+        # Outside of graphs both tables are made and all kernels loaded: inside neither is possible.
+        of_half, of_all = (
+            self.state.table(
+                (gather, self.spec.keys, n), 4, partial(self._blocks, gather, blocks, halves, n)
+            )
+            for n in (1, 2)
+        )
+        if not is_capturing():
+            exchange = run(of_all, blocks)
+            exchange_kernel.finish_reading(self.setup)
+            return exchange, PendingKV([target], lambda _fetches: None)
+        run(of_half, blocks)
+        # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
+        # says that it has finished, which is queued behind them.
+        main, side = torch.cuda.current_stream(), self.state.side_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            for fetch in gather.fetches:
+                of_peer = self._keys_of(fetch.rank)[:, fetch.source]
+                for n, source in enumerate(of_peer if fetch.rank != self.setup.rank else ()):
+                    for columns in halves[1]:
+                        copy(target[n, fetch.target, columns], source[:, columns])
+            exchange_kernel.finish_reading(self.setup)
+        parts = nullcontext, partial(torch.cuda.stream, side)
+        return None, PendingKV([target], lambda _fetches: main.wait_stream(side), parts)
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
@@ -307,6 +221,33 @@ class OneKernel:
                 )
         return exchange_kernel.interleaved(list(rows.values()))
 
+    def _blocks(
+        self, gather: GatherProgram, shape: Blocks, halves: Sequence[Sequence[slice]], num_halves: int
+    ) -> Sequence[Sequence[int]]:  # fmt: skip
+        """Return the rows of the table by which :func:`exchange_keys` fetches columns of K/V.
+
+        They are those of ``num_halves`` halves of the heads; of this rank's own K/V those of both.
+        """
+        itemsize = self.spec.keys.dtype.itemsize
+        token = self.spec.keys.width * itemsize
+        rows: dict[int, list[Sequence[int]]] = {}
+        for fetch in gather.fetches:
+            taken = halves if fetch.rank == self.setup.rank else halves[:num_halves]
+            for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
+                tokens, offset = len(keys_of_rank), (n * gather.length + fetch.target.start) * token
+                rows.setdefault(fetch.rank, []).extend(
+                    (
+                        keys_of_rank.data_ptr() + start * token + columns.start * itemsize,
+                        offset + start * token + columns.start * itemsize,
+                        min(shape.tokens, tokens - start),
+                        (columns.stop - columns.start) * itemsize,
+                    )
+                    for start in range(0, tokens, shape.tokens)
+                    for half in taken
+                    for columns in half
+                )
+        return exchange_kernel.interleaved(list(rows.values()))
+
     def _sums_of_peers(
         self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
@@ -354,6 +295,22 @@ class OneKernel:
         """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
+
+
+def _columns_of_halves(keys: KVPayload) -> list[tuple[slice, slice]]:
+    """Return the columns of K and of V, in K/V side by side, of each half of the heads."""
+    k, v = keys.heads // 2 * keys.dim, keys.heads // 2 * keys.v_dim
+    return [
+        (slice(n * k, (n + 1) * k), slice(2 * k + n * v, 2 * k + (n + 1) * v)) for n in range(2)
+    ]
+
+
+def _block_of(keys: KVPayload) -> Blocks:
+    """Return the shape of the blocks in which half of the heads of some tokens is fetched."""
+    words = keys.heads // 2 * max(keys.dim, keys.v_dim) * keys.dtype.itemsize // 8
+    columns = 1 << (words - 1).bit_length()
+    tokens = max(1, exchange_kernel.CHUNK // (8 * columns))
+    return Blocks(tokens, columns, keys.width * keys.dtype.itemsize // 8)
 
 
 @dataclass(frozen=True)

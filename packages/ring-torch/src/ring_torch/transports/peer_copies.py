@@ -39,6 +39,10 @@ Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behin
 MOST_RANKS = 32  # most ranks that exchange in one kernel
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
+#: Bytes fetched from peers from which on a CUDA graph fetches the heads in two parts: about 20 us
+#: of the link, for a few more launches.
+LEAST_IN_PARTS = 8 << 20
+
 
 @dataclass(frozen=True)
 class PeerCopies:
@@ -262,6 +266,20 @@ def fits_one_kernel(plan: Plan, keys: KVPayload, groups: int, splits: bool, tile
     aligned = keys.width * keys.dtype.itemsize % 16 == 0
     runs = has_triton() and torch.version.hip is None  # the kernels read an NVIDIA timer
     return fits and plain and aligned and not longest.in_place and runs
+
+
+def comes_in_parts(keys: KVPayload, tokens: int) -> bool:
+    """Return True if a pass that fetches so many tokens of peers does so in two parts of the heads.
+
+    Of an even number of heads the second half is fetched beside kernels of the first. It is done in
+    CUDA graphs alone: without one the host would take longer to launch the parts than they save.
+    """
+    half = keys.heads // 2 * keys.dtype.itemsize
+    aligned = half * keys.dim % 16 == 0 and half * keys.v_dim % 16 == 0
+    return (
+        keys.heads % 2 == 0 and aligned
+        and keys.size(tokens) >= LEAST_IN_PARTS and _cuda() is not None
+    )  # fmt: skip
 
 
 def _wait(stream: Stream, compared: Event, copies: Sequence[Done], fetches: int | None) -> None:
