@@ -97,7 +97,7 @@ def on_a_rank(
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: True)
             patched.setattr(peer_copies, "_cuda", lambda: None)
-            patched.setattr(exchange_state.ExchangeState, "side_stream", lambda _: Now())
+            patched.setattr(exchange_state.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
         for name in ("exchange_keys", "finish_reading", "wait_reusable", "reduce_from_peers"):
@@ -170,7 +170,10 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
         torch.tensor(addresses), addresses[rank], rank, 1, 1, (1 if wrong else 10) * 10**9
     )
     own = [memory.views(r, 0, packing)[0] for r in range(size)]
-    table = torch.tensor([[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own)])
+    table = torch.tensor(
+        [[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own) if n != rank]
+    )
+    columns = torch.tensor([[rank]])
     everybody_came = kernels.await_all
 
     def late(*args: Any) -> None:
@@ -186,15 +189,15 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
         for n in range(1, 9):
             time.sleep(0.02 * ((rank + n) % size))
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
-            target = torch.zeros(size, 2 * width)
+            target = torch.zeros(1, size, 2 * width)
             try:
-                kernels.exchange_keys(setup, n, k, v, own[rank], target, table)
+                kernels.exchange_keys(setup, n, k, v, own[rank], columns, target, table)
             except InterpreterError as error:  # it waited in vain
                 assert "did not come in time" in str(error)  # noqa: PT017 - runs on every rank
                 return [False]
             expected = torch.arange(size)[:, None] + 10.0 * n
             both = torch.cat([expected.expand(size, width), -expected.expand(size, width)], dim=1)
-            right.append(torch.equal(target, both))
+            right.append(torch.equal(target[0], both))
     return right
 
 

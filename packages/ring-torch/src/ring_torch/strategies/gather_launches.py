@@ -47,16 +47,7 @@ def attend_group(
         # An empty batch launches nothing; the caller waits for the fetches all the same.
         if rows.q.shape[0] == 0:
             break
-        operands = rows.take(item.q_slice), keys.take(item.k_slice)
-        dst = state.take(item.q_slice)
-        result = call.kernel.attend(*operands, item, call.params, dst)
-        if result.out.dtype != state.out.dtype:
-            state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
-            dst = state.take(item.q_slice)
-        # Kernels that cannot write into a given place return new tensors.
-        if result.out.data_ptr() != dst.out.data_ptr():
-            dst.out.copy_(result.out)
-            dst.lse.copy_(result.lse)
+        state = _attend(call, rows, keys, item, state)
     return state
 
 
@@ -69,15 +60,40 @@ def attend_parts(
     Only for kernels that write into ``state``, and options that belong to no single head.
     """
     count = len(arriving.parts)
-    here = PendingKV(arriving.tensors, lambda _fetches: None)
-    for n, launching in enumerate(arriving.parts):
+    # All keys of a part are there, so the order is free. The longest launch goes first, and the
+    # others, and those of the next part, fill the multiprocessors that it leaves.
+    items = sorted(gather.items, key=_size, reverse=True)
+    for n, contexts in enumerate(arriving.parts):
         part, part_state = head_group(rows, n, count), head_group(state, n, count)
-        # The streams of parts meet again where the caller waits for all.
-        with launching():
-            result = attend_group(
-                call, part, head_group(columns, n, count), (), gather, here, part_state
-            )
-        assert result is part_state
+        keys = head_group(columns, n, count)
+        for item, launching in zip(items, contexts, strict=True):
+            with launching():
+                filled = _attend(call, part, keys, item, part_state)
+            assert filled is part_state
+    return state
+
+
+def _size(item: WorkItem) -> int:
+    """Return how many pairs of queries and keys an item is about, masked ones among them."""
+    rows, columns = item.q_slice, item.k_slice
+    size: int = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return size
+
+
+def _attend(
+    call: Call, rows: QueryBlock, keys: KeyBlock, item: WorkItem, state: AttentionState
+) -> AttentionState:
+    """Launch an item into ``state``; return it, or a wider copy if the kernel's result is wider."""
+    operands = rows.take(item.q_slice), keys.take(item.k_slice)
+    dst = state.take(item.q_slice)
+    result = call.kernel.attend(*operands, item, call.params, dst)
+    if result.out.dtype != state.out.dtype:
+        state = AttentionState(state.out.to(result.out.dtype), state.lse.to(result.lse.dtype))
+        dst = state.take(item.q_slice)
+    # Kernels that cannot write into a given place return new tensors.
+    if result.out.data_ptr() != dst.out.data_ptr():
+        dst.out.copy_(result.out)
+        dst.lse.copy_(result.lse)
     return state
 
 

@@ -183,10 +183,11 @@ class PendingKV:
     #: in the program's order. ``None`` waits for all, and until this rank's own K/V, which peers
     #: or copies may still read, can be changed by the caller.
     wait: Callable[[int | None], None]
-    #: Contexts in which to launch the kernels of equal parts of the heads, in their order, each of
-    #: which waits for its part alone; empty if all heads arrive together, and if the session was
-    #: not opened ``by_parts``. The caller waits for all behind them.
-    parts: tuple[Callable[[], AbstractContextManager[object]], ...] = ()
+    #: If heads arrive in equal parts, one after the other: for each part, in their order, contexts
+    #: in which to launch its kernels, as many as the program has items. A kernel there waits for
+    #: its part alone, and the caller waits for all behind them. Empty if all heads arrive together,
+    #: and if the session was not opened ``by_parts``.
+    parts: Sequence[Sequence[Callable[[], AbstractContextManager[object]]]] = ()
 
 
 #: dK/dV of own keys, on their way home from peers. Called as ``(total, length, index_map)``, it

@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,8 +73,8 @@ class KeyExchange(NamedTuple):
         """Run it as :func:`exchange_keys` does."""
         # Arguments of the kernel that change, by their places; all others stay. The kernel ends the
         # exchange, which may have been left to `finish_reading` the first time.
-        pointers = {6: k.data_ptr(), 7: v.data_ptr(), 17: target.data_ptr()}
-        self.launch({2: digest, 18: 1, **pointers})
+        pointers = {6: k.data_ptr(), 7: v.data_ptr(), 16: target.data_ptr()}
+        self.launch({2: digest, 20: 1, **pointers})
 
 
 class SumExchange(NamedTuple):
@@ -95,11 +94,12 @@ def exchange_keys(
     k: Tensor,
     v: Tensor,
     own: Tensor,
+    columns: Tensor,
     target: Tensor,
     table: Tensor,
     blocks: Blocks | None = None,
 ) -> KeyExchange | None:
-    """Write own K/V where peers read them, and fetch pieces of all ranks' K/V: one exchange.
+    """Write own K/V where peers read them, and fetch pieces of peers' K/V: one exchange.
 
     Args:
         setup: Setup of this rank.
@@ -107,7 +107,9 @@ def exchange_keys(
         k: ``[B, n, K, D]``; the heads of a token are contiguous.
         v: ``[B, n, K, Dv]``, likewise.
         own: ``[B, n, K * (D + Dv)]``, contiguous, in memory that peers read.
-        target: The buffer to fill, contiguous, at an address that is a multiple of 16.
+        columns: int64 ``[n, 1]``: where in ``target`` each token goes, or -1.
+        target: The buffer to fill, ``[B, T, K * (D + Dv)]``, contiguous, at an address that is a
+            multiple of 16.
         table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
             length, in bytes, each a multiple of 16; at most :data:`CHUNK` long. With ``blocks``
             int64 ``[blocks, 4]``: address and offset of a block, its tokens, and bytes of each.
@@ -123,7 +125,7 @@ def exchange_keys(
     arguments: tuple[Tensor | int, ...] = (
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
-        table, table.shape[0], target.view(-1).view(torch.uint8),
+        columns, target, target.shape[1], table, table.shape[0],
         int(blocks is None),
     )  # fmt: skip
     constants = {
@@ -285,7 +287,7 @@ def finish(headers, header, rank, ranks, number) -> None:
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
     k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
-    table, chunks, target, ends,
+    columns, target, length, table, chunks, ends,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -295,7 +297,8 @@ def _exchange_keys(
     programs = tl.num_programs(0)
     # Peers may still be reading what this rank wrote for the exchange before.
     await_readers(header, ranks, patience)
-    # Write own K/V side by side, a share of the tokens in each program.
+    # Write own K/V side by side where peers read them, and into the gathered buffer: a share of the
+    # tokens in each program.
     column = tl.arange(0, SIZE)[None, :]
     for start in range(tl.program_id(0) * ROWS, rows, programs * ROWS):
         row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -305,6 +308,10 @@ def _exchange_keys(
         y = tl.load(v + batch * v_batch + token * v_token + column, mask=in_v)
         tl.store(own + row * (K + V) + column, x, mask=in_k)
         tl.store(own + row * (K + V) + K + column, y, mask=in_v)
+        place = tl.load(columns + token, mask=row < rows, other=-1)
+        dst = target + (batch * length + place) * (K + V) + column
+        tl.store(dst, x, mask=in_k & (place >= 0))
+        tl.store(dst + K, y, mask=in_v & (place >= 0))
     # The program that is the last to have written signals for all of them.
     tl.debug_barrier()
     num_written = tl.atomic_add(header, 1, sem="acq_rel", scope="gpu")
@@ -316,13 +323,14 @@ def _exchange_keys(
     await_all(header, digest, ranks, number, patience)
     # Copy pieces in words of 8 bytes; programs that run at once read from different ranks. A piece
     # is contiguous, or a block of TOKENS tokens that lie STRIDE words apart.
-    columns: tl.constexpr = 3 if STRIDE == 0 else 4
+    width: tl.constexpr = 3 if STRIDE == 0 else 4
+    memory = target.to(tl.pointer_type(tl.uint8))
     token, word = tl.arange(0, TOKENS)[:, None], tl.arange(0, WORDS)[None, :]
     for chunk in range(tl.program_id(0), chunks, programs):
-        table_row = table + columns * chunk
+        table_row = table + width * chunk
         source = tl.multiple_of(tl.load(table_row).to(tl.pointer_type(tl.int64)), 16)
-        dst = tl.multiple_of((target + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
-        inside = word < tl.multiple_of(tl.load(table_row + columns - 1) // 8, 2)
+        dst = tl.multiple_of((memory + tl.load(table_row + 1)).to(tl.pointer_type(tl.int64)), 16)
+        inside = word < tl.multiple_of(tl.load(table_row + width - 1) // 8, 2)
         if STRIDE > 0:
             inside &= token < tl.load(table_row + 2)
         index = token * STRIDE + word

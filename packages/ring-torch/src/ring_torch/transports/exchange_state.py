@@ -35,7 +35,7 @@ class ExchangeState:
     memory: SymmetricMemory
     _setup: exchange_kernel.ExchangeSetup | None = None
     _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
-    _side_stream: torch.cuda.Stream | None = None
+    _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
     _tables: dict[object, torch.Tensor] = field(default_factory=dict)
     _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
     #: Launches of earlier passes, for passes that are alike. They hold addresses of the memory and
@@ -68,11 +68,11 @@ class ExchangeState:
         if last_stream is not None:
             self._stream.wait_stream(last_stream)
 
-    def side_stream(self) -> torch.cuda.Stream:
-        """Return a stream beside the caller's, in a CUDA graph that is being captured."""
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream()
-        return self._side_stream
+    def side_streams(self, number: int) -> Sequence[torch.cuda.Stream]:
+        """Return streams beside the caller's, for a CUDA graph that is being captured."""
+        while len(self._side_streams) < number:
+            self._side_streams.append(torch.cuda.Stream())
+        return self._side_streams[:number]
 
     def _new_setup(self) -> exchange_kernel.ExchangeSetup:
         """Make the setup of this rank in new memory, whose first exchange has number 1."""

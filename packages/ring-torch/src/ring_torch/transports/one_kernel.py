@@ -8,7 +8,6 @@ which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -16,6 +15,7 @@ from typing import Self
 import torch
 
 from ring_core import GatherProgram
+from ring_core.programs.gather import Fetch
 from ring_torch.buffers import (
     HeadBuffer,
     HeadCarrier,
@@ -76,7 +76,7 @@ class OneKernel:
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
-        from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
+        from_peers = self._from_peers(gather)
         aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
         key = (gather, keys, k.stride(), v.stride()) if aligned else None
         # Attention is queued behind the kernel on the same stream, so it has nothing to wait for.
@@ -88,9 +88,11 @@ class OneKernel:
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
+            columns = self.state.table((gather, keys, "own"), 1, lambda: self._own_columns(gather))
             run = partial(
-                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, target
-            )
+                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, columns,
+                target,
+            )  # fmt: skip
             num_tokens = sum(fetch.target.stop - fetch.target.start for fetch in from_peers)
             if spec.by_parts and comes_in_parts(keys, num_tokens):
                 exchange, pending = self._fetch_columns(gather, run, target)
@@ -107,15 +109,15 @@ class OneKernel:
     ) -> tuple[KeyExchange | None, PendingKV]:
         """Fetch K/V; in a CUDA graph half of the heads beside the kernels of the others.
 
-        Copy engines fetch that half, which take no multiprocessor. The stream of these copies is
-        that of the half's kernels, too: they fill multiprocessors that the first half's leave.
-        Returns the exchange, if later calls can repeat it, and what is in flight.
+        Copy engines fetch that half, which take no multiprocessor. Each launch has a stream, so
+        kernels of the second half fill the multiprocessors that those of the first leave. Returns
+        the exchange, if later calls can repeat it, and what is in flight.
         """
         halves, blocks = _columns_of_halves(self.spec.keys), _block_of(self.spec.keys)
         # Outside of graphs both tables are made and all kernels loaded: inside neither is possible.
         of_half, of_all = (
             self.state.table(
-                (gather, self.spec.keys, n), 4, partial(self._blocks, gather, blocks, halves, n)
+                (gather, self.spec.keys, n), 4, partial(self._blocks, gather, blocks, halves[:n])
             )
             for n in (1, 2)
         )
@@ -126,17 +128,28 @@ class OneKernel:
         run(of_half, blocks)
         # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
         # says that it has finished, which is queued behind them.
-        main, side = torch.cuda.current_stream(), self.state.side_stream()
+        main, num_items = torch.cuda.current_stream(), len(gather.items)
+        side, *streams = self.state.side_streams(2 * num_items - 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for fetch in gather.fetches:
-                of_peer = self._keys_of(fetch.rank)[:, fetch.source]
-                for n, source in enumerate(of_peer if fetch.rank != self.setup.rank else ()):
+            for fetch in self._from_peers(gather):
+                for n, source in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                     for columns in halves[1]:
                         copy(target[n, fetch.target, columns], source[:, columns])
             exchange_kernel.finish_reading(self.setup)
-        parts = nullcontext, partial(torch.cuda.stream, side)
-        return None, PendingKV([target], lambda _fetches: main.wait_stream(side), parts)
+        # Launches of a part run beside each other, behind the exchange or behind the copies.
+        firsts, seconds = [main, *streams[: num_items - 1]], [side, *streams[num_items - 1 :]]
+        for arrived, *others in (firsts, seconds):
+            for stream in others:
+                stream.wait_stream(arrived)
+
+        def wait(_fetches: int | None) -> None:
+            """Let the caller's stream wait for the copies, and for what was launched beside it."""
+            for stream in (side, *streams):
+                main.wait_stream(stream)
+
+        parts = [[partial(torch.cuda.stream, x) for x in part] for part in (firsts, seconds)]
+        return None, PendingKV([target], wait, parts)
 
     def accumulators(
         self, gather: GatherProgram, sums: KeyGradBuffer, *, zero: bool
@@ -199,13 +212,21 @@ class OneKernel:
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
                 note_reads(sums.strided_views(total, length, index_map(fetch.source)))
 
+    def _own_columns(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
+        """Return the column of the gathered buffer to which each own token goes, or -1 for none."""
+        columns = [-1] * self.spec.keys.length
+        for fetch in gather.fetches:
+            if fetch.rank == self.setup.rank:
+                columns[fetch.source] = range(fetch.target.start, fetch.target.stop)
+        return [(column,) for column in columns]
+
     def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
-        """Return the rows of the table by which :func:`exchange_keys` fetches a rank's K/V."""
+        """Return the rows of the table by which :func:`exchange_keys` fetches peers' K/V."""
         token = self.spec.keys.width * self.spec.keys.dtype.itemsize
         rows: dict[int, list[Sequence[int]]] = {}
         # A row of a peer's batch is contiguous there and here. It is cut into chunks, which the
         # programs of the kernel take in turns.
-        for fetch in gather.fetches:
+        for fetch in self._from_peers(gather):
             for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                 size, offset = (
                     keys_of_rank.shape[0] * token,
@@ -222,17 +243,13 @@ class OneKernel:
         return exchange_kernel.interleaved(list(rows.values()))
 
     def _blocks(
-        self, gather: GatherProgram, shape: Blocks, halves: Sequence[Sequence[slice]], num_halves: int
+        self, gather: GatherProgram, shape: Blocks, halves: Sequence[Sequence[slice]]
     ) -> Sequence[Sequence[int]]:  # fmt: skip
-        """Return the rows of the table by which :func:`exchange_keys` fetches columns of K/V.
-
-        They are those of ``num_halves`` halves of the heads; of this rank's own K/V those of both.
-        """
+        """Return the rows of the table by which :func:`exchange_keys` fetches columns of K/V."""
         itemsize = self.spec.keys.dtype.itemsize
         token = self.spec.keys.width * itemsize
         rows: dict[int, list[Sequence[int]]] = {}
-        for fetch in gather.fetches:
-            taken = halves if fetch.rank == self.setup.rank else halves[:num_halves]
+        for fetch in self._from_peers(gather):
             for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
                 tokens, offset = len(keys_of_rank), (n * gather.length + fetch.target.start) * token
                 rows.setdefault(fetch.rank, []).extend(
@@ -243,7 +260,7 @@ class OneKernel:
                         (columns.stop - columns.start) * itemsize,
                     )
                     for start in range(0, tokens, shape.tokens)
-                    for half in taken
+                    for half in halves
                     for columns in half
                 )
         return exchange_kernel.interleaved(list(rows.values()))
@@ -286,6 +303,10 @@ class OneKernel:
                 for offset in range(0, row.numel(), exchange_kernel.NUMBERS)
             ])  # fmt: skip
         return exchange_kernel.interleaved(rows)
+
+    def _from_peers(self, gather: GatherProgram) -> list[Fetch]:
+        """Return the fetches of a program that read peers' memory."""
+        return [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
 
     def _keys_of(self, rank: int) -> torch.Tensor:
         """Return where a rank's own K/V lie for its peers."""
