@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -102,6 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if not config.getoption("--backend").startswith("jax"):
         return
+    gc.set_threshold(100_000, 50)  # tracing makes many objects; looking at them takes 3 % of a run
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"  # as many programs run, and tests of JAX
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

@@ -80,6 +80,8 @@ def formula(monkeypatch: pytest.MonkeyPatch) -> None:
         "cudnn-zigzag-cp4",
         "cudnn-full-cp4",
         "cudnn-mixed-cp2",
+        "cudnn-bias-very-negative-cp2",  # `bias-cp2` and `bias-very-negative` run
+        "cudnn-bias-very-negative-float16",
     ]
 )
 @pytest.mark.usefixtures("formula")
@@ -88,6 +90,7 @@ def test_cases(case: Case) -> None:
     assert_close(case, cudnn.run(case))
 
 
+@pytest.mark.nightly(only=["contiguous"])
 @pytest.mark.usefixtures("formula")
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_over_gathered_keys(layout: Any) -> None:

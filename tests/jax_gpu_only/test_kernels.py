@@ -99,6 +99,8 @@ def test_programs_for_other_machines_are_refused() -> None:
 
 @pytest.mark.nightly(
     only=[
+        "full",
+        "window",
         "predicate-documents",
         "keys",
         "wider",
@@ -120,6 +122,7 @@ def test_several_blocks(case: Case) -> None:
     assert_close(case, alone(case, SMALL))
 
 
+@pytest.mark.nightly(only=["gqa", "segments"])  # `everything` has both
 @pytest.mark.parametrize(
     "name", ["causal", "gqa", "segments", "poison-k", "everything", "very-negative-bias"]
 )
@@ -128,7 +131,7 @@ def test_fused_backward(name: str) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=True)))
 
 
-@pytest.mark.nightly(unless=["window-both-sizes0", "segments-sizes1", "predicate-sizes0"])
+@pytest.mark.nightly(unless=["window-both-sizes0", "segments-sizes1"])
 @pytest.mark.parametrize("sizes", [(64, 16), (16, 64)])
 @pytest.mark.parametrize("name", ["window-both", "segments", "predicate"])
 def test_oblong_blocks(name: str, sizes: tuple[int, int]) -> None:
@@ -226,7 +229,6 @@ def test_vmap() -> None:
         "left-window-last",
         "left-poison-v-later",
         "left-poison-k-first",
-        "left-chunks-last",
     ]
 )
 @pytest.mark.parametrize("step", ["only", *STEPS])

@@ -190,6 +190,7 @@ def test_dtypes_of_flax() -> None:
     assert jax.eval_shape(partial(attend, dtype=jnp.bfloat16), q, k, v).dtype == jnp.bfloat16
 
 
+@pytest.mark.nightly(only=["shard_map"])  # per change jax.nn has it
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_flax_on_two_devices(where: str) -> None:
     """Segments, padded keys, bias and dropout by a traced key, in layout order."""

@@ -93,6 +93,7 @@ def test_jax_nn_without_a_batch_and_with_a_residual() -> None:
     assert jax.eval_shape(attend, *narrow) == jax.eval_shape(theirs, *narrow)
 
 
+@pytest.mark.nightly(only=["global arrays"])  # per change Flax has them
 @pytest.mark.parametrize("where", ["global arrays", "shard_map"])
 def test_jax_nn_on_two_devices(where: str) -> None:
     """Lengths count tokens in natural order, whatever the layout; for shards gradients too."""

@@ -56,6 +56,7 @@ def local(function: Callable[..., Any], *, out: Any = ALONG) -> Callable[..., An
 STEPS = (1, -2, 17, 60)
 
 
+@pytest.mark.nightly(only=["contiguous"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
     layout = LAYOUTS[name]
@@ -77,6 +78,7 @@ def test_a_shift_is_that_of_the_whole_sequence(name: str) -> None:
     np.testing.assert_allclose(grad, expected[:, positions], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly(unless=["contiguous-3-0", "zigzag-30-20", "chunks-1-2"])
 @pytest.mark.parametrize(("left", "right"), [(3, 0), (1, 2), (30, 20)])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "chunks"])
 def test_a_halo_holds_the_tokens_that_it_says(name: str, left: int, right: int) -> None:
@@ -103,6 +105,7 @@ def test_a_halo_holds_the_tokens_that_it_says(name: str, left: int, right: int) 
     np.testing.assert_array_equal(joined, x[:, order(layout)])
 
 
+@pytest.mark.nightly(unless=["zigzag", "chunks"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_relayout_gives_the_tokens_of_the_other_layout(name: str) -> None:
     layout, x = LAYOUTS[name], jnp.arange(2 * T * 3).reshape(2, T, 3)
@@ -281,7 +284,7 @@ def on_mesh(cp: ring_jax.ContextParallel, x: jax.Array, dim: int) -> jax.Array:
     return cp.shard(jax.device_put(x, jax.NamedSharding(cp.mesh, P(*batch))), dim=dim)
 
 
-@pytest.mark.nightly(unless=["auto-zigzag", "explicit-2d-chunks"])
+@pytest.mark.nightly(unless=["explicit-2d-chunks"])  # on auto axes: `test_padding`
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_global_arrays_are_moved(mesh: str, name: str) -> None:

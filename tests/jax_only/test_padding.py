@@ -29,6 +29,7 @@ def random(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(sum(shape)), shape)
 
 
+@pytest.mark.nightly("jax", unless=["zigzag-auto", "contiguous-explicit", "striped-explicit"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_there_and_back(layout: str, kind: str) -> None:

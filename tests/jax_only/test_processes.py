@@ -16,9 +16,9 @@ from ring_jax.tripwire.agreement import disagreement
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "tests" / "processes_job.py"
 
-FEW = ("agreement", "within", "attend:explicit:ring")  # `within` is of auto axes
+FEW = ("agreement", "attend:explicit:ring")
 REST = (
-    "checks", "attend:auto:ring", "attend:auto:gather", "attend:auto:balanced",
+    "within", "checks", "attend:auto:ring", "attend:auto:gather", "attend:auto:balanced",
     "attend:explicit:gather", "attend:explicit:balanced",
 )  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_where_the_compiler_is_told_to_drop_barriers(topology: str, fused: bool 
     assert program.memory_analysis().temp_size_in_bytes <= 1.15 * memory_allowed()[1]
 
 
-@pytest.mark.nightly(unless=["v5e:2x4"])
+@pytest.mark.nightly  # per change `test_loops` runs a loop, and other tests read a schedule
 @pytest.mark.parametrize("topology", LARGER)
 def test_in_a_loop(topology: str) -> None:
     """An iteration is two stages, ordered alike; K/V and dK/dV are not copied."""

@@ -103,7 +103,7 @@ def alone(case: Case, config: KernelConfig) -> dict[str, npt.NDArray[Any]]:
         return {name: np.asarray(value, dtype=np.float64) for name, value in results.items()}
 
 
-@pytest.mark.nightly(unless=["causal", "bias-shared"])
+@pytest.mark.nightly(unless=["bias-shared"])
 @pytest.mark.parametrize("case", SEVERAL_BLOCKS, ids=lambda case: case.name)
 def test_two_backward_kernels(case: Case) -> None:
     assert_close(case, alone(case, replace(SMALL, fused_backward=False)))
@@ -146,7 +146,7 @@ def test_ways_of_generations(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert_close(case, alone(case, config))
 
 
-@pytest.mark.nightly(unless=["heads1-100", "heads1-300"])
+@pytest.mark.nightly(unless=["heads1-300"])
 @pytest.mark.parametrize("seq_len", [100, 200, 300])
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
 def test_blocks_of_dq_that_come_back_at_once(seq_len: int, heads: tuple[int, int]) -> None:

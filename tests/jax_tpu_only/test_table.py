@@ -49,6 +49,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, kernel: InterpretedKernel
 
 @pytest.mark.nightly(
     only=[
+        "causal-zigzag-cp2",
         "causal-balanced-cp3",
         "keys64-predicate-contiguous",
         "shortest-zigzag-cp2",

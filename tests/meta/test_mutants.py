@@ -33,7 +33,7 @@ SEEN_IN = {
 
 
 @pytest.mark.nightly(
-    "torch", unless=["window-off-by-one", "ring-reversed", "grads-not-sent-home", "local-positions"]
+    "torch", unless=["window-off-by-one", "grads-not-sent-home", "local-positions"]
 )
 @pytest.mark.nightly("jax", unless=["last-step-dropped", "help-not-returned"])
 @pytest.mark.parametrize("mutant", MUTANTS)

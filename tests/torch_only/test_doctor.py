@@ -76,15 +76,9 @@ def test_a_machine_without_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < check["error"] <= check["limit"] < 1e-4 for check in diagnosis["checks"])
 
 
-def test_as_a_command() -> None:
-    """It warns of nothing, and tells people what it tells programs."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = [line.split() for line in done.stdout.splitlines()]
+def _check_text(printed: str) -> None:
+    """People are told what programs are, as the page shows it."""
+    rows = [line.split() for line in printed.splitlines()]
     assert ["eager", "any", "available"] in rows
     assert ["ring/p2p", "any", "available"] in rows
     assert ["gather/symm_mem", "cuda", "no:"] in [line[:3] for line in rows]
@@ -92,6 +86,24 @@ def test_as_a_command() -> None:
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     (shown,) = re.findall(r"<!-- of doctor .*? -->\n```text\n(.*?)```", page, re.DOTALL)
     assert [line for line in shown.splitlines() if line.split() not in rows] == []
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_what_people_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    _check_text(capsys.readouterr().out)
+
+
+@pytest.mark.nightly
+def test_as_a_command() -> None:
+    """It warns of nothing."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "ring_torch", "doctor"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    _check_text(done.stdout)
 
 
 def test_gpus_and_the_order_of_kernels(two_gpus: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,7 +93,6 @@ def _matches(rank: int, name: str, kind: str) -> None:
 
 @pytest.mark.nightly(
     unless=[
-        "Llama-plain",
         "Llama-packed",
         "Qwen3-left",
         "Mistral-flattened",

@@ -270,6 +270,7 @@ def _moves_of(rank: int, layout: Any, length: int, compiled: bool) -> None:
     torch.testing.assert_close(actual, want)
 
 
+@pytest.mark.nightly(only=["striped"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moves(layout: str, pool: LocalRanks) -> None:
     pool.run(_moves, layout, False)

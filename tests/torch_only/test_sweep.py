@@ -126,6 +126,16 @@ def test_no_class_is_less_exact_on_the_newest_release() -> None:
     assert less == NOT_ON_NEWEST
 
 
+@pytest.mark.nightly(  # models of code like that of others here
+    only=[
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MistralForCausalLM",
+        "BertLMHeadModel",
+        "XLMRobertaForMaskedLM",
+        "Gemma2ForCausalLM",
+    ]
+)
 @pytest.mark.parametrize("name", [*CHOSEN, *REFUSED])
 def test_it_is_as_the_page_says(two: LocalRanks, name: str) -> None:
     listed = LISTED[name]

@@ -69,7 +69,15 @@ RUNS = [
 
 
 @pytest.mark.nightly(
-    only=["linearize-gather-False", "hessian-gather-False", "grad of grad-shard_map-False"]
+    unless=[
+        "jvp-one device-False",
+        "jvp of keys-gather-False",
+        "jacfwd-shard_map-False",
+        "linearize-one device-True",
+        "jvp of grad-gather-True",
+        "hessian-shard_map-True",
+        "grad of grad-one device-False",
+    ]
 )
 @pytest.mark.parametrize(("asked", "call", "compiled"), RUNS)
 def test_attention_refuses_all_but_the_gradient(asked: str, call: str, *, compiled: bool) -> None:
@@ -106,6 +114,9 @@ LAYOUTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(
+    unless=["contiguous-Explicit", "zigzag-Auto", "striped-Auto", "chunks-Explicit"]
+)
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_shard_and_unshard_have_them_all(layout: Any, mesh: Any) -> None:

@@ -125,8 +125,6 @@ def _of_the_function(mesh: Mesh, spec: P) -> Any:
         "auto-cp-class-set_mesh-split",
         "auto-dp-cp-tp-function-no set_mesh-split",
         "auto-pod-cp-class-set_mesh-whole",
-        "explicit-cp-function-no set_mesh-whole",
-        "explicit-dp-cp-function-no set_mesh-split",
         "explicit-pod-cp-class-set_mesh-split",
     ]
 )
@@ -156,6 +154,7 @@ def test_every_mesh(
     assert placement == "whole" or travelled == {"cp"}
 
 
+@pytest.mark.nightly(only=["explicit"])
 @pytest.mark.parametrize("axis_type", TYPES.values(), ids=TYPES)
 def test_an_axis_that_is_not_named(axis_type: AxisType) -> None:
     """It is not copied along: at most flags and scalars are summed over auto axes."""

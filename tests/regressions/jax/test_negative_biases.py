@@ -21,7 +21,7 @@ from ring_jax import ContextParallel, bias_shift, ring_attention
 
 
 #: Sinks beside such biases are in test_loops, ids in the next test.
-@pytest.mark.nightly(unless=["helpers", "mixed"])
+@pytest.mark.nightly(unless=["helpers"])
 @pytest.mark.parametrize("case", NEGATIVE, ids=[case.name for case in NEGATIVE])
 def test_rings_agree_with_real_numbers(case: NegativeCase, backend: Any) -> None:
     """Results, ``lse`` and all gradients."""

@@ -46,7 +46,6 @@ def _shown(mask: dict[str, Any], ids: tuple[Any, Any]) -> Any:
     unless=[
         "causal-packed-keys longer",
         "window-rows-equal",
-        "causal window-rows-queries longer",
         "none-packed-queries longer",
     ]
 )

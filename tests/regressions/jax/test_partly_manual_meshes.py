@@ -57,6 +57,7 @@ RUNS = [
         "chunks-global_arrays-False",
         "both-global_arrays-False",
         "both-shards-False",  # `documents` and `chunks` run
+        "chunks-shards-False",  # `chunks of numpy` run
         "both-global_arrays-True",
         "gathered-shards-False",
     ]

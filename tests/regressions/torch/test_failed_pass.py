@@ -86,9 +86,7 @@ def _fail_once(rank: int, where: str, length: int, strategy: str) -> list[str]:
     unless=[
         "forward-short-ring",
         "forward-long-gather",
-        "backward-short-gather",
         "backward-long-ring",
-        "agreement-short-ring",
         "agreement-long-gather",
     ]
 )

@@ -210,7 +210,10 @@ def _check_refused(pool: LocalRanks, way: str, asked: str, match: str) -> None:
 
 
 @pytest.mark.nightly(
-    only=[f"aot graph of a product-{x}" for x in ("hessian", "jvp", "hvp", "accumulated", "vhp")]
+    only=[
+        *(f"aot graph of a product-{x}" for x in ("hessian", "jvp", "hvp", "accumulated", "vhp")),
+        *(f"{graph} graph of a product-penalty" for graph in ("eager", "aot")),
+    ]
 )
 @pytest.mark.parametrize(("way", "asked"), _pairs(SECOND))
 def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
@@ -220,7 +223,12 @@ def test_second_derivatives_are_refused(pool: LocalRanks, way: str, asked: str) 
     _check_refused(pool, way, asked, match)
 
 
-@pytest.mark.nightly(only=[f"aot graph of a product-{x}" for x in ("jacobian", "vmap")])
+@pytest.mark.nightly(
+    only=[
+        *(f"aot graph of a product-{x}" for x in ("jacobian", "vmap")),
+        *(f"{graph} graph of a product-is_grads_batched" for graph in ("eager", "aot")),
+    ]
+)
 @pytest.mark.parametrize(("way", "asked"), _pairs(BATCHED))
 def test_batched_gradients_are_refused(pool: LocalRanks, way: str, asked: str) -> None:
     match = "UnsupportedError: .*is_grads_batched"
@@ -236,7 +244,7 @@ def _allowed(_: int, way: Way, kind: str) -> bool:
 @pytest.mark.nightly(
     only=[
         f"aot graph of a product-{x}"
-        for x in ("jacobian", "checkpoint", "reentrant", "vjp", "twice")
+        for x in ("jacobian", "checkpoint", "reentrant", "vjp", "twice", "compiled autograd")
     ]
 )
 @pytest.mark.parametrize(("way", "kind"), _pairs(ALLOWED))

@@ -133,13 +133,10 @@ def _matches(rank: int, name: str, rows: str) -> None:
 @pytest.mark.nightly(
     unless=[
         "Llama-equal",
-        "Mistral-unlike",
         "Llama4-unlike",
-        "BertForMaskedLM-equal",
         "ModernBertForMaskedLM-unlike",
         "RobertaForMaskedLM-unlike",
         "OPTForCausalLM-unlike",
-        "Lfm2ForCausalLM-equal",
         "RecurrentGemmaForCausalLM-unlike",
         "BartForConditionalGeneration-equal",
     ]
