@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ring_core import UnsupportedError, checks
 from ring_jax.collectives import AnyMesh
@@ -61,6 +61,24 @@ def check_not_in_shard_map(axis_name: str) -> None:
             f"{', '.join(manual)}. Instead: let that one split {axis_name!r} too, and call "
             f"ring_jax.ring_attention(axis_name={axis_name!r}) here; or call ContextParallel "
             f"outside of it, with batch_axis or head_axis for the other axes"
+        )
+
+
+def check_devices(name: str, x: object, mesh: AnyMesh) -> None:
+    """Refuse an array that lies on other devices than a mesh, or on the same in another order.
+
+    Of a traced array this is not known; JAX refuses it when the program is lowered.
+    """
+    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+    if not isinstance(sharding, NamedSharding) or isinstance(mesh, AbstractMesh):
+        return
+    devices = devices_of(sharding.mesh)
+    if devices is not None and devices != devices_of(mesh):
+        raise UnsupportedError(
+            f"{name} lies on the devices {devices}, and the mesh of this ContextParallel has "
+            f"{devices_of(mesh)}: one program runs on one list of devices. Instead: make all meshes of "
+            f"the same devices in the same order; or move the array first, by jax.device_put, or in "
+            f"layout order by relayout(x, to=...) of its own ContextParallel"
         )
 
 
