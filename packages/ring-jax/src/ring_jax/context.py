@@ -27,6 +27,7 @@ from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
     check_devices,
+    check_divides,
     check_not_in_shard_map,
     in_one_process,
     numbered,
@@ -384,19 +385,4 @@ class ContextParallel:
                 self.layout_of(x.shape[1])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
-                size = size_of(self.mesh, axis)
-                if x.shape[dim] % size:
-                    raise ValueError(
-                        f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
-                        f"devices along {axis!r}. Instead: {_advice(what, name)}"
-                    )
-
-
-def _advice(what: str, name: str) -> str:
-    """Return advice for an axis that does not divide the batch or the heads of an array."""
-    if what == "batch":
-        return "pad the batch, or leave batch_axis out"
-    alone = "leave head_axis out, and devices along that axis compute all heads"
-    more = "give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or "
-    return alone if name == "q" else more + alone
+            check_divides(name, x, self.mesh, self.batch_axis, self.head_axis)
