@@ -15,7 +15,7 @@ from ring_core import finalize
 from ring_core.masks import band as _band
 from ring_core.plan import geometry as _geometry, plan as _plan
 from ring_core.programs import gather as _gather, grid as _grid, ring as _ring
-from ring_core.reference import item_kernel, simulator
+from ring_core.reference import item_kernel, simulated_ranks, simulator
 
 Patches = list[tuple[Any, str, Any]]
 
@@ -164,7 +164,7 @@ def _grads_not_sent_home() -> Patches:
             rank = ranks[n]
             grad.dk[:], grad.dv[:] = 0, 0
             for item in program.items(n, 0):
-                fresh = simulator._zero_grad(rank.own)
+                fresh = simulated_ranks.zero_grad(rank.own)
                 rank.dq, dq = np.zeros_like(rank.q), rank.dq
                 simulator._item_backward(rank, rank.own, fresh, item, params)
                 rank.dq = dq
@@ -255,13 +255,13 @@ def _wrong_kv_head() -> Patches:
 
 
 def _lse_gradient_dropped() -> Patches:
-    start = simulator._start_backward
+    start = simulated_ranks.start_backward
 
     def wrong(*args: Any) -> None:
         plan, ranks, dout, _, precision = args
         start(plan, ranks, dout, None, precision)
 
-    patches: Patches = [(simulator, "_start_backward", wrong)]
+    patches: Patches = [(simulator, "start_backward", wrong)]
     if autograd := _torch("autograd"):
         backward = autograd.AttentionFunction.backward
 
@@ -284,7 +284,7 @@ def _lse_gradient_dropped() -> Patches:
 
 def _bias_not_shifted() -> Patches:
     """Beside numbers like -1e10 ``lse`` has no digits left."""
-    patches: Patches = [(simulator, "bias_shift", lambda *_: None)]
+    patches: Patches = [(simulated_ranks, "bias_shift", lambda *_: None)]
     if autograd := _torch("autograd"):
         right = autograd.bias_shift
         patches.append((autograd, "bias_shift", lambda *args: right(*args).zero_()))

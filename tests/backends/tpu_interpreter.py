@@ -20,6 +20,7 @@ from ring_jax.records import (
     BackwardInputs,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     LaunchSpec,
     QueryBlock,
@@ -45,7 +46,7 @@ def interpreted() -> Iterator[None]:
             pltpu.reset_tpu_interpret_mode_state()
 
 
-class InterpretedKernel:
+class InterpretedKernel(Kernel):
     """The Pallas kernels, each call of which runs as a program of its own, one device at a time.
 
     Compiling a program that interprets a kernel takes seconds, running it hundredths of one. Calls

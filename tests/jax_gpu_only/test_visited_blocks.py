@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from ring_core import Mask, Plan, balanced_layout, make_plan
 from ring_core.layouts.layout import LayoutName
-from ring_core.plan.plan import WorkItem
+from ring_core.plan.item import WorkItem
 from ring_jax_gpu.hopper import common
 
 Ints = npt.NDArray[np.int64]

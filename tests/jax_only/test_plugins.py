@@ -19,13 +19,14 @@ import distributions
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, PartitionSpec as P
 
 import ring_jax
 from ring_core import KernelConfig, UnsupportedError
 from ring_core.tools.doctor import Check, failed
 from ring_jax.kernels import plugins
-from ring_jax.kernels.plugins import broken_kernels, installed_kernels
+from ring_jax.kernels.plugins import broken_kernels, installed_kernels, only_on
 from ring_jax.nn import make_dot_product_attention
 from ring_jax.tools import doctor
 
@@ -354,3 +355,9 @@ def test_adapters_name_kernels(install: Callable[..., None]) -> None:
 def test_a_kernel_of_another_platform_is_refused_outside_of_programs(platform: str) -> None:
     with jax.disable_jit(), pytest.raises(UnsupportedError, match=r"^kernel 'named': runs on "):
         plugins.only_on(platform, "named", jnp.ones(3))
+
+
+def test_checkify_sees_programs_with_kernels() -> None:
+    """It passes the primitives' parameters on beside one of its own, called ``error``."""
+    checked = checkify.checkify(lambda x: only_on("tpu", "pallas", x))
+    assert "ring_only_on" in str(jax.make_jaxpr(checked)(jnp.ones(2)))

@@ -25,7 +25,7 @@ SOURCES = ROOT / "packages" / "ring-core" / "src" / "ring_core"
 
 #: Decisions and formulas; what only words and draws is left to its own tests.
 MODULES = (
-    "base/merge", "base/config", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/plan", "plan/tile_mask", "programs/gather", "programs/in_place", "programs/intervals", "programs/ring", "reference/item_kernel", "reference/simulator",
+    "base/merge", "base/config", "choose/balance", "layouts/layout", "masks/band", "masks/mask", "philox", "plan/geometry", "plan/item", "plan/plan", "plan/tile_mask", "programs/gather", "programs/gather_work", "programs/intervals", "programs/ring", "reference/item_kernel", "reference/simulated_ranks", "reference/simulator",
 )  # fmt: skip
 
 #: Tests by what they take: mutmut runs those that reach a mutant, the quickest first.

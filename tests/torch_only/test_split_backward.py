@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_core import Mask, Plan, Request, WorkItem, make_plan
-from ring_core.programs import gather, in_place
+from ring_core.programs import gather, gather_work
 from ring_torch import ContextParallel, prepare
 from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.kernels import fa4
@@ -150,7 +150,7 @@ def on_a_rank(
         patch.object(prepare, "choose", lambda *_: Selection(kernel, ())),
         patch.object(gather_strategy, "head_groups_of", lambda *_: groups),
         patch.object(fa4, "KEYS", KEYS),
-        patch.object(in_place, "TILE", KEYS),
+        patch.object(gather_work, "TILE", KEYS),
     ):
         out = cp.attention(*local, mask=mask, strategy="gather", sinks=sinks)
         *grads, part = torch.autograd.grad(out, (*local, sinks), cp.shard(dout))
@@ -196,7 +196,7 @@ def test_tiles_of_all_launches_are_the_same(
     for a, b in zip(results[0][2], results[1][2], strict=True):
         assert (a + b).abs().max() < 1e-4
     for rank, (used, error, _) in enumerate(results):
-        with patch.object(in_place, "TILE", KEYS):
+        with patch.object(gather_work, "TILE", KEYS):
             program = gather._gather_program.__wrapped__(plan, rank, True, True, KEYS)
         spans = own_spans(program, rank, LENGTH // 2)
         prepared = tiled and groups == ONE_GROUP and not program.in_place and len(spans) == 1

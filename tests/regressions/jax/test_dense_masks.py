@@ -19,7 +19,7 @@ from ring_jax import ContextParallel, ring_attention
 from ring_jax.equinox import convert
 from ring_jax.flax import make_attention_fn
 from ring_jax.kernels.block_index import shown_in_blocks
-from ring_jax.kernels.xla import ScoreBlocks
+from ring_jax.kernels.scores import ScoreBlocks
 from ring_jax.nn import make_dot_product_attention
 
 B, T, H, D = 2, 24, 2, 8

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_core import UnsupportedError, reference
 from ring_jax import ContextParallel, check, nn, ring_attention
@@ -125,6 +125,27 @@ def test_inside_vmap_along_an_axis() -> None:
     with pytest.raises(UnsupportedError, match=r"vmap\(spmd_axis_name=.*batch_axis"):
         jax.jit(jax.vmap(attention, spmd_axis_name="tp"))(batch)
     np.testing.assert_allclose(jax.vmap(attention)(batch)[0], attention(Q), atol=1e-6)
+
+
+def test_arrays_on_another_list_of_devices() -> None:
+    """JAX's own error does not say how to move them."""
+    turned = ContextParallel(Mesh(MESH.devices[::-1], MESH.axis_names), "cp").shard(Q)
+    for call in (attention, CP.shard):
+        with pytest.raises(UnsupportedError, match=r"devices \[2, 3, 0, 1\].*relayout\(x, to="):
+            call(turned)
+
+
+def test_vmap_over_a_mask() -> None:
+    """Blocks that it hides are branches, which become selects: operands vary over all axes."""
+    axes = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "cp"), axes, devices=jax.devices()[:4])
+    cp, q = ContextParallel(mesh, "cp", "data", layout="contiguous"), jnp.concatenate([Q, K])
+    masks = np.random.default_rng(0).random((2, 16, 16)) < 0.6
+    with jax.set_mesh(mesh):
+        actual = jax.vmap(lambda mask: cp.attention(q, q, q, mask=mask))(masks)
+    for out, mask in zip(actual, masks, strict=True):
+        bias = np.where(mask, 0.0, -np.inf)[None, None]
+        np.testing.assert_allclose(out, reference.attention(q, q, q, bias=bias)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "gather"])

@@ -37,7 +37,8 @@ from ring_core.layouts.layout import (
     divisor_of as divisor_of,
 )
 from ring_core.masks.mask import Mask as Mask
-from ring_core.plan.plan import Plan as Plan, WorkItem as WorkItem, make_plan as make_plan
+from ring_core.plan.item import WorkItem as WorkItem
+from ring_core.plan.plan import Plan as Plan, make_plan as make_plan
 from ring_core.programs.gather import (
     GatherProgram as GatherProgram,
     gather_program as gather_program,

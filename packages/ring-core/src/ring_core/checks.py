@@ -175,7 +175,7 @@ def check_seq_len(
 def padded_layout(
     seq_len: Any, local_len: int, layout: LayoutSpec, cp_size: int, name: str = "x"
 ) -> Layout:
-    """Return the layout of ``seq_len`` tokens with their padding, whose slices an argument has.
+    """Return the padded layout of ``seq_len`` tokens that gives each rank ``local_len`` rows.
 
     Args:
         seq_len: Number of tokens of the whole sequence, without padding; ``None`` if there is none.

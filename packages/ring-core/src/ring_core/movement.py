@@ -62,7 +62,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """Rows of a source and of a target on all ranks, and which of the target's come from where.
+    """The rows of all ranks before and after a movement, and where each row comes from.
 
     :func:`shift`, :func:`halo`, :func:`relayout` and :func:`pack_documents` make one.
 

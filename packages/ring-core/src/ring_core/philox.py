@@ -44,7 +44,8 @@ def philox(
             a & low,
         )
         k0, k1 = (k0 + KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + KEY_STEPS[1]) & 0xFFFFFFFF
-    return tuple(word.astype(np.uint32) for word in (c0, c1, c2, c3))  # type: ignore[return-value]  # a tuple of four
+    w0, w1, w2, w3 = (word.astype(np.uint32) for word in (c0, c1, c2, c3))
+    return w0, w1, w2, w3
 
 
 def dropout_keep(

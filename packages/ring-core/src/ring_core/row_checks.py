@@ -24,7 +24,7 @@ def check_steps(n: object) -> None:
     Raises:
         ValueError: It is no integer, or out of range.
     """
-    if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:  # type: ignore[operator]  # n is an integer here
+    if not is_integer(n) or not -SIZE_LIMIT < n < SIZE_LIMIT:
         raise ValueError(
             f"n must be an integer between -2**40 and 2**40, how many positions tokens move (to "
             f"earlier ones if negative), got {describe_value(n)}"

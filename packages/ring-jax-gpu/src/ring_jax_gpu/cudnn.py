@@ -23,6 +23,7 @@ from ring_jax.records import (
     Grads,
     Item,
     ItemTable,
+    Kernel,
     KeyBlock,
     LaunchSpec,
     LocalShape,
@@ -76,7 +77,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CudnnKernel:
+class CudnnKernel(Kernel):
     """cuDNN's attention, for calls in which each rank has at most one item a step.
 
     The item must be a full rectangle, or a causal square, which may have a window to the left if
@@ -120,7 +121,7 @@ class CudnnKernel:
 
 
 def _refused_here(capability: int | None, local: LocalShape) -> Iterator[str]:
-    """Yield what jax, cuDNN or the GPU cannot do.
+    """Yield the reasons for which the installed jax or cuDNN, or the GPU, cannot run a call.
 
     ``capability`` is the GPU's compute capability; ``None`` without a GPU: then programs are
     compiled for Hopper.

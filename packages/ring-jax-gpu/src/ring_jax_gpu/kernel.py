@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ring_core import Capabilities, KernelConfig, RingProgram
+from ring_core import Capabilities, KernelConfig, Request, RingProgram, refusals
 from ring_core.base.config import EVERYTHING
 from ring_core.programs.ring import Stage
 from ring_core.triton.tile_configs import Table
@@ -31,7 +31,15 @@ from ring_jax_gpu.head_dims import (
     pad_grads,
     pad_operands,
 )
-from ring_jax_gpu.operands import StepWork
+from ring_jax_gpu.operands import HOPPER_DIMS, StepWork
+from ring_jax_gpu.primitive import GLUON
+
+#: The calls that kernels for Hopper can do, but for their head dims. ``StepWork.suits_hopper`` says
+#: the same of a launch.
+ON_HOPPER = Capabilities(
+    "hopper", dtypes=("bfloat16", "float16"), mixed_head_dims=True, bands="any", documents=True,
+    deterministic=True, lse_grad=True, fused_backward=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,22 @@ class TritonKernel(Kernel):
             )
             return (reason,)
         return ()
+
+    def notes(
+        self, request: Request, config: KernelConfig, program: RingProgram, /
+    ) -> tuple[str, ...]:
+        """Say which passes of a call have kernels for Hopper; which GPU it is, lowering finds."""
+        dims = HeadDims(request.head_dim, request.v_head_dim).fast
+        has_dims = dims.qk == dims.v and dims.qk in HOPPER_DIMS
+        if not (self.roles and has_dims) or refusals(ON_HOPPER, request, program):
+            return ()
+        is_split = request.deterministic or config.fused_backward is False
+        passes = "the forward" if is_split else "forward and backward"
+        note = (
+            f"triton on Hopper, with Triton {'.'.join(map(str, GLUON))} or newer: {passes} by kernels for "
+            f"Hopper, in Gluon; on other GPUs plain Triton"
+        )
+        return (note,)
 
     def attend_into(
         self,

@@ -46,7 +46,7 @@ from ring_jax_gpu.block_index import PredicateTiles, block_index, in_tiles
 from ring_jax_gpu.launch import CELLS, ITEM_NUMBER, Arrays, KernelName, Launch
 from ring_jax_gpu.primitive import launch_kernel
 
-_HOPPER_DIMS = (64, 128)
+HOPPER_DIMS = (64, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ class StepWork:
         return (
             self.roles and all(x is None for x in options) and (config.block_q, config.block_k) == (None, None)
             and call.scale > 0 and rows.q.size > 0
-            and call.head_dim == self._v_dim in _HOPPER_DIMS and rows.q.dtype.itemsize == 2
+            and call.head_dim == self._v_dim in HOPPER_DIMS and rows.q.dtype.itemsize == 2
         )  # fmt: skip
 
     def _kinds(self, blocks: Blocks) -> Array:

@@ -31,7 +31,7 @@ from ring_jax_gpu.launch import (
     stages_of,
 )
 
-_GLUON = (3, 9)  # first version of Triton whose Gluon the kernels for Hopper can be written in
+GLUON = (3, 9)  # first version of Triton whose Gluon the kernels for Hopper can be written in
 triton_launch_p = Primitive("ring_triton_launch")
 triton_launch_p.multiple_results = True
 
@@ -132,4 +132,4 @@ def has_gluon() -> bool:
     """Return True if this Triton has the Gluon that the kernels for Hopper are written in."""
     import triton
 
-    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= _GLUON
+    return tuple(int(x) for x in triton.__version__.split(".")[:2]) >= GLUON

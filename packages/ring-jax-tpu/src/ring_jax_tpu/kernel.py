@@ -12,6 +12,7 @@ from ring_jax.records import (
     Direction,
     Grads,
     ItemTable,
+    Kernel,
     KeyBlock,
     LaunchSpec,
     LocalShape,
@@ -31,7 +32,7 @@ from ring_jax_tpu.operands import Launch
 
 
 @dataclass(frozen=True)
-class PallasKernel:
+class PallasKernel(Kernel):
     """Flash attention in Pallas, which computes only the blocks that a mask does not hide.
 
     Blocks that do not fit on chip, which depends on the TPU's generation, are refused before

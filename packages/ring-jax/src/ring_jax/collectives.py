@@ -102,7 +102,7 @@ def is_explicit(mesh: AnyMesh) -> bool:
 
 
 def free(spec: PartitionSpec, x: Array, dims: Sequence[int]) -> PartitionSpec:
-    """Return ``spec`` with those of ``dims`` unconstrained that it does not shard.
+    """Return ``spec`` with the sharding of ``dims`` left to the compiler, unless it names axes.
 
     It has an entry for each dimension of ``x``. Dimensions of size 1 stay as they are.
     """

@@ -26,6 +26,8 @@ from ring_jax.collectives import Axes, axes_along, names_of, size_of, split
 from ring_jax.global_arrays import Sharding, attend_global
 from ring_jax.meshes import (
     check_axes,
+    check_devices,
+    check_divides,
     check_not_in_shard_map,
     in_one_process,
     numbered,
@@ -47,9 +49,10 @@ class ContextParallel:
     Args:
         mesh: A mesh whose axes are all explicit or all auto; it may have further axes.
         axis_name: The axis along which sequences are split.
-        batch_axis: The axis, or axes, along which batches are split. Batches that are split along
-            an axis that is not named stay so on explicit axes and with the kernel ``xla``; other
-            kernels need its name, or auto axes make a copy for each device.
+        batch_axis: The axis, or axes, along which batches are split. Name all: along auto axes that
+            neither this nor ``head_axis`` names, q, k, v, biases and masks are gathered, and each
+            device computes all their rows and heads. Explicit axes need no name, and the kernel
+            ``xla`` leaves unnamed axes to the compiler, which keeps the split.
         head_axis: The axis, or axes, along which heads are split; it must divide the K/V heads.
         layout: ``zigzag`` (default), ``striped``, ``contiguous`` or the result of
             :func:`ring_core.balanced_layout`.
@@ -333,14 +336,14 @@ class ContextParallel:
             cp.check_agreement(q, k, v, causal=True)
         """
 
-        def facts() -> agreement.Facts:
+        def signature() -> agreement.Signature:
             check_foreign_options(options)
             call_options = CallOptions(return_lse=return_lse, **options)
             call, inputs, _ = self._check_call(q, k, v, call_options)
             axes = self.axis_name, self.batch_axis, self.head_axis
-            return agreement.facts_of(self.mesh, self.layout, axes, call, inputs, call_options)
+            return agreement.signature_of(self.mesh, self.layout, axes, call, inputs, call_options)
 
-        agreement.compare(facts, (q, k, v, *options.values()))
+        agreement.compare(signature, (q, k, v, *options.values()))
 
     def _check_call(
         self, q: Array, k: Array, v: Array, options: CallOptions
@@ -372,6 +375,7 @@ class ContextParallel:
         """Refuse shapes that do not fit the mesh, before ``shard_map`` does in words of its own."""
         for name, x in (("q", q), ("k", k), ("v", v)):
             described_as(name, x)
+            check_devices(name, x, self.mesh)
             if x.ndim != 4:
                 raise ValueError(
                     f"{name} must have 4 dimensions [batch, sequence, heads, head_dim], got shape "
@@ -381,19 +385,4 @@ class ContextParallel:
                 self.layout_of(x.shape[1])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            for axis, dim, what in ((self.batch_axis, 0, "batch"), (self.head_axis, 2, "heads")):
-                size = size_of(self.mesh, axis)
-                if x.shape[dim] % size:
-                    raise ValueError(
-                        f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
-                        f"devices along {axis!r}. Instead: {_advice(what, name)}"
-                    )
-
-
-def _advice(what: str, name: str) -> str:
-    """Return advice for an axis that does not divide the batch or the heads of an array."""
-    if what == "batch":
-        return "pad the batch, or leave batch_axis out"
-    alone = "leave head_axis out, and devices along that axis compute all heads"
-    more = "give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or "
-    return alone if name == "q" else more + alone
+            check_divides(name, x, self.mesh, self.batch_axis, self.head_axis)

@@ -32,14 +32,15 @@ from ring_jax.collectives import (
 )
 from ring_jax.kernels.plugins import AbsentKernel
 from ring_jax.kernels.xla import XlaKernel
-from ring_jax.meshes import check_not_in_shard_map, devices_of
+from ring_jax.meshes import check_devices, check_not_in_shard_map, devices_of
 from ring_jax.prepare import prepared
 from ring_jax.records import Array, CallSpec, Inputs
 
 _IN_VMAP = (
     "ContextParallel.attention cannot run under jax.vmap(spmd_axis_name=...) along an axis of its mesh, nor "
-    "under a vmap over a mask that is an array. Instead: use the batch dimension of q, k and v and of the "
-    "mask, with batch_axis=...; or call ring_jax.ring_attention here, inside jax.shard_map"
+    "under a vmap over arrays that are split along the mapped dimension on explicit axes. Instead: use the "
+    "batch dimension of q, k and v, with batch_axis=...; or call ring_jax.ring_attention here, inside "
+    "jax.shard_map"
 )
 #: Parts of the errors that JAX raises under such a vmap, which differ by mesh, strategy and kernel.
 _VMAP_ERRORS = (
@@ -176,6 +177,7 @@ class Sharding:
             UnsupportedError: This is inside ``shard_map``, where arrays are shards.
         """
         check_not_in_shard_map(self.axis_name)
+        check_devices(name, x, self.mesh)
         return movement.check_dim(x, dim, name)
 
     def check_tokens(self, x: Array, dim: int, seq_len: int | None) -> tuple[int, Layout]:

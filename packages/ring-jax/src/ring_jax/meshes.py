@@ -7,10 +7,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ring_core import UnsupportedError, checks
-from ring_jax.collectives import AnyMesh
+from ring_jax.collectives import AnyMesh, Axes, size_of
 
 
 def check_axes(mesh: object, axis_name: object, batch_axis: object, head_axis: object) -> None:
@@ -62,6 +63,48 @@ def check_not_in_shard_map(axis_name: str) -> None:
             f"ring_jax.ring_attention(axis_name={axis_name!r}) here; or call ContextParallel "
             f"outside of it, with batch_axis or head_axis for the other axes"
         )
+
+
+def check_devices(name: str, x: object, mesh: AnyMesh) -> None:
+    """Refuse an array that lies on other devices than a mesh, or on the same in another order.
+
+    Of a traced array this is not known; JAX refuses it when the program is lowered.
+    """
+    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+    if not isinstance(sharding, NamedSharding) or isinstance(mesh, AbstractMesh):
+        return
+    devices = devices_of(sharding.mesh)
+    if devices is not None and devices != devices_of(mesh):
+        raise UnsupportedError(
+            f"{name} lies on the devices {devices}, and the mesh of this ContextParallel has "
+            f"{devices_of(mesh)}: one program runs on one list of devices. Instead: make all meshes of "
+            f"the same devices in the same order; or move the array first, by jax.device_put, or in "
+            f"layout order by relayout(x, to=...) of its own ContextParallel"
+        )
+
+
+def check_divides(name: str, x: Array, mesh: AnyMesh, batch: Axes, heads: Axes) -> None:
+    """Check that the axes of batch and heads divide these dimensions of ``[B, T, heads, D]``.
+
+    Raises:
+        ValueError: One does not; the message says what to do.
+    """
+    for axis, dim, what in ((batch, 0, "batch"), (heads, 2, "heads")):
+        size = size_of(mesh, axis)
+        if x.shape[dim] % size:
+            raise ValueError(
+                f"the {what} of {name}, {x.shape[dim]}, must be a multiple of the {size} "
+                f"devices along {axis!r}. Instead: {_advice(what, name)}"
+            )
+
+
+def _advice(what: str, name: str) -> str:
+    """Return advice for an axis that does not divide the batch or the heads of an array."""
+    if what == "batch":
+        return "pad the batch, or leave batch_axis out"
+    alone = "leave head_axis out, and devices along that axis compute all heads"
+    more = "give each K/V head n times, as jnp.repeat(k, n, axis=2) and v likewise; or "
+    return alone if name == "q" else more + alone
 
 
 def devices_of(mesh: AnyMesh) -> list[int] | None:

@@ -148,7 +148,7 @@ def _check_mask(
 def _request(
     options: CallOptions, sizes: checks.Sizes, dtype: str, shards: ShardCounts, has_mask: bool
 ) -> tuple[Request, float, float | None]:
-    """Check the scalar options, and state what the call asks of a kernel.
+    """Check the scalar options, and make the request by which kernels accept or refuse the call.
 
     Returns:
         The request, the softmax scale and the soft cap.
@@ -185,7 +185,7 @@ def _device(x: Array, mesh: AbstractMesh | None) -> Any:
 
 
 def _devices(x: Array, shards: ShardCounts) -> Devices:
-    """Return the facts about the devices along the axis, which are equal in all processes."""
+    """Return the platform of the devices along the axis, and whether one process drives them."""
     alone = shards.in_one_process
     return Devices(
         _device(x, shards.mesh).platform, jax.process_count() == 1 if alone is None else alone
@@ -201,7 +201,7 @@ def _local_shape(
     has_dropout: bool,
     deterministic: bool,
 ) -> LocalShape:
-    """State the facts about one device's part of the call for which a kernel may refuse it."""
+    """Return the sizes, dtypes and options of one device's part, for kernels to refuse it."""
     masks = [] if x.mask is None else [array for array in (x.bias, x.mask) if array is not None]
     rows_differ = x.q_ids is not None or any(array.shape[0] > 1 for array in masks)
     return LocalShape(

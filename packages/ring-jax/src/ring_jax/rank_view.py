@@ -154,7 +154,7 @@ class Launches:
 
     @classmethod
     def of(cls, *parts: StepTable, for_peer: bool = False) -> Launches:
-        """Return the launches of parts."""
+        """Make one launch of one part, or a loop of launches of several parts."""
         tables = [(part.peer if for_peer else part.own)[..., _ITEM_COLUMNS] for part in parts]
         # Parts with fewer rows than the longest get zeros, which are no items.
         rows = max(x.shape[1] for x in tables)

@@ -20,6 +20,7 @@ from ring_core import (
     KernelConfig,
     Mask,
     Plan,
+    Request,
     RingProgram,
     StrategyConfig,
     StrategyName,
@@ -181,7 +182,7 @@ class Grads(NamedTuple):
 
 
 class LocalShape(NamedTuple):
-    """The facts about one device's part of a call for which a kernel may refuse it."""
+    """Sizes, dtypes and options of one device's part of a call, by which a kernel may refuse it."""
 
     lists: int  # block lists a kernel needs: batch rows whose visible keys differ, else 1
     q_len: int
@@ -199,7 +200,7 @@ class LocalShape(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The facts about the devices along the axis by which ``strategy="auto"`` chooses."""
+    """Platform of the devices along the axis, and whether one process drives all of them."""
 
     platform: str  # as jax calls it: "cpu", "gpu" or "tpu"
     in_one_process: bool
@@ -256,7 +257,7 @@ class CallSpec:
             blocks that it hides entirely.
         bias_grad: The bias, if there is one, has a gradient.
         forward_only: The kernels of ``kernels`` that cannot do the backward; another one does it.
-        check_every: The tripwire checks one in so many calls; 0 checks none.
+        check_every: The tripwire checks one call in this many; 0 checks none.
         deterministic: The backward must repeat bit for bit.
         has_sinks: Sinks rescale the result after the last kernel.
     """
@@ -326,6 +327,12 @@ class Kernel(Protocol):
         self, _direction: Direction, _local: LocalShape, _config: KernelConfig, _program: RingProgram, /
     ) -> tuple[str, ...]:  # fmt: skip
         """Return why it cannot do a pass of a call that fits its capabilities; empty if it can."""
+        return ()
+
+    def notes(
+        self, _request: Request, _config: KernelConfig, _program: RingProgram, /
+    ) -> tuple[str, ...]:
+        """Return lines for ``explain`` and the doctor on what it decides when a call is lowered."""
         return ()
 
     def attend_into(

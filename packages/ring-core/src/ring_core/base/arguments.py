@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2  # kinds of tiles: no query sees a key, some do, 
 SIZE_LIMIT = 1 << 40  # no length, window or position reaches this
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int | np.integer]:
     """Return True for a Python or numpy integer; a boolean is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

@@ -130,7 +130,7 @@ def kernel_config(kernel: str | KernelConfig, names: Sequence[str]) -> KernelCon
 
 @dataclass(frozen=True)
 class Request:
-    """The requirements of one call on a kernel: static facts only, equal on every rank.
+    """The requirements of one call on a kernel: static values only, equal on every rank.
 
     Flags are named as in :class:`Capabilities`, but for ``grad``, which asks for a ``backward``,
     and compared with those by :func:`ring_core.refusals`. ``batch``, ``q_heads`` and ``kv_heads``

@@ -256,16 +256,12 @@ def read(path: str) -> Rates:
         ValueError: It cannot be read, or is no such table.
     """
     try:
-        table = json.loads(Path(path).read_text())
-        if not isinstance(table, dict) or table.get("schema") != SCHEMA:
-            raise ValueError(f'it has no "schema": {SCHEMA}')  # noqa: TRY301 - said with the path
-        cases = tuple(_case(entry) for entry in table["rates"])
+        return Rates(_cases(json.loads(Path(path).read_text())))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is no table of rates: {error}. Write one with 'python -m ring_torch bench "
             f"--rates FILE', or unset {RATES_VARIABLE} for the package's own"
         ) from None
-    return Rates(cases)
 
 
 _read_rates_once = lru_cache(maxsize=8)(read)
@@ -279,6 +275,17 @@ def to_text(rates: Rates) -> str:
         entries.append(asdict(case) | {"versions": dict(case.versions), "kernels": kernels})
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     return f'{{\n "schema": {SCHEMA},\n "rates": [\n{lines}\n ]\n}}\n'
+
+
+def _cases(table: Any) -> tuple[Case, ...]:
+    """Make the cases of a file's table.
+
+    Raises:
+        ValueError: It is no such table, or an entry is malformed.
+    """
+    if not isinstance(table, dict) or table.get("schema") != SCHEMA:
+        raise ValueError(f'it has no "schema": {SCHEMA}')
+    return tuple(_case(entry) for entry in table["rates"])
 
 
 def _case(entry: Any) -> Case:

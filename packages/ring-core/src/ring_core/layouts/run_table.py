@@ -114,7 +114,7 @@ def overlap_of(a: RunTable, b: RunTable) -> Overlap:
     counts = np.maximum(np.searchsorted(b.start[order], a.last, side="right") - first, 0)
     i = np.repeat(np.arange(len(counts)), counts)
     j = order[np.repeat(first, counts) + counts_up(counts)]
-    # Of which positions: those that both spacings hit, from the later start to the earlier end.
+    # Shared positions are those that both spacings hit, from the later start to the earlier end.
     (a_start, b_start), divisor = (a.start[i], b.start[j]), gcd(a.stride, b.stride)
     step = a.stride * b.stride // divisor
     period = b.stride // divisor
@@ -148,7 +148,7 @@ def ranges_of(start: Ints, stop: Ints) -> RunTable:
 
 
 def starts_of(length: Ints) -> Ints:
-    """Return where each of some slices begins if they lie one behind the other."""
+    """Return the offset of each slice in the concatenation of all of them."""
     return np.cumsum(length) - length
 
 

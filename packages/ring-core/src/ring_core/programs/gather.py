@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_core.base.arguments import Ints, check_index, check_kind, check_size, not_none
-from ring_core.layouts.layout import Layout, Run
-from ring_core.masks.band import UNBOUNDED
-from ring_core.plan.geometry import BandGeometry
-from ring_core.plan.plan import Plan, WorkItem
-from ring_core.programs.in_place import split_own_key_rows
+from ring_core.base.arguments import Ints, check_index, check_kind, check_size
+from ring_core.layouts.layout import Run
+from ring_core.plan.item import WorkItem
+from ring_core.plan.plan import Plan
+from ring_core.programs.gather_work import work_and_keys
 from ring_core.programs.intervals import Interval, ends_of, subtract, union
 
 _KEPT = 1024  # programs
@@ -184,7 +183,7 @@ def _gather_program(plan: Plan, rank: int, own: bool, splits: bool, tile: int) -
     assert not gather_refusals(plan)
     # Columns are positions of the whole sequence so far. Then the spans that some item needs are
     # laid into the buffer one behind the other, and items count columns of that.
-    by_position, in_place, spans = _work_and_keys(plan, rank, own=own, splits=splits, tile=tile)
+    by_position, in_place, spans = work_and_keys(plan, rank, own=own, splits=splits, tile=tile)
     items = _merge_items([_in_columns(item, spans) for item in by_position])
     fetches: list[Fetch] = []
     waits_for: list[int] = []
@@ -238,7 +237,9 @@ def moved_keys(plan: Plan, rank: int, *, like: GatherProgram) -> tuple[int, int]
 
 
 class Longest(NamedTuple):
-    """The facts of all ranks' gathers that every rank has to know, for programs with own keys.
+    """Length of the longest buffer over all ranks, and whether any rank reads own keys in place.
+
+    Every rank has to know these of all others. They are of programs with own keys.
 
     Attributes:
         length: Number of keys in the longest buffer of any rank.
@@ -250,7 +251,7 @@ class Longest(NamedTuple):
 
 
 def longest_gather(plan: Plan, *, splits: bool = True, tile: int = 1) -> Longest:
-    """Return the facts of all ranks' gathers that every rank has to know; from a bounded cache.
+    """Return the longest gather over all ranks, from a bounded cache.
 
     >>> from ring_core import Mask, longest_gather, make_plan
     >>> longest_gather(make_plan(Mask(causal=True), seq_len=8, cp_size=2)).length
@@ -264,83 +265,13 @@ def longest_gather(plan: Plan, *, splits: bool = True, tile: int = 1) -> Longest
 
 @lru_cache(maxsize=_KEPT)
 def _longest_gather(plan: Plan, splits: bool, tile: int) -> Longest:
-    """Compute the facts from all ranks' items alone: their fetches would be many to make."""
+    """Compute them from all ranks' items alone: making all fetches would take long."""
     work_of_ranks = [
-        _work_and_keys(plan, rank, own=True, splits=splits, tile=tile)
+        work_and_keys(plan, rank, own=True, splits=splits, tile=tile)
         for rank in range(plan.cp_size)
     ]
     sizes = [sum(span.stop - span.start for span in spans) for _, _, spans in work_of_ranks]
     return Longest(max(sizes), any(in_place for _, in_place, _ in work_of_ranks))
-
-
-def _work_and_keys(
-    plan: Plan, rank: int, *, own: bool, splits: bool, tile: int
-) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
-    """Return a rank's items over positions, its items in place, and the keys to gather.
-
-    Items over positions have global positions as columns, items in place have local indices. The
-    keys to gather are spans of positions, in order.
-    """
-    # Without own keys a two-stage gather attends to them apart, in the shard, before anything
-    # arrives.
-    whole = Interval(0, plan.kv_seq_len)
-    items = [*_items(plan, rank, whole)] if own else _remote_items(plan, rank, whole)
-    # Rows that see own keys only can run while the first fetch is in flight. They are taken off
-    # before the keys to fetch are known, so that what only they see is not copied into the buffer.
-    items, in_place = split_own_key_rows(plan, rank, items) if own and splits else (items, [])
-    if plan.k_layout.run_length % tile == 0:  # else positions and local indices count other tiles
-        items, in_place = ([_from_tile(item, tile) for item in work] for work in (items, in_place))
-    return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
-
-
-def _remote_items(plan: Plan, rank: int, whole: Interval) -> list[WorkItem]:
-    """Return the items of a rank's queries against all keys of other ranks; columns are positions.
-
-    Kernels that mask causal squares alone can run these if they can run a ring. There a band meets
-    one shard at a time, and what is seen of it may be a square; over several at once it is none.
-    """
-    own_runs = [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
-    items = [item for span in subtract(whole, own_runs) for item in _items(plan, rank, span)]
-    if not all(item.is_full or item.is_causal for item in items):
-        runs = [whole.within(Interval(*ends_of(run))) for run, n in plan.k_runs if n != rank]
-        by_run = [item for run in runs for item in _items(plan, rank, run)]
-        if all(item.is_full or item.is_causal for item in by_run):
-            return by_run
-    return items
-
-
-def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
-    """Yield the items of a rank's queries against the keys of a span; columns are positions."""
-    geometry = BandGeometry(
-        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
-    )
-    rectangles = geometry.rectangles_between(rank, *span)
-    # The keys are counted by position, as if one rank held them all, in order.
-    for row in zip(*(x.tolist() for x in (*rectangles.rect, *rectangles[1:])), strict=True):
-        q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
-        cu_q = cu_k = None
-        if doc_stop > doc_start:
-            cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
-            cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
-            cu_k = np.clip(cuts, k_start, k_stop) - k_start
-        if q_stop > q_start:
-            yield WorkItem(
-                rank, rank, rank, q_start, q_stop, k_start, k_stop,
-                None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
-            )  # fmt: skip
-
-
-def _from_tile(item: WorkItem, tile: int) -> WorkItem:
-    """Let an item begin with the tile of its first key, if its window hides the keys before that.
-
-    A window does so if it shows the first row no key before the item's first: then it shows none to
-    any row. Documents, and windows that begin before the first key, hide nothing in front of it.
-    """
-    before = item.k_start % tile
-    if before == 0 or item.hi != 0 or item.cu_q is not None:
-        return item
-    lo = None if item.lo is None else item.lo - before
-    return replace(item, k_start=item.k_start - before, lo=lo, hi=-before)
 
 
 def _in_columns(item: WorkItem, spans: Sequence[Interval]) -> WorkItem:

@@ -30,7 +30,8 @@ from ring_core.base.arguments import Ints, check_choice, check_index, check_kind
 from ring_core.base.config import RING_STRATEGIES, RingStrategy, takes_layout
 from ring_core.base.errors import UnsupportedError
 from ring_core.plan.geometry import RectangleTable
-from ring_core.plan.plan import Plan, WorkItem
+from ring_core.plan.item import WorkItem
+from ring_core.plan.plan import Plan
 from ring_core.programs.steps import Offload, Step, active_steps, step_rectangles
 
 _MOST_PIECES = 4  # in which offloaded queries travel

@@ -14,7 +14,7 @@ import numpy as np
 from ring_core.base.arguments import Bools, Floats, Ints
 from ring_core.masks.mask import Mask
 from ring_core.philox import dropout_keep
-from ring_core.plan.plan import WorkItem
+from ring_core.plan.item import WorkItem
 
 Precision = Literal["float64", "float32", "bfloat16", "float16"]
 

@@ -16,7 +16,7 @@ GROUPED = {f"hybrid, {outer}": StrategyConfig("hybrid", outer=outer) for outer i
 #: Strategies that are compared, by their names there.
 STRATEGIES = {name: StrategyConfig(name) for name in ("ring", "gather", "ulysses")} | GROUPED
 
-#: Strategies that send up to so many times the least are as good: other things decide.
+#: Strategies that send at most this many times what the best one sends count as tied with it.
 TIE = 1.05
 
 

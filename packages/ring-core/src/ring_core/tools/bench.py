@@ -300,8 +300,8 @@ def report(
         asdict(timing) | {"efficiency": timing.efficiency, "check_cost": timing.check_cost}
         for timing in timings_of_passes
     ]
-    facts = {"versions": versions, "setting": asdict(setting), "where": where, "timings": rows}
-    return json.dumps(facts, indent=2)
+    fields = {"versions": versions, "setting": asdict(setting), "where": where, "timings": rows}
+    return json.dumps(fields, indent=2)
 
 
 def _timings_text(setting: BenchCase, where: str, timings_of_passes: Sequence[Timing]) -> str:

@@ -181,8 +181,8 @@ def report[D: Diagnosis](diagnosis: D, shown: Callable[[D], str], *, as_json: bo
     """Return what a ``doctor`` command prints: JSON, or the text that ``shown`` makes."""
     if not as_json:
         return shown(diagnosis)
-    facts: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
-    return json.dumps(facts, indent=2)
+    fields: dict[str, Any] = asdict(diagnosis) | {"healthy": diagnosis.healthy}
+    return json.dumps(fields, indent=2)
 
 
 def diagnose() -> Diagnosis:

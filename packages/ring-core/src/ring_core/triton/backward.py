@@ -6,7 +6,6 @@ but in an order that differs from run to run. The gradient of a bias has a kerne
 """
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Dao, arXiv 2307.08691. Scores and the running softmax's maximum are times ``Cons
 """
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ or ``[1, q]`` and ``[k, 1]``, so that the same functions serve either.
 """
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

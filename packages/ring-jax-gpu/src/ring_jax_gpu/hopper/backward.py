@@ -14,7 +14,6 @@ dK/dV are added up in memory, and the program that finishes a tile last writes t
 
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

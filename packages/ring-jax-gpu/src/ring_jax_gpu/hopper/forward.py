@@ -17,7 +17,6 @@ Arrays lie in memory as users pass them, ``[B, T, H, D]``, here ``[B * T, H * D]
 
 
 # The arguments and values of kernels have no types in Python.
-# ruff: noqa: ANN001, ANN201, N803, RUF059
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations

@@ -34,12 +34,14 @@ class Selection:
         rejected: Kernels that were not chosen, each with its reasons.
         forward_only: Chosen kernels whose backward another one does, each with its reasons.
         expected: The times that kernels for NVIDIA GPUs should take.
+        notes: Lines on what chosen kernels decide only when the call is lowered.
     """
 
     kernels: tuple[Kernel, ...]
     rejected: tuple[tuple[Capabilities, tuple[str, ...]], ...]
     forward_only: tuple[tuple[Kernel, tuple[str, ...]], ...] = ()
     expected: Expected = UNKNOWN
+    notes: tuple[str, ...] = ()
 
     @property
     def names(self) -> str:
@@ -58,6 +60,7 @@ class Selection:
             f"{self.expected.time_and_source(can.name)}"
             for can in (kernel.capabilities for kernel in self.kernels)
         ]
+        lines += [f"  {note}" for note in self.notes]
         lines += [
             f"  not the backward of {kernel.capabilities.name}: {'; '.join(why)}"
             for kernel, why in self.forward_only
@@ -104,7 +107,10 @@ def choose(
         if reasons:
             raise UnsupportedError(f"kernel {config.name!r}: {'; '.join(reasons)}")
         times = expected(timed(kernels), request, program, [config.name], grad=True)
-        return Selection((kernel,), (), _forward_only((kernel,), local, config, program), times)
+        return Selection(
+            (kernel,), (), _forward_only((kernel,), local, config, program), times,
+            kernel.notes(request, config, program),
+        )  # fmt: skip
     cases = timed(kernels)
     able, refused = split_by_reasons(
         ((kernel, kernel.capabilities) for kernel in kernels),
@@ -128,8 +134,9 @@ def choose(
         (can, (times.time(can.name),)) for can in (kernel.capabilities for kernel in slower)
     )
     return Selection(
-        chosen, (*too_slow, *refused), _forward_only(chosen, local, config, program), times
-    )
+        chosen, (*too_slow, *refused), _forward_only(chosen, local, config, program), times,
+        tuple(note for kernel in chosen for note in kernel.notes(request, config, program)),
+    )  # fmt: skip
 
 
 def timed(kernels: Sequence[Kernel]) -> tuple[Case, ...]:

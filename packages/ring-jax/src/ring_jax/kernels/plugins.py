@@ -31,7 +31,7 @@ _DEVICES = {"cuda": "NVIDIA GPUs", "tpu": "TPUs"}
 
 
 @dataclass(frozen=True)
-class AbsentKernel:
+class AbsentKernel(Kernel):
     """A kernel that is missing, cannot be loaded, or is another project's: it refuses every call.
 
     Attributes:
@@ -53,7 +53,7 @@ class AbsentKernel:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities that refuse other platforms alone: :meth:`refusals` has the reason."""
+        """Every capability on its platform: the reason for refusing is in :meth:`refusals`."""
         return replace(EVERYTHING, name=self.name, devices=(self.platform,))
 
     def refusals(self, *_: object) -> tuple[str, ...]:
@@ -61,27 +61,30 @@ class AbsentKernel:
         return (self.reason,)
 
     def attend_into(self, *launch: Any) -> Any:
-        """Return the accumulator, in a way that cannot be lowered."""
-        error = f"kernel {self.name!r}: {self.reason}"
-        return jax.tree.map(partial(only_on_p.bind, platform="", error=error), launch[-1])
+        """Return the accumulator by a primitive whose lowering raises the reason."""
+        message = f"kernel {self.name!r}: {self.reason}"
+        return jax.tree.map(partial(only_on_p.bind, platform="", message=message), launch[-1])
 
-    grads_into = attend_into
+    def grads_into(self, *launch: Any) -> Any:
+        """Return the accumulator like :meth:`attend_into`."""
+        return self.attend_into(*launch)
 
 
 def broken_kernels(kernels: Iterable[Kernel]) -> tuple[AbsentKernel, ...]:
-    """Return the kernels of this project's packages that are there and cannot be used."""
+    """Return the kernels of this project's packages that are installed but cannot be loaded."""
     return tuple(x for x in kernels if isinstance(x, AbsentKernel) and x.is_broken)
 
 
 #: The identity of an array, for which there is code on one platform alone, or on none: JAX's own
-#: errors about a kernel on another platform do not say what to do.
+#: errors about a kernel on another platform do not say what to do. No parameter of a primitive is
+#: called ``error``, as ``checkify`` passes one of that name.
 only_on_p = Primitive("ring_only_on")
 
 
 def only_on(platform: str, kernel: str, x: Array) -> Array:
-    """Return ``x``, in a way that can be lowered for the platform of a kernel alone."""
-    error = wrong_platform(platform, kernel)
-    return cast("Array", only_on_p.bind(x, platform=platform, error=error))
+    """Return ``x`` by a primitive that lowers on the kernel's platform, and raises on others."""
+    message = wrong_platform(platform, kernel)
+    return cast("Array", only_on_p.bind(x, platform=platform, message=message))
 
 
 def wrong_platform(platform: str, kernel: str) -> str:
@@ -93,10 +96,10 @@ def wrong_platform(platform: str, kernel: str) -> str:
     )
 
 
-def _lower(here: str, _: object, x: Any, *, platform: str, error: str) -> list[Any]:
+def _lower(here: str, _: object, x: Any, *, platform: str, message: str) -> list[Any]:
     """Lower the primitive for a platform, ``here``: to nothing, or raise its error."""
     if platform != here:
-        raise UnsupportedError(error)
+        raise UnsupportedError(message)
     return [x]
 
 

@@ -94,7 +94,7 @@ def choose_way(
 
 
 def named_strategy(name: str, program: RingProgram) -> StrategyName:
-    """Return the strategy of a name.
+    """Look up a strategy by name, and check that it can run the program.
 
     Raises:
         UnsupportedError: It cannot run this program.

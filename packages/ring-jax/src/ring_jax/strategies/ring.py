@@ -35,7 +35,7 @@ from ring_jax.strategies.steps import QueryGrads, StepRunner, Strategy, merge, o
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive stages of a pass that differ in nothing but their work items: a loop, or one.
+    """Consecutive stages that differ in nothing but their work items, run as one loop.
 
     Attributes:
         stages: The stages.

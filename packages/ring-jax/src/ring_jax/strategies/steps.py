@@ -128,7 +128,10 @@ class StepRunner:
     def of(cls, call: CallSpec, x: Inputs) -> StepRunner:
         """Make the runner for this device's arrays."""
         ranks = Ranks(call.axis_name, call.plan.cp_size)
-        return cls(call, x, ranks, RankView(call, x, ranks.rank()))
+        # Bounds of loops over blocks come from the rank. Under vmap their branches become selects,
+        # whose operands have to vary over the same axes.
+        rank = match_varying(ranks.rank(), varying_axes(x))
+        return cls(call, x, ranks, RankView(call, x, rank))
 
     def zeros(self, shape: tuple[int, ...], fill: float = 0.0) -> Array:
         """Make a wide accumulator filled with ``fill``, varying over the inputs' mesh axes."""

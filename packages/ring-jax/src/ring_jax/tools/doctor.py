@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from ring_core import Capabilities, Mask, Request, make_plan, refusals, ring_program
+from ring_core import Capabilities, KernelConfig, Mask, Request, make_plan, refusals, ring_program
 from ring_core.tools import bench, doctor
 from ring_jax.attention import RingAttention
 from ring_jax.kernels.plugins import PACKAGES, AbsentKernel, broken_kernels, installed_kernels
@@ -37,6 +37,7 @@ class KernelReport:
     package: str
     available: bool  # its capabilities allow the self-test on this platform
     why: str  # the reasons if it is not available, else empty
+    notes: tuple[str, ...] = ()  # on what it decides when a call in 16 bits is lowered
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,11 @@ def _report(kernel: Kernel, platform: str) -> KernelReport:
         return KernelReport(can.name, kernel.package, available=False, why=kernel.reason)
     program = ring_program(make_plan(Mask(causal=True), seq_len=doctor.TOKENS, cp_size=1))
     reasons = refusals(can, replace(_sample_request(can), device=platform), program)
-    return KernelReport(can.name, package, available=not reasons, why="; ".join(reasons))
+    if reasons:
+        return KernelReport(can.name, package, available=False, why="; ".join(reasons))
+    in_16_bits = Request(platform, "bfloat16", 64, 64, grad=True)
+    notes = kernel.notes(in_16_bits, KernelConfig(can.name), program)
+    return KernelReport(can.name, package, available=True, why="", notes=notes)
 
 
 def _sample_request(can: Capabilities) -> Request:
@@ -145,6 +150,7 @@ def shown(diagnosis: Diagnosis) -> str:
     for kernel in diagnosis.kernels:
         state = "available" if kernel.available else f"no: {kernel.why}"
         lines.append(f"  {kernel.name:10}{kernel.package:14}{state}")
+        lines += [f"{'':26}bfloat16: {note}" for note in kernel.notes]
     title = "a causal ring over the local devices"
     return "\n".join(
         lines + doctor.shown_checks(title, diagnosis.checks, healthy=diagnosis.healthy)

@@ -22,16 +22,16 @@ from ring_jax.collectives import AnyMesh
 from ring_jax.meshes import devices_of
 from ring_jax.records import CallOptions, CallSpec, Inputs
 
-#: What a process knows of a call, in words, by name.
-Facts = Mapping[str, str]
+#: The properties of a call that all processes must have in common: a text for each name.
+Signature = Mapping[str, str]
 
 _LONGEST = 120  # characters of a value in a message
 
 
-def facts_of(
+def signature_of(
     mesh: AnyMesh, layout: object, axes: object, call: CallSpec, x: Inputs, options: CallOptions
-) -> Facts:
-    """Return all that the processes of a checked call have to have in common.
+) -> Signature:
+    """Return the properties of a checked call that all processes must have in common.
 
     Args:
         mesh: The mesh of the call.
@@ -74,20 +74,20 @@ def facts_of(
     return {name: str(value) for name, value in values.items()}
 
 
-def compare(make_facts: Callable[[], Facts], arguments: Iterable[object]) -> None:
-    """Compare the facts of all processes; every process of the job has to call it.
+def compare(make_signature: Callable[[], Signature], arguments: Iterable[object]) -> None:
+    """Compare the signatures of all processes; every process of the job has to call it.
 
-    A process whose facts cannot be made takes part, so that no other one waits for it.
+    A process that refuses the call takes part with its error, so that no other one waits for it.
 
     Args:
-        make_facts: Returns what this process knows of the call.
+        make_signature: Returns the signature of the call in this process.
         arguments: The call's arguments, none of which may be traced.
 
     Raises:
-        RankMismatchError: They differ, also in what ``make_facts`` raised; the message, the same in
-            all, says what on which process.
+        RankMismatchError: They differ, also in what ``make_signature`` raised; the message, the
+            same in all, says what on which process.
         UnsupportedError: A function is being traced.
-        Exception: What ``make_facts`` raised, if it raised the same in every process.
+        Exception: What ``make_signature`` raised, if it raised the same in every process.
     """
     # Under jax.jit new arrays are traced; under jax.grad and jax.vmap only the arguments are.
     if any(isinstance(x, jax.core.Tracer) for x in (jnp.zeros(()), *arguments)):
@@ -97,30 +97,30 @@ def compare(make_facts: Callable[[], Facts], arguments: Iterable[object]) -> Non
         )
     refusal: Exception | None = None
     try:
-        facts = make_facts()
+        signature = make_signature()
     except Exception as error:  # noqa: BLE001 - raised below, when the others know of it
-        facts, refusal = {"refusal": str(error)}, error
-    if jax.process_count() > 1 and (message := disagreement(_exchanged(facts))):
+        signature, refusal = {"refusal": str(error)}, error
+    if jax.process_count() > 1 and (message := disagreement(_exchanged(signature))):
         raise RankMismatchError(message) from refusal
     if refusal is not None:
         raise refusal
 
 
-def disagreement(facts: Sequence[Facts]) -> str | None:
-    """Say which facts differ between processes and who has which; ``None`` if none does.
+def disagreement(signatures: Sequence[Signature]) -> str | None:
+    """Name the properties that differ between processes, with their values; ``None`` if none does.
 
     >>> disagreement([{"layout": "zigzag"}, {"layout": "zigzag"}, {"layout": "striped"}])
     "processes disagree on layout: zigzag in processes 0, 1; striped in process 2"
     """
-    # A call that one process refuses has no other facts there.
-    names = dict.fromkeys(name for of_process in facts for name in of_process)
+    # A process that refuses the call has no other property to compare.
+    names = dict.fromkeys(name for signature in signatures for name in signature)
     if "refusal" in names:
         names = {"refusal": None}
     differences = []
     for name in names:
         processes: defaultdict[str, list[int]] = defaultdict(list)
-        for process, of_process in enumerate(facts):
-            processes[of_process.get(name, "none")].append(process)
+        for process, signature in enumerate(signatures):
+            processes[signature.get(name, "none")].append(process)
         if len(processes) > 1:
             begin = max(0, _common(*processes) - _LONGEST // 2)
             said = "; ".join(
@@ -147,9 +147,9 @@ def _part(value: str, begin: int) -> str:
     return f"{'...' if begin else ''}{value[begin:end]}{'...' if len(value) > end else ''}"
 
 
-def _exchanged(facts: Facts) -> list[Facts]:
-    """Return the facts of all processes, in their order."""
-    message = np.frombuffer(json.dumps(dict(facts)).encode(), np.uint8)
+def _exchanged(signature: Signature) -> list[Signature]:
+    """Return the signatures of all processes, in their order."""
+    message = np.frombuffer(json.dumps(dict(signature)).encode(), np.uint8)
     # Gathers take arrays of one shape: first the lengths, then messages padded to the longest.
     lengths = multihost_utils.process_allgather(np.int32(message.size))
     padded = np.pad(message, (0, int(lengths.max()) - message.size))

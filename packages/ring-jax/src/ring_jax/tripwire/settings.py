@@ -1,4 +1,4 @@
-"""Decide which calls the tripwire checks: one in so many, by a hash of the numbers in ``q``."""
+"""Decide which calls the tripwire checks: one in every ``n``, by a hash of the numbers in ``q``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def checked_every() -> int:
 class CheckedCall(NamedTuple):
     """A call that the tripwire may check, and the number that decides whether it does."""
 
-    every: int  # one in so many calls is checked
+    every: int  # one call in this many is checked
     number: Array  # uint32, a hash of q, equal on all ranks
 
     @classmethod

@@ -1,22 +1,96 @@
-"""Find the work of a gather program that can read the rank's own keys where they lie.
+"""The work of a rank that gathers keys: what it computes, and which keys it needs.
 
-Rows of queries that see no other rank's keys wait for no transfer, and their keys need no copy.
+A gather program lays these keys into its buffer, and finds the transfers that bring them. Rows of
+queries that see no other rank's keys wait for no transfer, and read their keys where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ring_core.base.arguments import TILE, Ints
-from ring_core.layouts.layout import Run
-from ring_core.plan.plan import Plan, WorkItem
-from ring_core.programs.intervals import Interval, ends_of, union
+from ring_core.base.arguments import TILE, Ints, not_none
+from ring_core.layouts.layout import Layout, Run
+from ring_core.masks.band import UNBOUNDED
+from ring_core.plan.geometry import BandGeometry
+from ring_core.plan.item import WorkItem
+from ring_core.plan.plan import Plan
+from ring_core.programs.intervals import Interval, ends_of, subtract, union
 
 
-def split_own_key_rows(
+def work_and_keys(
+    plan: Plan, rank: int, *, own: bool, splits: bool, tile: int
+) -> tuple[list[WorkItem], list[WorkItem], list[Interval]]:
+    """Return a rank's items over positions, its items in place, and the keys to gather.
+
+    Items over positions have global positions as columns, items in place have local indices. The
+    keys to gather are spans of positions, in order.
+    """
+    # Without own keys a two-stage gather attends to them apart, in the shard, before anything
+    # arrives.
+    whole = Interval(0, plan.kv_seq_len)
+    items = [*_items(plan, rank, whole)] if own else _remote_items(plan, rank, whole)
+    # Rows that see own keys only can run while the first fetch is in flight. They are taken off
+    # before the keys to fetch are known, so that what only they see is not copied into the buffer.
+    items, in_place = _split_own_key_rows(plan, rank, items) if own and splits else (items, [])
+    if plan.k_layout.run_length % tile == 0:  # else positions and local indices count other tiles
+        items, in_place = ([_from_tile(item, tile) for item in work] for work in (items, in_place))
+    return items, in_place, union(Interval(item.k_start, item.k_stop) for item in items)
+
+
+def _remote_items(plan: Plan, rank: int, whole: Interval) -> list[WorkItem]:
+    """Return the items of a rank's queries against all keys of other ranks; columns are positions.
+
+    Kernels that mask causal squares alone can run these if they can run a ring. There a band meets
+    one shard at a time, and what is seen of it may be a square; over several at once it is none.
+    """
+    own_runs = [Interval(*ends_of(run)) for run in plan.k_layout.runs(rank)]
+    items = [item for span in subtract(whole, own_runs) for item in _items(plan, rank, span)]
+    if not all(item.is_full or item.is_causal for item in items):
+        runs = [whole.within(Interval(*ends_of(run))) for run, n in plan.k_runs if n != rank]
+        by_run = [item for run in runs for item in _items(plan, rank, run)]
+        if all(item.is_full or item.is_causal for item in by_run):
+            return by_run
+    return items
+
+
+def _items(plan: Plan, rank: int, span: Interval) -> Iterator[WorkItem]:
+    """Yield the items of a rank's queries against the keys of a span; columns are positions."""
+    geometry = BandGeometry(
+        plan.mask, plan.q_layout, Layout("contiguous", plan.kv_seq_len, 1), plan.q_offset
+    )
+    rectangles = geometry.rectangles_between(rank, *span)
+    # The keys are counted by position, as if one rank held them all, in order.
+    for row in zip(*(x.tolist() for x in (*rectangles.rect, *rectangles[1:])), strict=True):
+        q_start, q_stop, k_start, k_stop, lo, hi, doc_start, doc_stop = row
+        cu_q = cu_k = None
+        if doc_stop > doc_start:
+            cuts = not_none(geometry.boundaries)[doc_start : doc_stop + 1]
+            cu_q = np.searchsorted(plan.q_positions(rank)[q_start:q_stop], cuts)
+            cu_k = np.clip(cuts, k_start, k_stop) - k_start
+        if q_stop > q_start:
+            yield WorkItem(
+                rank, rank, rank, q_start, q_stop, k_start, k_stop,
+                None if lo == -UNBOUNDED else lo, None if hi == UNBOUNDED else hi, cu_q, cu_k,
+            )  # fmt: skip
+
+
+def _from_tile(item: WorkItem, tile: int) -> WorkItem:
+    """Let an item begin with the tile of its first key, if its window hides the keys before that.
+
+    A window does so if it shows the first row no key before the item's first: then it shows none to
+    any row. Documents, and windows that begin before the first key, hide nothing in front of it.
+    """
+    before = item.k_start % tile
+    if before == 0 or item.hi != 0 or item.cu_q is not None:
+        return item
+    lo = None if item.lo is None else item.lo - before
+    return replace(item, k_start=item.k_start - before, lo=lo, hi=-before)
+
+
+def _split_own_key_rows(
     plan: Plan, rank: int, items: Sequence[WorkItem]
 ) -> tuple[list[WorkItem], list[WorkItem]]:
     """Split off the rows of items that see only keys of the rank's own shard.
