@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from ring_torch.kernels.triton import TritonKernel, launch as _launch
 
 _NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
-    torch.uint8: "u8", torch.int8: "i8",
+    torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 _HERE = Path(__file__).resolve()
 _HEADS = 4
@@ -79,8 +80,42 @@ def sink_grads() -> dict[str, Any]:
     return {"kernel": kernel, "arguments": dict(zip(kernel.arg_names, arguments, strict=True))}
 
 
+def exchanges() -> Iterator[dict[str, Any]]:
+    """The kernels that exchange K/V and dK/dV of four ranks through each other's memory."""
+    from ring_torch.launches.direct import DirectKernel
+    from ring_torch.transports import exchange_kernel as exchange
+
+    kept: list[dict[str, Any]] = []
+
+    def keep(direct: Any, _grid: Any, *arguments: Any, **options: Any) -> None:
+        kernel = direct.kernel
+        constants = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        names = kernel.arg_names[: len(arguments)]
+        arguments_by_name = dict(zip(names, arguments, strict=True)) | constants
+        kept.append({"kernel": kernel, "arguments": arguments_by_name, **options})
+
+    headers = torch.zeros(4, dtype=torch.int64)
+    setup = exchange.ExchangeSetup(headers, headers.data_ptr(), 3, 66, 96, 10**12)
+    k, own = torch.zeros(1, 64, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 64, 2048)
+    table, sums = torch.zeros(32, 4, dtype=torch.int64), torch.zeros(1 << 16)
+    arguments = setup, 1 << 40, k, k, own.bfloat16(), table, own.bfloat16(), table
+    with (
+        patch.object(DirectKernel, "launch", keep),
+        patch.object(DirectKernel, "__getitem__", lambda direct, grid: partial(keep, direct, grid)),
+    ):
+        exchange.exchange_keys(*arguments)
+        exchange.exchange_keys(*arguments, exchange.Blocks(64, 128, 512))
+        exchange.finish_reading(setup)
+        exchange.wait_reusable(setup, sums, zero=True)
+        exchange.reduce_from_peers(setup, 1 << 40, table, sums)
+    yield from kept
+
+
 #: Kernels that have no call of their own.
-PASSES = {"block_lists": block_lists, "row_dots": row_dots, "sink_grads": sink_grads}
+PASSES: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+    "block_lists": lambda: [block_lists()], "row_dots": lambda: [row_dots()],
+    "sink_grads": lambda: [sink_grads()], "exchanges": exchanges,
+}  # fmt: skip
 
 
 def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
@@ -93,7 +128,7 @@ def compiled(names: list[str], arch: int) -> list[dict[str, Any]]:
 def launches(name: str, arch: int) -> Iterator[dict[str, Any]]:
     """The launches of a call, forward and backward: what their kernels would be given."""
     if name in PASSES:
-        yield PASSES[name]()
+        yield from PASSES[name]()
         return
     kept: list[dict[str, Any]] = []
 
@@ -127,10 +162,10 @@ def described(
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{_NAMES[value.dtype]}"
         elif isinstance(value, int) and value != 1 and not kernel.params[n].is_constexpr:
-            signature[name] = "i32"
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
         else:
             signature[name], constants[name] = "constexpr", value
-        if signature[name] != "constexpr" and (signature[name] != "i32" or value % 16 == 0):
+        if signature[name][0] == "*" or (signature[name][0] == "i" and value % 16 == 0):
             aligned[n,] = [["tt.divisibility", 16]]
     return signature, constants, aligned
 

@@ -36,6 +36,13 @@ def test_bias() -> None:
     assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
 
 
+def test_exchanges() -> None:
+    kernels = compiled(["exchanges"], 90)
+    keys, sums = ["_exchange_keys"] * 2, ["_wait_reusable", "_add_peers"]
+    assert [x["kernel"] for x in kernels] == [*keys, "_finish_reading", *sums]
+    assert all(x["shared"] <= SHARED[90] for x in kernels), kernels
+
+
 def test_passes() -> None:
     kernels = compiled(["block_lists", "row_dots", "sink_grads"], 90)
     assert [x["kernel"] for x in kernels] == ["_list_blocks", "_row_dots", "_sum_sinks"]
