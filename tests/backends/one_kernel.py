@@ -9,16 +9,16 @@ import pytest
 from triton.runtime import interpreter
 
 from backends.peer_memory import OnFiles
-from ring_torch.transports import exchange_kernel, exchange_state
+from ring_torch.transports import exchange_kernel, one_kernel
 
 
 def interpret_one_kernel(patched: pytest.MonkeyPatch, folder: Path) -> None:
     """Have the kernels that read peers' memory interpreted, a program a rank, over files."""
     OnFiles.folder = folder
-    patched.setattr(exchange_state, "SymmetricMemory", OnFiles)
-    patched.setattr(exchange_state, "_programs", lambda _: 1)
-    patched.setattr(exchange_state, "_head_programs", lambda _: 1)
-    patched.setattr(exchange_state.ExchangeState, "_wait_last", lambda _: None)
+    patched.setattr(one_kernel, "SymmetricMemory", OnFiles)
+    patched.setattr(one_kernel, "_programs", lambda _: 1)
+    patched.setattr(one_kernel, "_head_programs", lambda _: 1)
+    patched.setattr(one_kernel.ExchangeState, "_wait_last", lambda _: None)
     patched.setattr(exchange_kernel, "_now", _now)
     checking = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     patched.setattr(interpreter.interpreter_builder, "options", checking)

@@ -17,7 +17,7 @@ from ring_core import StrategyConfig
 from ring_core.base.config import OUTER_NAMES
 from ring_torch import ContextParallel
 from ring_torch.local import LocalRanks
-from ring_torch.transports import peer_copies
+from ring_torch.transports import copy_engine
 
 LENGTH, HEADS, DIM = 2048, (8, 2, 2), 64
 #: Strategies and transports that are captured; ranks of a grid are two by two.
@@ -81,7 +81,7 @@ def _captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
 def in_one_graph(_: int, move: Any) -> list[float]:
     """Both passes captured together and replayed with new numbers, calls as usual in between."""
     attend, held = partial(_attend, move=move), _shards(0)
-    with patch.object(peer_copies, "LEAST_IN_PARTS", 0):  # heads arrive in two parts
+    with patch.object(copy_engine, "LEAST_IN_PARTS", 0):  # heads arrive in two parts
         graph, results = _captured(partial(_both, attend, held))
     replayed = []
     for seed in range(10, 16):

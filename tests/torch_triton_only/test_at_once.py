@@ -32,8 +32,9 @@ from ring_torch.local import LocalRankError, LocalRanks
 from ring_torch.prepare import _prepare
 from ring_torch.strategies.gather import GATHER
 from ring_torch.transports import (
+    copy_engine,
     exchange_kernel as kernels,
-    exchange_state,
+    exchange_tables,
     one_kernel,
     peer_copies,
 )
@@ -91,13 +92,16 @@ def on_a_rank(
         transport = replace(SYMM_MEM if checked else P2P, open=opened)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
         _prepare.cache_clear()
-        patched.setattr(kernels, "CHUNK", 64)  # several pieces, of tensors as small as these
+        patched.setattr(
+            exchange_tables, "CHUNK", 64
+        )  # several pieces, of tensors as small as these
+        patched.setattr(exchange_tables, "NUMBERS", 32)
         patched.setattr(kernels, "NUMBERS", 32)
         if by_parts:  # as in a CUDA graph; copies are made at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
             patched.setattr(one_kernel, "is_capturing", lambda: True)
-            patched.setattr(peer_copies, "_cuda", lambda: None)
-            patched.setattr(exchange_state.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
+            patched.setattr(copy_engine, "_cuda", lambda: None)
+            patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
             patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
         for name in ("exchange_keys", "finish_reading", "wait_reusable", "reduce_from_peers"):

@@ -8,28 +8,26 @@ which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from ring_core import GatherProgram
+from ring_core.base.arguments import not_none
 from ring_core.programs.gather import Fetch
-from ring_torch.buffers import (
-    HeadBuffer,
-    HeadCarrier,
-    KeyGradBuffer,
-    KVPayload,
-    Orders,
-    are_rows,
-    flat,
-)
+from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
 from ring_torch.capture import is_capturing
 from ring_torch.comm.ranks import Ranks
+from ring_torch.comm.store import timeout_of
 from ring_torch.launches.cache import tensors_key
+from ring_torch.launches.direct import has_launch_hooks
 from ring_torch.records import Inputs
-from ring_torch.transports import exchange_kernel, head_kernel
+from ring_torch.transports import exchange_kernel, exchange_tables as tables, head_kernel
 from ring_torch.transports.api import (
     IndexMap,
     PendingGrads,
@@ -42,9 +40,150 @@ from ring_torch.transports.api import (
     requests_to,
     sent_spans,
 )
-from ring_torch.transports.exchange_kernel import Blocks, KeyExchange
-from ring_torch.transports.exchange_state import ExchangeState, exchange_state_of
-from ring_torch.transports.peer_copies import comes_in_parts, copy
+from ring_torch.transports.copy_engine import comes_in_parts, copy
+from ring_torch.transports.exchange_kernel import KeyExchange
+from ring_torch.transports.symm_buffer import SymmetricMemory
+
+_HEADER_BYTES = 1024  # enough for MOST_RANKS
+_FIRST = 2  # index of the next exchange's number in a header
+_MOST_TABLES = 1024
+
+# The state of each group. Process groups take no attributes of ours, so it is kept here.
+_state_of: WeakKeyDictionary[dist.ProcessGroup, ExchangeState] = WeakKeyDictionary()
+
+
+@dataclass
+class ExchangeState:
+    """Symmetric memory of a group for exchanges by one kernel, and the tables that kernels read."""
+
+    memory: SymmetricMemory
+    _setup: exchange_kernel.ExchangeSetup | None = None
+    _stream: torch.cuda.Stream | None = None  # stream of the last pass outside of CUDA graphs
+    _side_streams: list[torch.cuda.Stream] = field(default_factory=list)
+    _tables: dict[object, torch.Tensor] = field(default_factory=dict)
+    _kept: list[object] = field(default_factory=list)  # tensors that captured CUDA graphs read
+    #: Launches of earlier passes, for passes that are alike. They hold addresses of the memory and
+    #: of tables, and live as long as these.
+    _prepared: dict[object, Any] = field(default_factory=dict)
+
+    def reserve(self, size: int) -> exchange_kernel.ExchangeSetup:
+        """Ensure ``size`` bytes of data, let this pass follow the last one, and return its setup.
+
+        All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
+        """
+        if self.memory.reserve(size) or self._setup is None:
+            self._forget()
+            self._setup = self._new_setup()
+        if is_capturing():
+            self._kept.append(self._setup)
+        self._wait_last()
+        return self._setup
+
+    def _wait_last(self) -> None:
+        """Let the current stream wait for the last pass, if that ran on another stream.
+
+        Exchanges are numbered, so two of a group must never run at the same time.
+        """
+        last_stream, device = self._stream, torch.cuda.current_device()
+        handle = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - streams take longer
+        if (last_stream is not None and last_stream.cuda_stream == handle) or is_capturing():
+            return
+        self._stream = torch.cuda.current_stream()
+        if last_stream is not None:
+            self._stream.wait_stream(last_stream)
+
+    def side_streams(self, number: int) -> Sequence[torch.cuda.Stream]:
+        """Return streams beside the caller's, for a CUDA graph that is being captured."""
+        while len(self._side_streams) < number:
+            self._side_streams.append(torch.cuda.Stream())
+        return self._side_streams[:number]
+
+    def _new_setup(self) -> exchange_kernel.ExchangeSetup:
+        """Make the setup of this rank in new memory, whose first exchange has number 1."""
+        headers, ranks = self.memory.headers(), self.memory.ranks
+        assert ranks.size <= exchange_kernel.MOST_RANKS
+        device = headers[ranks.rank].device
+        headers[ranks.rank][_FIRST] = 1
+        addresses = [x.data_ptr() for x in headers]
+        patience = timeout_of(not_none(ranks.group), device) // timedelta(microseconds=1)
+        header_addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
+        return exchange_kernel.ExchangeSetup(
+            header_addresses,
+            addresses[ranks.rank],
+            ranks.rank,
+            _programs(device),
+            _head_programs(device),
+            1000 * patience,
+        )
+
+    def _forget(self) -> None:
+        """Drop all tables, and the launches that hold their addresses."""
+        self._tables.clear()
+        self._prepared.clear()
+
+    def prepared(self, key: object) -> Any:
+        """Return the launch that was kept for a key; ``None`` if there is none to be repeated.
+
+        A pass that is captured or whose bytes are counted is launched anew: it has more to do.
+        """
+        launch = self._prepared.get(key)
+        if launch is None or is_counted() or is_capturing() or has_launch_hooks():
+            return None
+        return launch
+
+    def keep(self, key: object, launch: object) -> None:
+        """Keep a launch for later passes with the same key, unless it is ``None``."""
+        if launch is None:
+            return
+        if len(self._prepared) > _MOST_TABLES:
+            self._prepared.clear()
+        self._prepared[key] = launch
+
+    def keep_in_graph(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Keep tensors alive that a CUDA graph reads, if one is being captured."""
+        if is_capturing():
+            self._kept += [x for x in tensors if x is not None]
+
+    def table(
+        self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
+    ) -> torch.Tensor:
+        """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
+        if len(self._tables) > _MOST_TABLES:
+            self._forget()
+        if key not in self._tables:
+            values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
+            self._tables[key] = values.to(not_none(self._setup).headers.device)
+        if is_capturing():
+            self._kept.append(self._tables[key])
+        return self._tables[key]
+
+
+def _programs(device: torch.device) -> int:
+    """Return how many thread blocks the exchange kernels launch: half of the GPU's multiprocessors.
+
+    They wait for other ranks, so all of them must run at once. If they held all multiprocessors, a
+    kernel of NCCL on another stream might wait for one here, while its peer holds those that the
+    blocks there need: a deadlock.
+    """
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) // 2
+
+
+def _head_programs(device: torch.device) -> int:
+    """Return how many thread blocks trade tokens for heads: all multiprocessors but 36.
+
+    Those are left for NCCL, as :func:`_programs` says, which takes up to 32. With fewer blocks the
+    kernel is slower than NCCL: it writes and reads all of q, k and v, not K/V alone.
+    """
+    processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return max(_programs(device), processors - 36)
+
+
+def exchange_state_of(ranks: Ranks) -> ExchangeState:
+    """Return the exchange state of a group, with memory of its own, made the first time."""
+    group = not_none(ranks.group)
+    if group not in _state_of:
+        _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
+    return _state_of[group]
 
 
 @dataclass(frozen=True)
@@ -76,7 +215,7 @@ class OneKernel:
         spec, keys, (k, v) = self.spec, self.spec.keys, inputs[1:3]
         shape = keys.batch, gather.length, keys.width
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
-        from_peers = self._from_peers(gather)
+        from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
         aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
         key = (gather, keys, k.stride(), v.stride()) if aligned else None
         # Attention is queued behind the kernel on the same stream, so it has nothing to wait for.
@@ -88,7 +227,10 @@ class OneKernel:
         else:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
-            columns = self.state.table((gather, keys, "own"), 1, lambda: self._own_columns(gather))
+            own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
+            columns = self.state.table(
+                (gather, keys, "own"), 1, lambda: tables.own_columns(own_fetches, keys.length)
+            )
             run = partial(
                 exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, columns,
                 target,
@@ -113,27 +255,26 @@ class OneKernel:
         kernels of the second half fill the multiprocessors that those of the first leave. Returns
         the exchange, if later calls can repeat it, and what is in flight.
         """
-        halves, blocks = _columns_of_halves(self.spec.keys), _block_of(self.spec.keys)
+        keys = self.spec.keys
+        halves, shape = tables.columns_of_halves(keys), tables.shape_of_blocks(keys)
         # Outside of graphs both tables are made and all kernels loaded: inside neither is possible.
         of_half, of_all = (
-            self.state.table(
-                (gather, self.spec.keys, n), 4, partial(self._blocks, gather, blocks, halves[:n])
-            )
+            self.state.table((gather, keys, n), 4, partial(self._blocks, gather, halves[:n]))
             for n in (1, 2)
         )
         if not is_capturing():
-            exchange = run(of_all, blocks)
+            exchange = run(of_all, shape)
             exchange_kernel.finish_reading(self.setup)
             return exchange, PendingKV([target], lambda _fetches: None)
-        run(of_half, blocks)
+        run(of_half, shape)
         # Peers have signalled: copies may read. Nobody overwrites what they read before this rank
         # says that it has finished, which is queued behind them.
         main, num_items = torch.cuda.current_stream(), len(gather.items)
         side, *streams = self.state.side_streams(2 * num_items - 1)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            for fetch in self._from_peers(gather):
-                for n, source in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
+            for fetch, sources in self._sources(gather):
+                for n, source in enumerate(sources):
                     for columns in halves[1]:
                         copy(target[n, fetch.target, columns], source[:, columns])
             exchange_kernel.finish_reading(self.setup)
@@ -212,101 +353,31 @@ class OneKernel:
             for _, fetch in requests_to(self.spec.plan, self.spec.ranks.rank, like=gather):
                 note_reads(sums.strided_views(total, length, index_map(fetch.source)))
 
-    def _own_columns(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
-        """Return the column of the gathered buffer to which each own token goes, or -1 for none."""
-        columns = [-1] * self.spec.keys.length
-        for fetch in gather.fetches:
-            if fetch.rank == self.setup.rank:
-                columns[fetch.source] = range(fetch.target.start, fetch.target.stop)
-        return [(column,) for column in columns]
+    def _pieces(self, gather: GatherProgram) -> tables.Rows:
+        return tables.pieces(self.spec.keys, gather.length, self._sources(gather))
 
-    def _pieces(self, gather: GatherProgram) -> Sequence[Sequence[int]]:
-        """Return the rows of the table by which :func:`exchange_keys` fetches peers' K/V."""
-        token = self.spec.keys.width * self.spec.keys.dtype.itemsize
-        rows: dict[int, list[Sequence[int]]] = {}
-        # A row of a peer's batch is contiguous there and here. It is cut into chunks, which the
-        # programs of the kernel take in turns.
-        for fetch in self._from_peers(gather):
-            for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
-                size, offset = (
-                    keys_of_rank.shape[0] * token,
-                    (n * gather.length + fetch.target.start) * token,
-                )
-                rows.setdefault(fetch.rank, []).extend(
-                    (
-                        keys_of_rank.data_ptr() + start,
-                        offset + start,
-                        min(exchange_kernel.CHUNK, size - start),
-                    )
-                    for start in range(0, size, exchange_kernel.CHUNK)
-                )
-        return exchange_kernel.interleaved(list(rows.values()))
-
-    def _blocks(
-        self, gather: GatherProgram, shape: Blocks, halves: Sequence[Sequence[slice]]
-    ) -> Sequence[Sequence[int]]:  # fmt: skip
-        """Return the rows of the table by which :func:`exchange_keys` fetches columns of K/V."""
-        itemsize = self.spec.keys.dtype.itemsize
-        token = self.spec.keys.width * itemsize
-        rows: dict[int, list[Sequence[int]]] = {}
-        for fetch in self._from_peers(gather):
-            for n, keys_of_rank in enumerate(self._keys_of(fetch.rank)[:, fetch.source]):
-                tokens, offset = len(keys_of_rank), (n * gather.length + fetch.target.start) * token
-                rows.setdefault(fetch.rank, []).extend(
-                    (
-                        keys_of_rank.data_ptr() + start * token + columns.start * itemsize,
-                        offset + start * token + columns.start * itemsize,
-                        min(shape.tokens, tokens - start),
-                        (columns.stop - columns.start) * itemsize,
-                    )
-                    for start in range(0, tokens, shape.tokens)
-                    for half in halves
-                    for columns in half
-                )
-        return exchange_kernel.interleaved(list(rows.values()))
+    def _blocks(self, gather: GatherProgram, halves: Sequence[tables.Columns]) -> tables.Rows:
+        return tables.blocks(self.spec.keys, gather.length, self._sources(gather), halves)
 
     def _sums_of_peers(
         self, gather: GatherProgram, sums: KeyGradBuffer, length: int,
         spans: Iterable[tuple[slice, int]], width: int,
-    ) -> Sequence[Sequence[int]]:  # fmt: skip
-        """Return the rows of the table of :func:`reduce_from_peers`, with ``width`` addresses each.
-
-        Each span of own keys is cut into runs that are contiguous in ``total`` and on all peers.
-        """
-        like = torch.empty(sums.numel(length), dtype=self.spec.acc_dtype, device="meta")
+    ) -> tables.Rows:  # fmt: skip
         requests = requests_to(self.spec.plan, self.spec.ranks.rank, like=gather)
-        rows: list[list[Sequence[int]]] = []
-        # Each number of `total` is in one row of the table: one program adds all peers' sums to it,
-        # in the order of the requests, so sums are repeatable.
-        for span, start in spans:
-            tokens = span.stop - span.start
-            peer_sums = []
-            for peer, fetch in requests:
-                if fetch.source.start <= span.start and span.stop <= fetch.source.stop:
-                    peer_length = program_of(self.spec.plan, peer, like=gather).length
-                    first_column = fetch.target.start + span.start - fetch.source.start
-                    flat = self._grads_of(peer, sums, peer_length)
-                    peer_sums.append(
-                        sums.strided_views(
-                            flat, peer_length, slice(first_column, first_column + tokens)
-                        )
-                    )
-            own_sums = sums.strided_views(like, length, slice(start, start + tokens))
-            absent = [0] * (width - len(peer_sums))
-            rows.append([
-                (
-                    row.storage_offset() + offset, min(exchange_kernel.NUMBERS, row.numel() - offset),
-                    *(x.data_ptr() + offset * x.itemsize for x in peers), *absent,
-                )
-                for total_rows, *parts in zip(own_sums, *peer_sums, strict=True)
-                for row, *peers in zip(total_rows, *parts, strict=True)
-                for offset in range(0, row.numel(), exchange_kernel.NUMBERS)
-            ])  # fmt: skip
-        return exchange_kernel.interleaved(rows)
+        lengths = [program_of(self.spec.plan, peer, like=gather).length for peer, _ in requests]
+        parts = [
+            tables.PeerSums(fetch, self._grads_of(peer, sums, peer_length), peer_length)
+            for (peer, fetch), peer_length in zip(requests, lengths, strict=True)
+        ]
+        return tables.sums_of_peers(sums, self.spec.acc_dtype, length, spans, parts, width)
 
-    def _from_peers(self, gather: GatherProgram) -> list[Fetch]:
-        """Return the fetches of a program that read peers' memory."""
-        return [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
+    def _sources(self, gather: GatherProgram) -> list[tuple[Fetch, torch.Tensor]]:
+        """Return the fetches of peers' K/V, each with the K/V in the peer's memory."""
+        return [
+            (fetch, self._keys_of(fetch.rank)[:, fetch.source])
+            for fetch in gather.fetches
+            if fetch.rank != self.setup.rank
+        ]
 
     def _keys_of(self, rank: int) -> torch.Tensor:
         """Return where a rank's own K/V lie for its peers."""
@@ -316,22 +387,6 @@ class OneKernel:
         """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
-
-
-def _columns_of_halves(keys: KVPayload) -> list[tuple[slice, slice]]:
-    """Return the columns of K and of V, in K/V side by side, of each half of the heads."""
-    k, v = keys.heads // 2 * keys.dim, keys.heads // 2 * keys.v_dim
-    return [
-        (slice(n * k, (n + 1) * k), slice(2 * k + n * v, 2 * k + (n + 1) * v)) for n in range(2)
-    ]
-
-
-def _block_of(keys: KVPayload) -> Blocks:
-    """Return the shape of the blocks in which half of the heads of some tokens is fetched."""
-    words = keys.heads // 2 * max(keys.dim, keys.v_dim) * keys.dtype.itemsize // 8
-    columns = 1 << (words - 1).bit_length()
-    tokens = max(1, exchange_kernel.CHUNK // (8 * columns))
-    return Blocks(tokens, columns, keys.width * keys.dtype.itemsize // 8)
 
 
 @dataclass(frozen=True)
