@@ -205,7 +205,7 @@ def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> Non
 def _later_models(rank: int, folder: str) -> None:
     be_started(rank, 2)
     ring = ContextParallel()
-    trainer = Trainer(build("Llama").float(), arguments(folder), collate, documents())
+    trainer: Any = Trainer(build("Llama").float(), arguments(folder), collate, documents())
     handle = hf.parallelize(trainer, ring)
     trainer.ref_model = build("Llama").float()
     batch = collate(documents()[:2])
