@@ -259,7 +259,7 @@ def test_other_lengths_are_other_graphs(pool: LocalRanks) -> None:
     pool.run(_other_lengths_are_other_graphs)
 
 
-def _without_numbers(_: int) -> None:
+def _without_numbers(rank: int) -> None:
     cp, x = ContextParallel(), torch.randn(1, 8, 2, 8)
     with FakeTensorMode() as mode:
         q = mode.from_tensor(x).requires_grad_()
@@ -271,8 +271,27 @@ def _without_numbers(_: int) -> None:
         assert cp.unshard(out.detach()).shape == (1, 16, 2, 8)
         with pytest.raises(UnsupportedError, match="FakeTensorMode"):
             cp.reduce_gradients(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="outside of its FakeTensorMode"):
-        cp.attention(*[q.detach()] * 3)
+    q = q.detach()
+    for args in ((q, q, q), (x, x, q)):
+        with pytest.raises(ValueError, match="outside of its FakeTensorMode"):
+            cp.attention(*args)
+    # Only one rank calls these: nothing is sent for tensors without numbers.
+    if rank == 0:
+        assert cp.unshard(q).shape == (1, 16, 2, 8)
+        assert cp.shift(q, 1).shape == cp.relayout(q, to="striped").shape == q.shape
+        rows = cp.halo(q, 1, 0)
+        assert rows.positions.shape == (2, 5) and cp.join(rows.rows[:, 1:]).shape == q.shape
+        for call in (cp.unshard, lambda x: cp.attention(x, x, x)):
+            with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+                torch.jit.trace(call, (x,))
+    # An object that is made inside of a compiled function breaks the graph, or is refused in words.
+
+    def made_inside(x: Tensor) -> Tensor:
+        return ContextParallel().shift(x, 1)
+
+    with pytest.raises(Exception, match="make it once, outside"):
+        torch.compile(made_inside, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(torch.compile(made_inside, backend="eager")(x), cp.shift(x, 1))
     graph = make_fx(lambda x: cp.attention(x, x, x, causal=True))(x)
     torch.testing.assert_close(graph(x), cp.attention(x, x, x, causal=True), rtol=0, atol=0)
 

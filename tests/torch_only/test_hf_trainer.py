@@ -181,8 +181,10 @@ def _mistakes(rank: int, folder: str) -> None:
     handle = hf.parallelize(trainer, ring)
     handle.remove()
     assert trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
+    # The model's own handle undoes the Trainer's changes first, which need the model split.
+    handle = hf.parallelize(trainer, ring)
     earlier.remove()
-    assert not trainer.model._forward_pre_hooks
+    assert not trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
     attributes = {*vars(trainer)}, {*vars(trainer.accelerator)}
     for _time in range(2):
         handle = hf.parallelize(trainer, ring)
@@ -198,6 +200,44 @@ def _mistakes(rank: int, folder: str) -> None:
 
 def test_mistakes_are_named(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     pools[2].run(_mistakes, str(tmp_path))
+
+
+def _later_models(rank: int, folder: str) -> None:
+    be_started(rank, 2)
+    ring = ContextParallel()
+    trainer: Any = Trainer(build("Llama").float(), arguments(folder), collate, documents())
+    handle = hf.parallelize(trainer, ring)
+    trainer.ref_model = build("Llama").float()
+    batch = collate(documents()[:2])
+    for call in (
+        trainer.train,
+        lambda: handle.verify(batch),
+        lambda: hf.verify(trainer, ring, batch),
+    ):
+        with pytest.raises(ValueError, match="ref_model was set after"):
+            call()
+    assert hf.parallelize(trainer, ring) is handle and trainer.ref_model._forward_pre_hooks
+    trainer.model, model = build("Llama").float(), trainer.model
+    with pytest.raises(ValueError, match=r"not the one that hf\.parallelize has split"):
+        trainer.train()
+    trainer.model = model
+    handle.remove()
+    assert not trainer.ref_model._forward_pre_hooks
+    # A rank that makes another call is named, and leaves nothing changed.
+    del trainer.ref_model
+    if rank == 0:
+        with pytest.raises(RankMismatchError, match="different calls"):
+            hf.parallelize(trainer, ring)
+        assert not trainer.model._forward_pre_hooks and "get_tp_size" not in vars(trainer)
+    else:
+        with pytest.raises(RankMismatchError, match="different calls"):
+            ring.shift(torch.zeros(1, 4), 1)
+
+
+def test_models_that_are_set_later_are_never_computed_whole(
+    pools: dict[int, LocalRanks], tmp_path: Path
+) -> None:
+    pools[2].run(_later_models, str(tmp_path))
 
 
 @pytest.mark.nightly(unless=["sft"])

@@ -178,9 +178,10 @@ def _attend(
             "ring attention has no forward-mode gradient. Instead: use torch.autograd (backward()), "
             "outside of torch.autograd.forward_ad.dual_level"
         )
-    if isinstance(q, FakeTensor):
+    segments = options.segment_ids if isinstance(options.segment_ids, tuple) else ()
+    if FakeTensor in map(type, (q, k, v, *options, *segments)):
         raise ValueError(
-            "q is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
+            "an argument is a FakeTensor outside of its FakeTensorMode; call this inside the mode, where "
             "attention computes shapes"
         )
     ranks = ranks_of(group)

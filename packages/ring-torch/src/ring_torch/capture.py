@@ -11,20 +11,29 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
 
 import torch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C import _get_dispatch_mode, _is_tracing, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import FakeTensor
 
 #: Returns the mode in which tensors have shapes and no numbers (``FakeTensorMode``), or ``None``.
 fake_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.FAKE)
 #: Returns the mode in which ``make_fx`` traces, or ``None``.
 proxy_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.PROXY)
+#: Returns True while ``torch.jit.trace`` records operations.
+is_jit_tracing = _is_tracing
 
 
-def is_traced() -> bool:
-    """Return True if calls are to be one operation, into which nobody looks.
+def is_traced(x: object) -> bool:
+    """Return True if a call with argument ``x`` is to be one operation, into which nobody looks.
 
-    That is while ``torch.compile`` or ``make_fx`` traces, and for tensors that have no numbers.
+    That is while ``torch.compile`` or ``make_fx`` traces, and for tensors that have no numbers,
+    inside of their mode or outside.
     """
-    return torch.compiler.is_compiling() or fake_mode() is not None or proxy_mode() is not None
+    return (
+        torch.compiler.is_compiling()
+        or fake_mode() is not None
+        or proxy_mode() is not None
+        or isinstance(x, FakeTensor)
+    )
 
 
 def is_capturing() -> bool:

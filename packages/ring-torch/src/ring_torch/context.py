@@ -42,11 +42,14 @@ class ContextParallel:
         layout: The layout says which rank holds which tokens: ``zigzag`` (default), ``striped``,
             ``contiguous`` or a result of :func:`ring_core.balanced_layout`.
 
+    Make it outside of functions that ``torch.compile`` compiles: a graph is for one object.
+
     It can be pickled if it uses the default group; unpickled, it uses the default group of the
     process that reads it. A copy shares the group.
 
     Raises:
-        ValueError: The layout is unknown, or has chunks for another number of ranks. Later, from
+        ValueError: The layout is unknown, or has chunks for another number of ranks; or it is made
+            inside of a function that ``torch.compile`` compiles. Later, from
             every method: the group was destroyed, or the default group is another than at the first
             use.
         UnsupportedError: An object that was given a group is pickled.
@@ -60,6 +63,11 @@ class ContextParallel:
     """
 
     def __init__(self, group: Group = None, layout: LayoutSpec = "zigzag") -> None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "a ContextParallel cannot be made inside of a function that torch.compile compiles: "
+                "make it once, outside of the function, and use it there"
+            )
         self._sharding = Sharding(group, layout)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,7 +187,7 @@ class ContextParallel:
             hidden = cp.unshard(x, grad="sum")  # [B, T, dim]
             x = cp.shard(hidden.roll(-1, dims=1))  # a layer that looks at neighbours
         """
-        if is_traced():
+        if is_traced(x):
             self._sharding.check_group()
             return unshard_in_graph(self.group, self.layout, x, dim, grad, seq_len)
         return self._sharding.unshard(x, dim=dim, grad=grad, seq_len=seq_len)
@@ -214,7 +222,7 @@ class ContextParallel:
 
             labels = cp.shift(tokens, -1, fill=-100)  # for each token the token after it
         """
-        if is_traced():
+        if is_traced(x):
             self._sharding.check_group()
             return shift_in_graph(
                 self.group, self.layout, x, n, dim=dim, fill=fill, cu_seqlens=cu_seqlens,
@@ -266,7 +274,7 @@ class ContextParallel:
             y = torch.nn.functional.conv1d(rows.mT, weight, groups=C).mT  # [B * R, L, C]
             y = cp.join(y)  # [B, T_local, C]
         """
-        if is_traced():
+        if is_traced(x):
             self._sharding.check_group()
             return halo_in_graph(
                 self.group, self.layout, x, left, right, dim=dim, cu_seqlens=cu_seqlens,
@@ -294,7 +302,7 @@ class ContextParallel:
 
             y = cp.join(layer(cp.halo(x, 3, 0).rows))
         """
-        if is_traced():
+        if is_traced(y):
             self._sharding.check_group()
             return methods.join(y, dim, self.layout, size_of(self.group))
         return methods.join(y, dim, self.layout, self.cp_size)
@@ -340,7 +348,7 @@ class ContextParallel:
             x = cp.relayout(x, to=half)  # no tokens on ranks 2 and 3
             x = half.relayout(x, to=cp, seq_len=4096)
         """
-        if is_traced():
+        if is_traced(x):
             other = to if isinstance(to, ContextParallel) else self
             self._sharding.check_group()
             other._sharding.check_group()  # noqa: SLF001 - a field of this class

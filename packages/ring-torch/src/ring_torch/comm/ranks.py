@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_core import UnsupportedError
 from ring_core.base.arguments import not_none
 from ring_torch.buffers import BufferSpec
-from ring_torch.capture import fake_mode, proxy_mode
+from ring_torch.capture import fake_mode, is_jit_tracing, proxy_mode
 from ring_torch.comm.state import GroupState, watch
 from ring_torch.comm.store import publish_host, read_failure
 
@@ -125,6 +125,11 @@ class Ranks:
             raise UnsupportedError(
                 "this call has no rule for FakeTensorMode and make_fx, of which only attention without a "
                 "predicate, unshard, shift, halo and relayout have one. Instead: make it outside of them"
+            )
+        if is_jit_tracing():
+            raise UnsupportedError(
+                "torch.jit.trace has no rule for this call: it would record no messages between ranks. "
+                "Instead: use torch.compile or torch.export"
             )
         if self.group_ref is None:
             return 0

@@ -35,7 +35,8 @@ from ring_torch.hf.models.hooks import (
 )
 from ring_torch.hf.models.releases import lacks, warn_of_untested
 from ring_torch.hf.register import attention_of, is_ring, register, registered_name, strategy_of
-from ring_torch.hf.trainer import TrainerHooks, check_trainer, trainer_class, trainer_hooks_of
+from ring_torch.hf.trainer import TrainerHooks, trainer_hooks_of
+from ring_torch.hf.trainer_settings import check_trainer, trainer_class
 from ring_torch.hf.verification.runs import Target
 from ring_torch.hf.verification.verify import verify_target
 from ring_torch.hf.wiring import wire
@@ -46,8 +47,12 @@ from ring_torch.verification.judgement import VerifyReport
 class Handle:
     """Result of :func:`parallelize`: undoes its changes, and verifies the model."""
 
-    def __init__(self, undo: list[Callable[[], object]], target: Target) -> None:
-        self._undo, self._target = undo, target
+    def __init__(
+        self, undo: list[Callable[[], object]], target: Target,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._undo, self._target, self._check = undo, target, check
+        self._trainers: set[Handle] = set()  # of Trainers of this model, which need it split
 
     def verify(self, batch: Mapping[str, Any]) -> VerifyReport:
         """Run one batch on the ring and on the whole model, forward and backward, and compare them.
@@ -90,13 +95,17 @@ class Handle:
             handle = hf.parallelize(model, cp)
             print(handle.verify({"input_ids": tokens[:, :512], "labels": tokens[:, :512]}))
         """
+        self._check()
         return verify_target(self._target, batch)
 
     def remove(self) -> None:
         """Undo all changes: the model is as it was before. A second call does nothing.
 
-        A model that was parallelized before its Trainer stays so: its own handle undoes that.
+        A model that was parallelized before its Trainer stays so: its own handle undoes that, and
+        what was done to the Trainer, if that is still so.
         """
+        while self._trainers:
+            self._trainers.pop().remove()
         while self._undo:
             self._undo.pop()()
 
@@ -196,7 +205,11 @@ def verify(model: nn.Module | Any, cp: ContextParallel, batch: Mapping[str, Any]
         print(hf.verify(model, cp, {"input_ids": tokens, "labels": tokens}))
     """
     check_context(cp)
-    inner: Any = model.model if trainer_class(model) is not None else model
+    inner = model
+    if trainer_class(model) is not None:
+        inner = model.model
+        if (existing := trainer_hooks_of(model)) is not None:
+            existing.check_models()
     if (hooks := hooks_of(inner)) is not None:
         return _handle_of(hooks, cp, hooks.logits, hooks.reduction, hooks.strategy).verify(batch)
     # Any model may have "mean", also one in FSDP, and verify divides the gradients by the factor.
@@ -227,17 +240,22 @@ def _trainer(
     # TRL's frozen reference model, if there is one, sees the same split sequences.
     models = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     with ExitStack() as undo:
+        handles = []
         for model in models:
             is_new = hooks_of(model) is None
-            handle = _model(model, cp, logits, "mean", strategy)
+            handles.append(_model(model, cp, logits, "mean", strategy))
             if is_new:
-                undo.callback(handle.remove)
-        model_hooks, existing = not_none(hooks_of(trainer.model)), trainer_hooks_of(trainer)
-        hooks = existing or TrainerHooks(trainer, model_hooks)
-        remove_models = undo.pop_all().close  # no error came: from here on the handle undoes it
-    if existing is None:
-        hooks.owner = Handle([remove_models, *hooks.install()], model_hooks.owner._target)  # noqa: SLF001 - a class of this module
-    return cast("Handle", hooks.owner)
+                undo.callback(handles[-1].remove)
+        if (hooks := trainer_hooks_of(trainer)) is None:
+            hooks = TrainerHooks(trainer, not_none(hooks_of(trainer.model)))
+            hooks.owner = Handle([*hooks.install()], handles[0]._target, hooks.check_models)  # noqa: SLF001 - a class of this module
+        hooks.check_models()
+        owner: Handle = hooks.owner
+        # No error came: from here on the handle undoes it, the models last.
+        owner._undo.insert(0, undo.pop_all().close)  # noqa: SLF001 - a class of this module
+    for handle in handles:
+        handle._trainers.add(owner)  # noqa: SLF001 - a class of this module
+    return owner
 
 
 def _model(

@@ -5,7 +5,6 @@ They are set on the instance of a Trainer that is built already, not on its clas
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,82 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_core import UnsupportedError
-from ring_torch.hf.models.hooks import ModelHooks, replace_attribute
+from ring_torch.comm.groups import default_device
+from ring_torch.hf.models.hooks import ModelHooks, hooks_of, replace_attribute
 from ring_torch.hf.models.releases import installed_release, lacks
+from ring_torch.hf.trainer_settings import ACCELERATOR_METHODS, TRAINER_METHODS, trainer_class
+from ring_torch.sharding import Sharding
 from ring_torch.training.part import loss_part
-
-#: Names of the methods replaced on the Accelerator, and on the Trainer.
-_ACCELERATOR_METHODS = ("prepare_data_loader", "prepare_model", "gather_for_metrics")
-_METHODS = (
-    "evaluation_loop", "prediction_step", "get_total_train_batch_size", "floating_point_ops",
-    "_track_num_input_tokens",
-)  # fmt: skip
-
-
-def trainer_class(x: object) -> Any:
-    """Return the class ``transformers.Trainer`` if the object is an instance of it, else ``None``.
-
-    It is found by name, as importing it takes long.
-    """
-    name = ("transformers.trainer", "Trainer")
-    return next((cls for cls in type(x).__mro__ if (cls.__module__, cls.__name__) == name), None)
-
-
-def check_trainer(trainer: Any, logits: str) -> None:
-    """Refuse a Trainer whose settings split batches or reduce gradients in another way.
-
-    Raises:
-        ValueError: Its loss function reads logits of the whole sequence, and ``logits`` is
-            ``"local"``.
-        UnsupportedError: A setting conflicts, which the message names; or the installed release has
-            no method of a name that is replaced.
-    """
-    args, accelerator = trainer.args, trainer.accelerator
-    config = getattr(accelerator, "parallelism_config", None)
-    parallel_dims = [
-        name for name in ("tp_enabled", "cp_enabled", "sp_enabled") if getattr(config, name, False)
-    ]
-    settings = {
-        "deepspeed": trainer.is_deepspeed_enabled,
-        "several GPUs in one process (DataParallel)": args.n_gpu > 1,
-        f"parallelism_config ({', '.join(parallel_dims)})": parallel_dims,
-        "train_sampling_strategy='batch_rebalance'": (
-            getattr(args, "train_sampling_strategy", "") == "batch_rebalance"
-        ),
-        "dispatch_batches=True": accelerator.dispatch_batches is True,
-    }
-    if conflicts := [name for name, is_set in settings.items() if is_set]:
-        raise UnsupportedError(
-            f"the Trainer is set to {' and '.join(conflicts)}, which splits batches or reduces gradients "
-            f"in a way of its own; leave it out"
-        )
-    replaced = [
-        *((accelerator, name) for name in _ACCELERATOR_METHODS),
-        *((trainer, name) for name in (*_METHODS, "gather_function", "label_smoother")),
-    ]
-    for owner, method in replaced:
-        if not hasattr(owner, method):
-            raise UnsupportedError(lacks(type(owner).__name__, method))
-    name = "compute_loss_func" if trainer.compute_loss_func is not None else _custom_loss(trainer)
-    if name and logits == "local":
-        raise ValueError(
-            f"the Trainer's {name} reads logits of the whole sequence: give logits='gather' to "
-            f"hf.parallelize"
-        )
-
-
-def _custom_loss(trainer: Any) -> str | None:
-    """Return the name of a user's ``compute_loss`` that reads logits; ``None`` if there is none.
-
-    Found from the names and string constants in its code.
-    """
-    method = trainer.compute_loss
-    function = inspect.unwrap(getattr(method, "__func__", method))
-    if function.__module__.partition(".")[0] in ("transformers", "trl"):
-        return None  # TRL's losses are of the whole batch; its metrics read this rank's logits
-    code = function.__code__
-    is_reading = "logits" in {*code.co_names, *map(str, code.co_consts)}
-    return f"compute_loss ({function.__qualname__})" if is_reading else None
 
 
 class TrainerHooks:
@@ -146,9 +75,9 @@ class TrainerHooks:
         """
         if self.counts_each:
             yield replace_attribute(self.hooks, "undivided_share", 1 / self.cp_size)
-        for name in _ACCELERATOR_METHODS:
+        for name in ACCELERATOR_METHODS:
             yield replace_attribute(self.accelerator, name, getattr(self, name))
-        for name in (*_METHODS, "get_tp_size"):
+        for name in (*TRAINER_METHODS, "get_tp_size"):
             yield replace_attribute(self.trainer, name, getattr(self, name))
         yield replace_attribute(self.trainer, "gather_function", partial(
             self.gather_for_metrics, use_gather_object=self.trainer.args.eval_use_gather_object
@@ -156,6 +85,25 @@ class TrainerHooks:
         if (smoother := self.trainer.label_smoother) is not None:
             yield replace_attribute(
                 self.trainer, "label_smoother", _LabelSmoother(smoother, self.hooks)
+            )
+
+    def check_models(self) -> None:
+        """Refuse models that were set on the Trainer after it was parallelized, so are not split.
+
+        Raises:
+            ValueError: Its model is another one, or its reference model is not parallelized.
+        """
+        if hooks_of(self.trainer.model) is not self.hooks:
+            raise ValueError(
+                "the Trainer's model is not the one that hf.parallelize has split: give the model when "
+                "the Trainer is made (model_init makes a new one in each train()), and call "
+                "hf.parallelize after that"
+            )
+        reference = getattr(self.trainer, "ref_model", None)
+        if reference is not None and hooks_of(reference) is None:
+            raise ValueError(
+                "the Trainer's ref_model was set after hf.parallelize and is not split: call "
+                "hf.parallelize with this Trainer again"
             )
 
     def prepare_data_loader(
@@ -171,6 +119,7 @@ class TrainerHooks:
         """
         from accelerate.data_loader import prepare_data_loader
 
+        self.check_models()  # TRL may run the reference model on all data before the first step
         accelerator = self.accelerator
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return self._original(accelerator, "prepare_data_loader")(data_loader, device_placement)
@@ -236,6 +185,12 @@ class TrainerHooks:
         metrics.steps_of_one_counted = steps / max(counted, 1)
         return output._replace(metrics=metrics)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the Trainer's training step, if all of its models are split."""
+        self.check_models()
+        loss: Tensor = self._original(self.trainer, "training_step")(*args, **kwargs)
+        return loss
+
     def prediction_step(
         self,
         model: Any,
@@ -244,6 +199,7 @@ class TrainerHooks:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """Run the Trainer's prediction step, with whole logits if predictions are wanted."""
+        self.check_models()
         with self.hooks.with_whole_logits(not prediction_loss_only):
             return self._original(self.trainer, "prediction_step")(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys
@@ -305,23 +261,17 @@ def _first_ranks(hooks: ModelHooks) -> tuple[list[int], int]:
 
     Raises:
         ValueError: The Trainer's ranks are not divided into rings of one size.
+        RankMismatchError: Another rank makes another call.
     """
-    ranks = hooks.sharding.ranks
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    ranks, world = hooks.sharding.ranks, Sharding(None, "contiguous")
     first = 0 if ranks.group is None else min(dist.get_process_group_ranks(ranks.group))
-    firsts, sizes = [first], [ranks.size]
+    ring = torch.tensor([[first, ranks.size]], device=default_device(world.ranks))
     # Every rank tells all others the first rank and the size of its ring.
-    if world > 1:
-        local = torch.tensor(
-            [first, ranks.size], device="cuda" if dist.get_backend() == "nccl" else "cpu"
-        )
-        by_rank = [torch.empty_like(local) for _ in range(world)]
-        dist.all_gather(by_rank, local)
-        firsts, sizes = torch.stack(by_rank, dim=1).tolist()
+    firsts, sizes = world.unshard(ring, dim=0).T.tolist()
     starts = sorted({*firsts})
     if len({*sizes}) > 1 or any(firsts.count(x) != ranks.size for x in starts):
         raise ValueError(
-            f"each of the {world} ranks of the Trainer has to be in one ring, all of one size; the "
+            f"each of the {len(firsts)} ranks of the Trainer has to be in one ring, all of one size; the "
             f"first ranks of their rings are {firsts}, and the sizes {sizes}: give ContextParallel a "
             f"dimension of a mesh over all ranks"
         )
