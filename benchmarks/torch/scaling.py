@@ -96,7 +96,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
             ring_program(plan), replace(sizes, q_len=length, k_len=length), itemsize
         )
 
-    fits_one_kernel, least = peer_copies.fits_one_kernel, copy_engine.LEAST_IN_PARTS
+    fits_one_kernel, least = peer_copies.fits_one_kernel, copy_engine.LEAST_COPY
     prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls
     with (
         patch.object(gather_strategy, "head_groups_of", groups_of),
@@ -105,7 +105,7 @@ def _as_long(setting: Setting) -> Iterator[None]:
             "fits_one_kernel",
             lambda *x: setting.seq_len <= 8 * K and fits_one_kernel(*x),
         ),
-        patch.object(copy_engine, "LEAST_IN_PARTS", least * GATE_LENGTH // setting.seq_len),
+        patch.object(copy_engine, "LEAST_COPY", least * GATE_LENGTH // setting.seq_len),
     ):
         yield
     prepare._prepare.cache_clear()  # noqa: SLF001 - times first calls

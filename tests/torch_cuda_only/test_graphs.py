@@ -81,7 +81,7 @@ def _captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, li
 def in_one_graph(_: int, move: Any) -> list[float]:
     """Both passes captured together and replayed with new numbers, calls as usual in between."""
     attend, held = partial(_attend, move=move), _shards(0)
-    with patch.object(copy_engine, "LEAST_IN_PARTS", 0):  # heads arrive in two parts
+    with patch.object(copy_engine, "LEAST_COPY", 0):  # heads arrive in two parts
         graph, results = _captured(partial(_both, attend, held))
     replayed = []
     for seed in range(10, 16):

@@ -1,13 +1,15 @@
-"""Into how many groups heads are cut: by the work they are, and the keys that travel for it."""
+"""Into how many groups or parts heads are cut: by the work, and the keys that travel for it."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ring_core import Mask, make_plan, ring_program
+from ring_core import Mask, gather_program, make_plan, ring_program
 from ring_core.checks import Sizes
-from ring_torch.buffers import ONE_GROUP, HeadGroups
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KVPayload
 from ring_torch.strategies.gather import head_groups_of
+from ring_torch.transports import copy_engine
 
 K = 1024
 
@@ -41,3 +43,25 @@ def groups(tokens: int, q_heads: int, kv_heads: int) -> HeadGroups:
     program = ring_program(make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag"))
     local = tokens // 4
     return head_groups_of(program, Sizes(1, local, local, q_heads, kv_heads, 128, 128), itemsize=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "v_dim", "expected"),
+    [
+        (8 * K, 8, 128, True),
+        (4 * K, 8, 128, False),  # copies of half a MiB
+        (8 * K, 9, 128, False),  # there is no half
+        (16 * K, 4, 131, False),  # two heads of values are no multiple of 16 bytes
+    ],
+)
+def test_short_keys_come_in_parts(
+    tokens: int, heads: int, v_dim: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_engine, "_cuda", lambda: copy_engine)
+    plan = make_plan(Mask(causal=True), seq_len=tokens, cp_size=4, layout="zigzag")
+    keys = KVPayload(1, tokens // 4, heads, 128, v_dim, torch.bfloat16, segments=False)
+    fetches = [fetch for fetch in gather_program(plan, 0).fetches if fetch.rank != 0]
+    assert copy_engine.comes_in_parts(keys, fetches) == expected
+    assert not copy_engine.comes_in_parts(keys, [])
+    monkeypatch.setattr(copy_engine, "_cuda", lambda: None)
+    assert not copy_engine.comes_in_parts(keys, fetches)

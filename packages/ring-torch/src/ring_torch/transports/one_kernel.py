@@ -235,8 +235,7 @@ class OneKernel:
                 exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, columns,
                 target,
             )  # fmt: skip
-            num_tokens = sum(fetch.target.stop - fetch.target.start for fetch in from_peers)
-            if spec.by_parts and comes_in_parts(keys, num_tokens):
+            if spec.by_parts and comes_in_parts(keys, from_peers):
                 exchange, pending = self._fetch_columns(gather, run, target)
             else:
                 exchange = run(self.state.table((gather, keys), 3, lambda: self._pieces(gather)))
