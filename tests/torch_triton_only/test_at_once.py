@@ -92,9 +92,8 @@ def on_a_rank(
         transport = replace(SYMM_MEM if checked else P2P, open=opened)
         patched.setattr(prepare, "choose_strategy", lambda *_, **__: (GATHER, transport))
         _prepare.cache_clear()
-        patched.setattr(
-            exchange_tables, "CHUNK", 64
-        )  # several pieces, of tensors as small as these
+        # Several pieces, of tensors as small as these.
+        patched.setattr(exchange_tables, "CHUNK", 64)
         patched.setattr(exchange_tables, "NUMBERS", 32)
         patched.setattr(kernels, "NUMBERS", 32)
         if by_parts:  # as in a CUDA graph; copies are made at once, row by row
@@ -177,7 +176,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
     table = torch.tensor(
         [[x.data_ptr(), n * x.nbytes, x.nbytes] for n, x in enumerate(own) if n != rank]
     )
-    columns = torch.tensor([[rank]])
+    places = torch.tensor([[rank]])
     everybody_came = kernels.await_all
 
     def late(*args: Any) -> None:
@@ -195,7 +194,7 @@ def in_a_row(rank: int, folder: Path, wrong: bool) -> list[bool]:
             k, v = (torch.full((1, 1, 1, width), float(sign * (10 * n + rank))) for sign in (1, -1))
             target = torch.zeros(1, size, 2 * width)
             try:
-                kernels.exchange_keys(setup, n, k, v, own[rank], columns, target, table)
+                kernels.exchange_keys(setup, n, k, v, own[rank], places, target, table)
             except InterpreterError as error:  # it waited in vain
                 assert "did not come in time" in str(error)  # noqa: PT017 - runs on every rank
                 return [False]

@@ -126,7 +126,7 @@ class Gather(GatheringStrategy):
         fully_written = gather.num_rows == inputs.q.shape[1]
         state = unseen_state(inputs.q, inputs.v.shape[3], fully_written=fully_written)
         sinks = None
-        if inputs.sinks is not None and takes_sinks:
+        if takes_sinks and inputs.sinks is not None:
             # Launches see all keys of a row, so the sinks join its softmax there, once.
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(inputs.q, sinks) if self.prepares else None
@@ -135,7 +135,7 @@ class Gather(GatheringStrategy):
             # A single group. The session may have work to do behind its launches, so the loop runs
             # until the session ends.
             for arriving in session.fetch(gather, inputs):
-                if arriving.parts:
+                if arriving.parts:  # of which no launches are kept
                     columns = call.gathered_columns(gather, keys, arriving.tensors)
                     attend_parts(call, call.rows(inputs), columns, gather, arriving, state)
                 else:

@@ -55,9 +55,9 @@ def attend_parts(
     call: Call, rows: QueryBlock, columns: KeyBlock, gather: GatherProgram, arriving: PendingKV,
     state: AttentionState,
 ) -> AttentionState:  # fmt: skip
-    """Run the forward launches of each part of the heads where it arrives, and return ``state``.
+    """Run the forward launches of each part of the heads on its streams, and return ``state``.
 
-    Only for kernels that write into ``state``, and options that belong to no single head.
+    Only for kernels whose results are no wider than ``state``, and options of no single head.
     """
     count = len(arriving.parts)
     # All keys of a part are there, so the order is free. The longest launch goes first, and the

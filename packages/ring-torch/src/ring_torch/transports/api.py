@@ -185,8 +185,8 @@ class PendingKV:
     wait: Callable[[int | None], None]
     #: If heads arrive in equal parts, one after the other: for each part, in their order, contexts
     #: in which to launch its kernels, as many as the program has items. A kernel there waits for
-    #: its part alone, and the caller waits for all behind them. Empty if all heads arrive together,
-    #: and if the session was not opened ``by_parts``.
+    #: its part alone, not for what the caller has queued since, and the caller waits for all behind
+    #: them. Empty if all heads arrive together, and if the session was not opened ``by_parts``.
     parts: Sequence[Sequence[Callable[[], AbstractContextManager[object]]]] = ()
 
 

@@ -13,8 +13,8 @@ import torch
 from ring_core.programs.gather import Fetch
 from ring_torch.buffers import KVPayload
 
-#: Mean bytes of a copy from which on copies hide behind half of the launches of a pass: twelve of
-#: them do so behind those of 8k causal tokens on four H200s.
+#: Least mean bytes of a copy for which it pays to fetch half of the heads by copies: twelve of them
+#: hide behind half of the launches of 8k causal tokens on four H200s.
 LEAST_COPY = 1 << 20
 
 _MOST_STRIDE = (1 << 31) - 1  # largest pitch in bytes of a two-dimensional copy
@@ -54,8 +54,8 @@ def comes_in_parts(keys: KVPayload, fetches: Sequence[Fetch]) -> bool:
     """Return True if a pass with these fetches from peers makes them in two parts of the heads.
 
     Of an even number of heads the second half is fetched beside kernels of the first, by a copy of
-    K and one of V for each fetch and row of the batch. It is done in CUDA graphs alone: without one
-    the host would take longer to launch the parts than they save.
+    K and one of V for each fetch and row of the batch. Only a CUDA graph does so: without one the
+    host would take longer to launch the parts than they save.
     """
     half = keys.heads // 2 * keys.dtype.itemsize
     aligned = half * keys.dim % 16 == 0 and half * keys.v_dim % 16 == 0

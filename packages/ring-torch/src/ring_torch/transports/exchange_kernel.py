@@ -15,7 +15,8 @@ A rank overwrites its part only when all ranks have finished reading the exchang
 that exchanges K/V waits for that itself; for dK/dV :func:`wait_reusable` does, before
 they are computed.
 Then the rank signals the exchange's number to all of them, and reads when it has the same number
-from each. So no signal is overwritten before it was seen. Programs (thread blocks) wait for each
+from each. So no signal is overwritten before it was seen. An exchange by :class:`Blocks` is ended
+by :func:`finish_reading`, when this rank has read all. Programs (thread blocks) wait for each
 other, so no more are launched than run at once. State is in memory alone, none in arguments: a CUDA
 graph with these kernels may be replayed.
 """
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from ring_torch.launches.direct import DirectKernel, PreparedLaunch
 
-MOST_RANKS = 32  # most ranks that exchange
+MOST_RANKS = 32  # most ranks that exchange: a power of two, as in `peer_copies`
 _RANKS = tl.constexpr(MOST_RANKS)
 CHUNK = 1 << 16  # bytes that a program fetches at a time
 NUMBERS = 1 << 13  # numbers that it adds at a time
@@ -57,10 +58,10 @@ class ExchangeSetup(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Shape of blocks of K/V: columns of some tokens, whose rows lie apart in memory."""
+    """Shape of blocks of K/V: some heads of some tokens, which lie apart in memory."""
 
-    tokens: int
-    columns: int  # at most so many words of 8 bytes of a token: a power of two
+    tokens: int  # at most
+    words: int  # words of 8 bytes of a token, rounded up to a power of two
     stride: int  # words from token to token
 
 
@@ -94,7 +95,7 @@ def exchange_keys(
     k: Tensor,
     v: Tensor,
     own: Tensor,
-    columns: Tensor,
+    places: Tensor,
     target: Tensor,
     table: Tensor,
     blocks: Blocks | None = None,
@@ -107,7 +108,7 @@ def exchange_keys(
         k: ``[B, n, K, D]``; the heads of a token are contiguous.
         v: ``[B, n, K, Dv]``, likewise.
         own: ``[B, n, K * (D + Dv)]``, contiguous, in memory that peers read.
-        columns: int64 ``[n, 1]``: where in ``target`` each token goes, or -1.
+        places: int64 ``[n, 1]``: the token of ``target`` to which each own token goes, or -1.
         target: The buffer to fill, ``[B, T, K * (D + Dv)]``, contiguous, at an address that is a
             multiple of 16.
         table: int64 ``[chunks, 3]``: the address of a piece, its offset in ``target`` and its
@@ -125,12 +126,12 @@ def exchange_keys(
     arguments: tuple[Tensor | int, ...] = (
         setup.headers, setup.header, digest, setup.rank, setup.headers.shape[0], setup.patience,
         k, v, own, *k.stride()[:2], *v.stride()[:2], tokens, batch * tokens,
-        columns, target, target.shape[1], table, table.shape[0],
+        places, target, target.shape[1], table, table.shape[0],
         int(blocks is None),
     )  # fmt: skip
     constants = {
         "K": widths[0], "V": widths[1], "SIZE": size, "ROWS": max(1, _PACKED // size),
-        "TOKENS": blocks.tokens if blocks else 1, "WORDS": blocks.columns if blocks else CHUNK // 8,
+        "TOKENS": blocks.tokens if blocks else 1, "WORDS": blocks.words if blocks else CHUNK // 8,
         "STRIDE": blocks.stride if blocks else 0, **OPTIONS,
     }  # fmt: skip
     launch = _exchange_keys.launch((setup.programs,), *arguments, **constants)
@@ -283,11 +284,11 @@ def finish(headers, header, rank, ranks, number) -> None:
 
 
 @DirectKernel
-@triton.jit(do_not_specialize=["digest", "ends"])
+@triton.jit(do_not_specialize=["digest", "chunks", "ends"])
 def _exchange_keys(
     headers, header, digest, rank, ranks, patience,
     k, v, own, k_batch, k_token, v_batch, v_token, tokens, rows,
-    columns, target, length, table, chunks, ends,
+    places, target, length, table, chunks, ends,
     K: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, WORDS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +309,7 @@ def _exchange_keys(
         y = tl.load(v + batch * v_batch + token * v_token + column, mask=in_v)
         tl.store(own + row * (K + V) + column, x, mask=in_k)
         tl.store(own + row * (K + V) + K + column, y, mask=in_v)
-        place = tl.load(columns + token, mask=row < rows, other=-1)
+        place = tl.load(places + token, mask=row < rows, other=-1)
         dst = target + (batch * length + place) * (K + V) + column
         tl.store(dst, x, mask=in_k & (place >= 0))
         tl.store(dst + K, y, mask=in_v & (place >= 0))

@@ -14,18 +14,18 @@ from ring_torch.transports.exchange_kernel import CHUNK, NUMBERS, Blocks, interl
 
 Rows = Sequence[Sequence[int]]
 Sources = Iterable[tuple[Fetch, Tensor]]  # fetches, and what they read of a peer, [B, n, width]
-Columns = tuple[slice, slice]  # of K and of V, in K/V side by side
+HeadColumns = tuple[slice, slice]  # where K and V of some heads lie in K/V side by side
 
 
-def own_columns(fetches: Iterable[Fetch], length: int) -> Rows:
-    """Return the column of the gathered buffer to which each own token goes, or -1 for none.
+def own_places(fetches: Iterable[Fetch], length: int) -> Rows:
+    """Return the token of the gathered buffer to which each own token goes, or -1 for none.
 
     ``fetches`` are those of this rank's own K/V, of ``length`` tokens.
     """
-    columns = [-1] * length
+    places = [-1] * length
     for fetch in fetches:
-        columns[fetch.source] = range(fetch.target.start, fetch.target.stop)
-    return [(column,) for column in columns]
+        places[fetch.source] = range(fetch.target.start, fetch.target.stop)
+    return [(place,) for place in places]
 
 
 def pieces(keys: KVPayload, length: int, sources: Sources) -> Rows:
@@ -47,7 +47,7 @@ def pieces(keys: KVPayload, length: int, sources: Sources) -> Rows:
     return interleaved(list(rows.values()))
 
 
-def columns_of_halves(keys: KVPayload) -> list[Columns]:
+def columns_of_halves(keys: KVPayload) -> list[HeadColumns]:
     """Return the columns of each half of the heads."""
     k, v = keys.heads // 2 * keys.dim, keys.heads // 2 * keys.v_dim
     return [
@@ -57,13 +57,13 @@ def columns_of_halves(keys: KVPayload) -> list[Columns]:
 
 def shape_of_blocks(keys: KVPayload) -> Blocks:
     """Return the shape of the blocks in which half of the heads of some tokens is fetched."""
-    words = keys.heads // 2 * max(keys.dim, keys.v_dim) * keys.dtype.itemsize // 8
-    columns = 1 << (words - 1).bit_length()
-    tokens = max(1, CHUNK // (8 * columns))
-    return Blocks(tokens, columns, keys.width * keys.dtype.itemsize // 8)
+    most = keys.heads // 2 * max(keys.dim, keys.v_dim) * keys.dtype.itemsize // 8
+    words = 1 << (most - 1).bit_length()
+    tokens = max(1, CHUNK // (8 * words))
+    return Blocks(tokens, words, keys.width * keys.dtype.itemsize // 8)
 
 
-def blocks(keys: KVPayload, length: int, sources: Sources, halves: Sequence[Columns]) -> Rows:
+def blocks(keys: KVPayload, length: int, sources: Sources, halves: Sequence[HeadColumns]) -> Rows:
     """Return the table by which :func:`exchange_keys` fetches halves of the heads of peers."""
     itemsize, at_once = keys.dtype.itemsize, shape_of_blocks(keys).tokens
     token = keys.width * itemsize

@@ -2,7 +2,8 @@
 
 Copies that hide behind kernels need streams, events and a comparison of calls beside them: more of
 the host's time than short kernels take. Here each direction is one kernel on the caller's stream,
-which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchange_kernel`).
+which writes, waits for the other ranks and reads (:mod:`ring_torch.transports.exchange_kernel`). A
+CUDA graph takes none of the host's time, so there copies fetch a part of the K/V.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ class ExchangeState:
 
         All ranks call it with equal sizes. New memory makes all tables void, which hold addresses.
         """
+        # Before a pass takes its first table: a launch that is kept holds addresses of several.
+        if len(self._tables) > _MOST_TABLES:
+            self._forget()
         if self.memory.reserve(size) or self._setup is None:
             self._forget()
             self._setup = self._new_setup()
@@ -148,8 +152,6 @@ class ExchangeState:
         self, key: object, width: int, rows: Callable[[], Sequence[Sequence[int]]]
     ) -> torch.Tensor:
         """Return a table on the device, int64 ``[n, width]``, made by ``rows`` once a key."""
-        if len(self._tables) > _MOST_TABLES:
-            self._forget()
         if key not in self._tables:
             values = torch.tensor(rows(), dtype=torch.int64).view(-1, width)
             self._tables[key] = values.to(not_none(self._setup).headers.device)
@@ -217,8 +219,8 @@ class OneKernel:
         target = torch.empty(shape, dtype=keys.dtype, device=spec.device)
         from_peers = [fetch for fetch in gather.fetches if fetch.rank != self.setup.rank]
         aligned = (k.data_ptr() | v.data_ptr()) % 16 == 0
-        key = (gather, keys, k.stride(), v.stride()) if aligned else None
-        # Attention is queued behind the kernel on the same stream, so it has nothing to wait for.
+        key = (gather, keys, spec.by_parts, k.stride(), v.stride()) if aligned else None
+        # Without parts attention is queued behind the kernel on its stream, and waits for nothing.
         pending = PendingKV([target], lambda _fetches: None)
         # The kernel waits until peers have read what lies in `own` from the pass before, writes,
         # waits until all ranks have written, and reads. The host waits for nothing.
@@ -228,15 +230,15 @@ class OneKernel:
             own_k, own_v = (x if are_rows(x) else x.contiguous() for x in (k, v))
             own = self._keys_of(self.setup.rank)
             own_fetches = [fetch for fetch in gather.fetches if fetch.rank == self.setup.rank]
-            columns = self.state.table(
-                (gather, keys, "own"), 1, lambda: tables.own_columns(own_fetches, keys.length)
+            places = self.state.table(
+                (gather, keys, "own"), 1, lambda: tables.own_places(own_fetches, keys.length)
             )
             run = partial(
-                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, columns,
+                exchange_kernel.exchange_keys, self.setup, self.digest, own_k, own_v, own, places,
                 target,
             )  # fmt: skip
             if spec.by_parts and comes_in_parts(keys, from_peers):
-                exchange, pending = self._fetch_columns(gather, run, target)
+                exchange, pending = self._fetch_in_halves(gather, run, target)
             else:
                 exchange = run(self.state.table((gather, keys), 3, lambda: self._pieces(gather)))
             if key is not None and own_k is k and own_v is v:
@@ -245,7 +247,7 @@ class OneKernel:
             note_reads(target[:, fetch.target] for fetch in from_peers)
         yield pending
 
-    def _fetch_columns(
+    def _fetch_in_halves(
         self, gather: GatherProgram, run: Callable[..., KeyExchange | None], target: torch.Tensor
     ) -> tuple[KeyExchange | None, PendingKV]:
         """Fetch K/V; in a CUDA graph half of the heads beside the kernels of the others.
@@ -355,7 +357,7 @@ class OneKernel:
     def _pieces(self, gather: GatherProgram) -> tables.Rows:
         return tables.pieces(self.spec.keys, gather.length, self._sources(gather))
 
-    def _blocks(self, gather: GatherProgram, halves: Sequence[tables.Columns]) -> tables.Rows:
+    def _blocks(self, gather: GatherProgram, halves: Sequence[tables.HeadColumns]) -> tables.Rows:
         return tables.blocks(self.spec.keys, gather.length, self._sources(gather), halves)
 
     def _sums_of_peers(

@@ -34,7 +34,7 @@ Event = torch.cuda.Event
 Stream = torch.cuda.Stream
 Done = tuple[Stream, Event]  # the stream of a copy, and an event recorded behind it
 
-MOST_RANKS = 32  # most ranks that exchange in one kernel
+MOST_RANKS = 32  # most ranks that exchange in one kernel: what `exchange_kernel` can signal to
 _MOST_BYTES = 64 << 20  # bytes of gathered keys up to which one kernel beats copy engines
 
 
