@@ -24,6 +24,9 @@ DOCS = ROOT / "docs"
 
 SLOW = ("bench", "doctor")
 
+#: Pages of what `tests/jax_only` tests, too, and which take JAX long to compile.
+NIGHTLY = ("docs/jax-adapters.md", "docs/jax-trainers.md", "docs/layers-beside-attention-jax.md")
+
 #: Commands that tests run here; those that take long have tests of their own.
 COMMANDS = {
     "core": "python -m ring_core ",
@@ -155,7 +158,10 @@ def snippets(backend: str) -> dict[str, Callable[[Path], None]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Choose what this backend runs."""
     chosen = snippets(metafunc.config.getoption("--backend"))
-    metafunc.parametrize("snippet", list(chosen.values()), ids=list(chosen))
+    metafunc.parametrize("snippet", [
+        pytest.param(snippet, id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY))
+        for name, snippet in chosen.items()
+    ])  # fmt: skip
 
 
 def start(command: list[str], folder: Path) -> str:

@@ -255,7 +255,7 @@ def compile_for(
     jax.jit(both).lower(q, k, v, dout, more).compile()
 
 
-@pytest.mark.nightly(unless=["v6e:2x2-False"])
+@pytest.mark.nightly  # per change `test_compiled` compiles for a chip, and reads what comes of it
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compiles(topology: str, *, fused: bool) -> None:
