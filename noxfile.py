@@ -67,7 +67,7 @@ RELEASES = {
     "5.14": ["transformers==5.14.0", "huggingface-hub==1.33.0", "tokenizers==0.22.2"],
     "5.24": ["transformers==5.24.0", "huggingface-hub==2.4.0", "tokenizers==0.23.3"],
 }
-#: The tests that run on the newest for each change; nightly builds run all that import transformers.
+#: The tests that run on them for each change; nightly builds run all that import transformers.
 ON_EACH = ["tests/regressions/torch/test_names_of_transformers.py"]
 
 #: What has to pass before a change is accepted, what takes longest first, and the arguments. The
