@@ -74,7 +74,7 @@ ON_EACH = ["tests/regressions/torch/test_names_of_transformers.py"]
 #: table of cases holds numbers, too.
 CI = {
     **dict.fromkeys(f"tests-3.12({backend})" for backend in ("jax", "torch", "jax-gpu", "jax-tpu")),
-    "tests-3.12(core)": None,
+    "tests-3.12(core)": ["--hypothesis-profile=fewer"],
     "types": None,
     "lowest-3.12(torch)": [f"tests/{name}.py" for name in QUICK_ON_LOWEST],
     "transformers-3.12(5.24)": ON_EACH,
@@ -181,10 +181,11 @@ def transformers(session: nox.Session, release: str) -> None:
 
 @nox.session(python="3.12", default=False)
 def nightly(session: nox.Session) -> None:
-    """Run all cases and all that compiles, where the tests of each backend run a part."""
-    for backend in ("torch", "jax", "jax-gpu", "jax-tpu"):
-        groups = [*GROUPS.get(backend, GROUPS["jax"]), *(["processes"] if backend == "jax" else [])]
-        install(session, BACKENDS[backend], groups, *CONSTRAINED)
+    """Run all cases, examples and all that compiles, where ``ci`` runs a part."""
+    for backend, packages in BACKENDS.items():
+        groups = ["test"] if backend == "core" else GROUPS.get(backend, GROUPS["jax"])
+        groups = [*groups, *(["processes"] if backend == "jax" else [])]
+        install(session, packages, groups, *CONSTRAINED)
         for each in (backend, *ALSO.get(backend, [])):
             command = ("pytest", "tests", f"--backend={each}", "--all", "-n", workers_of(backend))
             session.run(*command, *session.posargs)

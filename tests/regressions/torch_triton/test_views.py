@@ -52,7 +52,7 @@ def _entries(way: str, part: int) -> list[Entry]:
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
 )
-@pytest.mark.nightly(only=["balanced-0"])
+@pytest.mark.nightly(only=["ring-0", "balanced-0"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_view_is_what_it_shows(way: str, part: int, pools: dict[int, LocalRanks]) -> None:
     size, options = WAYS[way]
