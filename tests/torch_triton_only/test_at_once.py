@@ -60,7 +60,7 @@ SHORT = [case for case in CASES.values() if _is_short(case)]
 
 def on_a_rank(
     rank: int, folder: Path, case: Case, wrong: str | None, checked: bool = False,
-    by_parts: bool = False,
+    captured: bool | None = None,
 ) -> tuple[Arrays, list[str]]:  # fmt: skip
     """A rank's part of a case, and which kernels ran."""
     ran: list[str] = []
@@ -72,7 +72,7 @@ def on_a_rank(
         digest = spec.signature.as_int64(spec.number, spec.seed)
         digest += rank if wrong == "digest" else 0
         return one_kernel.OneKernel.of(
-            spec._replace(by_parts=by_parts),
+            spec._replace(by_parts=captured is not None),
             grad_bytes_of(spec.plan, spec.keys, spec.acc_dtype, *options),
             digest,
         )
@@ -96,9 +96,9 @@ def on_a_rank(
         patched.setattr(exchange_tables, "CHUNK", 64)
         patched.setattr(exchange_tables, "NUMBERS", 32)
         patched.setattr(kernels, "NUMBERS", 32)
-        if by_parts:  # as in a CUDA graph; copies are made at once, row by row
+        if captured is not None:  # by blocks; in a graph, copies are made at once, row by row
             patched.setattr(one_kernel, "comes_in_parts", lambda *_: True)
-            patched.setattr(one_kernel, "is_capturing", lambda: True)
+            patched.setattr(one_kernel, "is_capturing", lambda: captured)
             patched.setattr(copy_engine, "_cuda", lambda: None)
             patched.setattr(one_kernel.ExchangeState, "side_streams", lambda _, n: [Now()] * n)
             patched.setattr(torch.cuda, "current_stream", Now)
@@ -122,10 +122,13 @@ def test_case(case: Case, pools: dict[int, LocalRanks], tmp_path: Path) -> None:
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
 
-def test_heads_arrive_in_parts(pools: dict[int, LocalRanks], tmp_path: Path) -> None:
-    """Half of them by the kernel, the others by copies behind it; a peer overwrites neither."""
+@pytest.mark.parametrize("captured", [True, False])
+def test_heads_arrive_in_parts(
+    captured: bool, pools: dict[int, LocalRanks], tmp_path: Path
+) -> None:
+    """In a graph half by the kernel, the others by copies behind it; else all by the kernel."""
     case = CASES["v-dim-zigzag"]
-    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, True)
+    parts = pools[case.cp_size].run(on_a_rank, tmp_path, case, None, False, captured)
     assert all(ran.count("finish_reading") >= 1 for _, ran in parts)
     assert_close(case, gather(case, case.plan, [part for part, _ in parts]))
 
