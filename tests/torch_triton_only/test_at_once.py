@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy.typing as npt
@@ -240,3 +241,21 @@ def test_room_is_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_other_calls_are_found_out(tmp_path: Path) -> None:
     with LocalRanks(2, timeout=5) as ranks, pytest.raises(LocalRankError, match="different calls"):
         ranks.run(on_a_rank, tmp_path, CASES["causal-zigzag-cp2"], "digest")
+
+
+def test_tables_of_a_pass_live_as_long_as_its_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is kept of a launch holds their addresses, so a pass forgets none of its own."""
+    interpret_one_kernel(monkeypatch, tmp_path)
+    monkeypatch.setattr(one_kernel, "_MOST_TABLES", 1)
+    memory: Any = SimpleNamespace(reserve=lambda _: False)
+    setup = kernels.ExchangeSetup(torch.zeros(1, dtype=torch.int64), 0, 0, 1, 1, 1)
+    state = one_kernel.ExchangeState(memory, setup)
+    tables = [state.table(key, 1, lambda: [(1,)]) for key in range(3)]
+    state.keep("launch", tables)
+    assert all(state.table(key, 1, list) is x for key, x in enumerate(tables))
+    assert state.prepared("launch") is tables
+    state.reserve(0)  # the next pass begins
+    assert state.prepared("launch") is None
+    assert state.table(0, 1, lambda: [(2,)]).item() == 2
