@@ -75,12 +75,14 @@ class ExchangeState:
         # Before a pass takes its first table: a launch that is kept holds addresses of several.
         if len(self._tables) > _MOST_TABLES:
             self._forget()
-        if self.memory.reserve(size) or self._setup is None:
+        self._wait_last()
+        # Behind this stream's work all earlier passes have ended: each waited for the one before.
+        streams = [] if self._stream is None else [self._stream]
+        if self.memory.reserve(size, streams) or self._setup is None:
             self._forget()
             self._setup = self._new_setup()
         if is_capturing():
             self._kept.append(self._setup)
-        self._wait_last()
         return self._setup
 
     def _wait_last(self) -> None:
