@@ -1,8 +1,14 @@
-"""Threads that call at the same time, each on a process group and a CUDA stream of its own."""
+"""Threads whose passes run at the same time, each on a process group and a CUDA stream of its own.
+
+Calls begin in one order on all ranks, as NCCL asks for of communicators that are used at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Condition
 from typing import Any
 
 import pytest
@@ -48,11 +54,21 @@ class Caller:
             grads = torch.autograd.grad(out, qkv, self.shards[n][3])
         return [out.detach(), *grads]
 
-    def repeated(self, n: int) -> list[Tensor]:
-        """Attend several times."""
-        outs = [self.forward(n)[0].detach() for _ in range(REPEATS)]
-        self.stream.synchronize()
-        return outs
+
+class Turns:
+    """Lets threads run something in turns."""
+
+    def __init__(self) -> None:
+        self.next, self.changed = 0, Condition()
+
+    def take(self, number: int, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Run it when all turns before ``number`` are over; the GPU goes on meanwhile."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.next == number)
+            results = run()
+            self.next += 1
+            self.changed.notify_all()
+        return results
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
@@ -60,20 +76,31 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def at_once(_: int, options: dict[str, Any]) -> list[bool]:
-    """Return, for each thread and length, whether all results were those of calls one by one."""
-    callers = [Caller(n, options) for n in range(NUM_THREADS)]
-    same = []
-    for n in range(len(LENGTHS)):
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            outs = list(pool.map(lambda caller, n=n: caller.repeated(n), callers))
-        # Autograd has one thread a device: backward passes come in one order on all ranks.
-        first, second = ([caller.both(n) for caller in callers] for _ in range(2))
-        torch.cuda.synchronize()
-        for repeated, one, two in zip(outs, first, second, strict=True):
-            same.append(all(torch.equal(out, one[0]) for out in repeated))
-            # Kernels may add up dQ in any order.
-            same.append(all(map(_is_close, one, two)))
-    return same
+    """Return, for each thread and length, whether all results were those of the first call."""
+    callers, turns = [Caller(n, options) for n in range(NUM_THREADS)], Turns()
+
+    def repeated(number: int) -> list[list[list[Tensor]]]:
+        caller = callers[number]
+        return [
+            [
+                turns.take(
+                    (length * REPEATS + n) * NUM_THREADS + number, partial(caller.both, length)
+                )
+                for n in range(REPEATS)
+            ]
+            for length in range(len(LENGTHS))
+        ]
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        results = list(pool.map(repeated, range(NUM_THREADS)))
+    torch.cuda.synchronize()
+    # Kernels may add up dQ in any order, so gradients are not equal to the last bit.
+    return [
+        torch.equal(first[0], others[0]) and all(map(_is_close, first, others))
+        for by_length in results
+        for first, *rest in by_length
+        for others in rest
+    ]
 
 
 @pytest.mark.ranks(2)
