@@ -191,14 +191,14 @@ def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     return whole
 
 
-def check(_: int, device_type: str) -> None:
-    """Compare the small model on all ranks with itself on one, in float32 with torch's attention.
+def check(_: int, setting: Setting, device_type: str) -> None:
+    """Compare a model on all ranks with itself on one, in float32 with torch's attention.
 
     Raises:
         AssertionError: Loss or gradients differ.
     """
     device = torch.device(device_type)
-    model, inputs = sharded(SMALL, device)
+    model, inputs = sharded(setting, device)
     loss = backward(model, inputs)
     shards: dict[str, Any] = dict(model.named_parameters())
 
@@ -209,12 +209,12 @@ def check(_: int, device_type: str) -> None:
 
     alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     with torch.device(device):
-        whole = Decoder(SMALL, ContextParallel(group=alone), dense)
+        whole = Decoder(setting, ContextParallel(group=alone), dense)
     with torch.no_grad():
         for name, weight in whole.named_parameters():
             weight.copy_(shards[name].full_tensor())
-    tokens, labels = batch(SMALL, device)
-    expected: Tensor = whole(tokens, labels, torch.arange(SMALL.tokens, device=device))
+    tokens, labels = batch(setting, device)
+    expected: Tensor = whole(tokens, labels, torch.arange(setting.tokens, device=device))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=TOLERANCE, atol=0)
     for name, weight in whole.named_parameters():
@@ -277,7 +277,7 @@ def main() -> int:
     for size, settings in runs:
         if settings:
             with LocalRanks(size, cuda=True, patience=1800.0) as ranks:
-                ranks.run(check, "cuda")
+                ranks.run(check, SMALL, "cuda")
                 for setting in settings:
                     found.add(ranks.run(timed, setting, options.steps)[0])
                     print(found.rows[-1], flush=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common.cases import CAUSAL
+from benchmarks.torch import model
 from benchmarks.torch.alone import as_rank
 from benchmarks.torch.over_gpus import method
 from ring_torch.kernels.eager import EagerKernel
@@ -36,6 +37,13 @@ def test_alone_does_all_but_communicate() -> None:
         for without, after in ranks.run(errors):
             assert without[0] and without[1] > 0.01
             assert after == (True, 0.0)
+
+
+@pytest.mark.nightly
+def test_a_whole_model_is_checked_before_it_is_timed() -> None:
+    widths = model.Widths(2, 64, 4, 2, 16, 128, 256)
+    with LocalRanks(2) as ranks:
+        ranks.run(model.check, model.Setting(widths, 256, recompute=True), "cpu")
 
 
 def test_one_process_plays_the_ranks_of_a_ring() -> None:
