@@ -16,7 +16,14 @@ from ring_core.programs import gather, gather_work
 from ring_torch import ContextParallel, prepare
 from ring_torch.buffers import ONE_GROUP, HeadGroups
 from ring_torch.kernels import fa4
-from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans, Selection, SplitBackward
+from ring_torch.kernels.api import (
+    BackwardLaunch,
+    Columns,
+    Kernel,
+    OwnSpans,
+    Selection,
+    SplitBackward,
+)
 from ring_torch.kernels.eager import EagerKernel
 from ring_torch.records import BackwardInputs, Grads, KernelParams, KeyBlock, QueryBlock
 from ring_torch.strategies import gather as gather_strategy
@@ -53,12 +60,12 @@ class Tiled(SplitBackward):
         del rows, upstream
 
         def launch(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
-            sums: Tensor,
-        ) -> Tensor:  # fmt: skip
+            q: Tensor, kv: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, sums: Tensor
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
             self.used.append(True)
             block = QueryBlock(q, None, None, None, None, None)
-            batch, length, heads, dim = k.shape
+            batch, length, heads, dim = columns.k.shape
+            k, v = kv(0, length)
             totals = sums.view(2, batch, heads, length, dim)
             for item in reversed(items):
                 self.accumulate(
@@ -69,8 +76,10 @@ class Tiled(SplitBackward):
             # As a library has it: a batch of the items' rows, padded behind.
             delta = (dout * out).sum(dim=-1).transpose(1, 2)
             if len({item.q_stop - item.q_start for item in items}) == batch == 1:
-                delta = delta[0].unflatten(1, (len(items), -1)).transpose(0, 1)
-            return torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3]
+                lse, delta = (
+                    x[0].unflatten(1, (len(items), -1)).transpose(0, 1) for x in (lse, delta)
+                )
+            return lse, torch.nn.functional.pad(delta, (0, 3), value=torch.nan)[..., :-3]
 
         return launch
 

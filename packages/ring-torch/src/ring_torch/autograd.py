@@ -92,7 +92,9 @@ def forward_pass(call: Call, inputs: Inputs) -> tuple[Tensor, Tensor, Saved]:
                 lse[:, :, tokens:].fill_(-torch.inf)
         # Libraries may return results with the inputs' strides; callers get contiguous ones. And of
         # views, which torch would not let callers change in place, what lies below.
-        out, lse = out.to(call.dtype).contiguous().detach(), lse.contiguous().detach()
+        # (Dtypes are compared first: a `to` that does nothing takes the host longer.)
+        out = out if out.dtype == call.dtype else out.to(call.dtype)
+        out, lse = out.contiguous().detach(), lse.contiguous().detach()
         error_message = None
         if watch is not None:
             error_message = tripwire.forward_faults(
@@ -165,12 +167,15 @@ def backward_pass(
             computed = call.strategy.backward(call, inputs, upstream, saved)
         dsinks = None
         if inputs.sinks is not None:
-            if delta is None and dlse is None:
-                delta = computed.delta  # from the kernel, which computed it for itself
-            if delta is None:
-                delta = _delta(dout, out, dlse, call.acc_dtype)
-            dsinks = _sink_grads(inputs.sinks, lse, delta)
-        dq, dk, dv = [as_own(grad.to(call.dtype).contiguous()) for grad in computed[:3]]
+            # From the kernel, if it computed delta for itself.
+            row_stats = computed.row_stats if delta is None and dlse is None else None
+            if row_stats is None:
+                row_stats = lse, _delta(dout, out, dlse, call.acc_dtype) if delta is None else delta
+            dsinks = _sink_grads(inputs.sinks, *row_stats)
+        dq, dk, dv = [
+            as_own((x if x.dtype == call.dtype else x.to(call.dtype)).contiguous())
+            for x in computed[:3]
+        ]
         error_message = None
         if watch is not None:
             error_message = tripwire.backward_faults(
@@ -232,11 +237,10 @@ def _sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     Args:
         sinks: ``[H]`` or ``[H, n]``.
-        lse: ``[B, H, T_local]``, with the sinks.
-        delta: ``[B, H, T_local]``, or in parts as :attr:`ring_torch.records.Grads.delta`.
+        lse: ``[B, H, T_local]``, with the sinks, or in parts as in
+            :attr:`ring_torch.records.Grads.row_stats`.
+        delta: Likewise.
     """
-    if delta.shape != lse.shape:
-        lse = lse[0].unflatten(1, (len(delta), -1)).transpose(0, 1)
     one_per_head = sinks if sinks.ndim == 1 else folded(sinks, lse.dtype)
     if _can_use_triton(lse, lse.dtype):
         from ring_torch.memory_ops import sink_grads_on_gpu
@@ -247,7 +251,7 @@ def _sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         logits = one_per_head.to(lse.dtype)[:, None]
         grads = -(torch.exp(logits - safe) * delta).sum(dim=(0, 2))
     if sinks.ndim == 1:
-        return grads.to(sinks.dtype)
+        return grads if grads.dtype == sinks.dtype else grads.to(sinks.dtype)
     weights = (sinks.to(lse.dtype) - one_per_head[:, None].nan_to_num(neginf=0.0)).exp()
     return (weights * grads[:, None]).to(sinks.dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -122,11 +122,9 @@ class KVPayload:
     dtype: torch.dtype
     segments: bool  # True if segment ids, int32 ``[B, T_kv_local]``, travel with them
 
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, k_ids: Tensor | None, groups: int = 1) -> KVPayload:
-        """Return the shape of a call's K/V for one of ``groups`` equal groups of heads."""
-        sizes = map(int, (*k.shape, v.shape[3]))  # symbolic sizes of a compiler have no hash
-        return _keys(*sizes, k.dtype, k_ids is not None, groups)
+    def of_group(self, groups: int) -> KVPayload:
+        """Return the shape of one of ``groups`` equal groups of heads; equal calls share it."""
+        return self if groups == 1 else _of_group(self, groups)
 
     @cached_property
     def width(self) -> int:
@@ -157,18 +155,24 @@ class KVPayload:
         k, v = kv.split([self.heads * self.dim, self.heads * self.v_dim], dim=-1)
         return k.unflatten(-1, (self.heads, self.dim)), v.unflatten(-1, (self.heads, self.v_dim))
 
+    def columns(self, kv: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return :meth:`split` of ``length`` tokens of ``kv`` from ``start`` on.
+
+        Each view is one call of torch, as a repeated call makes one for each of its launches.
+        """
+        (batch_step, step, _), shape = kv.stride(), (self.batch, length, self.heads)
+        k_dim, v_dim, first = self.dim, self.v_dim, kv.storage_offset() + start * step
+        k = kv.as_strided((*shape, k_dim), (batch_step, step, k_dim, 1), first)
+        first += self.heads * k_dim
+        return k, kv.as_strided((*shape, v_dim), (batch_step, step, v_dim, 1), first)
+
 
 @lru_cache(maxsize=256)
-def _keys(
-    batch: int, length: int, heads: int, dim: int, v_dim: int, dtype: torch.dtype, segments: bool,
-    groups: int,
-) -> KVPayload:  # fmt: skip
-    """Make the shape of one of ``groups`` groups of heads; equal calls share it."""
-    return KVPayload(batch, length, heads // groups, dim, v_dim, dtype, segments)
+def _of_group(keys: KVPayload, groups: int) -> KVPayload:
+    return replace(keys, heads=keys.heads // groups)
 
 
-@dataclass(frozen=True)
-class KeyGradBuffer:
+class KeyGradBuffer(NamedTuple):
     """Memory order of dK/dV sums in a flat buffer, in the accumulators' dtype.
 
     It is by token, ``[B, n, K * D + K * Dv]``, or with ``head_major`` by head: ``[B, K, n, D]`` and

@@ -114,6 +114,7 @@ class Call(NamedTuple):
     ranks: Ranks
     plan: Plan
     program: RingProgram  # the plan in the order of a ring
+    keys: KVPayload  # shape of this rank's K/V as they travel
     request: Request  # the options and sizes that kernels and strategies have to support
     params: KernelParams
     kernel: Kernel
@@ -125,10 +126,11 @@ class Call(NamedTuple):
     needs_grad: bool
     strategy: Strategy
     transport: Transport
-    number: int  # counted on the group, from 1
     forward_signature: CallSignature
     backward_signature: CallSignature
-    check_every: int = 0  # the tripwire's setting at this call: it checks each n-th; 0 is none
+    check_every: int  # the tripwire's setting at this call: it checks each n-th; 0 is none
+    # What differs between calls that are alike otherwise: the last three fields.
+    number: int = 0  # counted on the group, from 1
     checked: int = 0  # not 0 if the tripwire checks this call: the number that picks its samples
     prepare_lse_grad: Callable[[], Call] | None = None  # makes this call for a gradient of ``lse``
 
@@ -200,7 +202,6 @@ class Call(NamedTuple):
 
     def open_session(
         self,
-        inputs: Inputs,
         signature: CallSignature,
         gather: GatherProgram,
         *,
@@ -215,9 +216,8 @@ class Call(NamedTuple):
             RankMismatchError: A peer is making another call.
         """
         return self.transport.open(SessionSpec(
-            self.ranks, self.plan, gather, KVPayload.of(inputs.k, inputs.v, inputs.k_ids, groups), groups, self.device,
-            self.acc_dtype, self.needs_grad, signature, self.number, self.params.dropout_seed,
-            by_parts,
+            self.ranks, self.plan, gather, self.keys.of_group(groups), groups, self.device, self.acc_dtype,
+            self.needs_grad, signature, self.number, self.params.dropout_seed, by_parts,
         ))  # fmt: skip
 
     def open_heads(self, signature: CallSignature, size: int, members: range | None) -> HeadCarrier:

@@ -245,9 +245,12 @@ def unseen_state(
     They are those of rows that see nothing; with ``fully_written``, as all will be written, they
     are uninitialised. ``lse`` is float32, or float64 beside a float64 ``out``.
     """
-    batch, length, heads, _ = q.shape
-    out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
-    lse = out.new_empty(batch, heads, length, dtype=torch.promote_types(out.dtype, torch.float32))
+    batch, length, heads, dim = q.shape
+    if dim == v_dim:
+        out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty(batch, length, heads, v_dim, dtype=dtype)
+    lse = out.new_empty(batch, heads, length, dtype=acc_dtype(out.dtype))
     if not fully_written:
         out.zero_()
         lse.fill_(-torch.inf)
@@ -301,15 +304,16 @@ def with_unit_strides(inputs: Inputs) -> Inputs:
 class Grads(NamedTuple):
     """Gradients of a work item, or of all of a rank's tensors, in the inputs' dtype or wider.
 
-    Beside them is ``delta = rowsum(dout * out)``, float32, if the kernel has computed it for all
-    rows: ``[B, H, T_local]`` or, of one sequence, in equal parts of the rows, ``[parts, H, n]``.
+    Beside them are ``(lse, delta)`` of all rows, ``delta = rowsum(dout * out)``, float32, if the
+    kernel has computed that: both ``[B, H, T_local]`` or, of one sequence, in equal parts of the
+    rows, ``[parts, H, n]``.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
-    delta: Tensor | None = None
+    row_stats: tuple[Tensor, Tensor] | None = None
 
 
 #: The dimension of heads, for each field that is cut into groups of heads.
@@ -335,7 +339,7 @@ def head_group[T: (
 
 def folded(sinks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return sinks ``[H]`` or ``[H, n]`` as one equivalent logit for each head, ``[H]``."""
-    sinks = sinks.to(dtype)
+    sinks = sinks if sinks.dtype == dtype else sinks.to(dtype)
     return sinks if sinks.ndim == 1 else sinks.logsumexp(dim=1)
 
 

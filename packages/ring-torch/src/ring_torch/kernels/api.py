@@ -61,17 +61,21 @@ class OwnSpans(NamedTuple):
     length: int
 
 
+#: Returns k and v of gathered columns, as views, by the first column and their number.
+Columns = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
 class BackwardLaunch(Protocol):
     """The backward launches of a call, prepared for tensors of certain shapes and strides."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor, /,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """Write ``dq``, and put dK and dV into the flat sums.
 
-        It returns ``delta`` if it has computed it (:class:`ring_torch.records.Grads`).
-        ``k`` and ``v`` are all gathered columns, ``sums`` is a buffer in the order of
+        It returns :attr:`ring_torch.records.Grads.row_stats` if it has computed ``delta``.
+        ``columns`` are those of the gathered K/V, ``sums`` is a buffer in the order of
         :class:`ring_torch.buffers.KeyGradBuffer`; the other tensors are all of a rank's rows.
         """
 

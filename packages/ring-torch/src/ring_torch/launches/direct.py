@@ -80,7 +80,7 @@ def has_launch_hooks() -> bool:
 
 def assert_unit_strides(*tensors: Tensor) -> None:
     """Assert that the last dimensions are contiguous, as the kernels take for granted."""
-    assert all(x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors)
+    assert False not in [x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel() for x in tensors]
 
 
 class DirectKernel:

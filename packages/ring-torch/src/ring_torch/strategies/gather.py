@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ from ring_torch.strategies.prepared import (
 from ring_torch.strategies.two_stage import GatheringStrategy, TwoStageGather
 from ring_torch.transports.api import (
     GatherSession,
+    IndexMap,
     PendingGrads,
     add_staged,
 )
@@ -119,7 +120,7 @@ class Gather(GatheringStrategy):
         groups = self.groups.forward
         takes_sinks = self.adds_sinks and inputs.sinks is not None
         session = call.open_session(
-            inputs, call.forward_signature, self.gather, groups=groups,
+            call.forward_signature, self.gather, groups=groups,
             by_parts=self.prepares and not takes_sinks,
         )  # fmt: skip
         gather, keys = self.gather, session.spec.keys
@@ -139,8 +140,8 @@ class Gather(GatheringStrategy):
                     columns = call.gathered_columns(gather, keys, arriving.tensors)
                     attend_parts(call, call.rows(inputs), columns, gather, arriving, state)
                 else:
-                    k, v = keys.split(arriving.tensors[0])
-                    launches.run(inputs.q, k, v, state, sinks, arriving.wait)
+                    kv = partial(keys.columns, arriving.tensors[0])
+                    launches.run(inputs.q, kv, state, sinks, arriving.wait)
                 arriving.wait(None)
                 saved = tuple(arriving.tensors)
             if call.params.needs_lse:
@@ -192,7 +193,7 @@ class Gather(GatheringStrategy):
         their group, and have sums of their own.
         """
         groups = self.groups.backward
-        session = call.open_session(inputs, call.backward_signature, self.gather, groups=groups)
+        session = call.open_session(call.backward_signature, self.gather, groups=groups)
         gather, keys = self.gather, session.spec.keys
         sums = KeyGradBuffer(keys, self.head_major)
         key = sums.head_major, tensors_key(inputs.q, upstream.dout, upstream.out)
@@ -265,21 +266,20 @@ class Gather(GatheringStrategy):
     ) -> Grads:  # fmt: skip
         """Run a backward by prepared launches: one group of heads, all work over the buffer."""
         gather, keys, (q, k, v) = self.gather, session.spec.keys, inputs[:3]
-        own_fetches = [fetch for fetch in gather.fetches if fetch.rank == call.ranks.rank]
         (grad_sums,) = session.accumulators(gather, sums, zero=sums.head_major)
         dq = _dq(call, gather, q)
         # Contiguous, whatever the strides of k and v: launches that round go by tokens.
-        new = Tensor.new_zeros if prepared.has_padding else Tensor.new_empty
-        dk, dv = new(k, k.shape), new(v, v.shape)
-        kv = keys.split(self.gathered(session, inputs, saved)[0])
+        new = torch.zeros_like if prepared.has_padding else torch.empty_like
+        dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (k, v))
+        kv = partial(keys.columns, self.gathered(session, inputs, saved)[0])
         dout, out, lse, _ = upstream
-        delta = prepared.launch(q, *kv, dout, out, lse, dq, grad_sums)
+        row_stats = prepared.launch(q, kv, dout, out, lse, dq, grad_sums)
         # The sums are final on this rank: the owners of their keys take them, and this rank takes
         # the peers' sums for its own keys. Peers read other columns than those that these go to.
         pending = session.return_grads(gather, sums, grad_sums, 0, overlapped=False)
-        pending(grad_sums, gather.length, partial(_fetched_columns, own_fetches))
+        pending(grad_sums, gather.length, _own_columns(gather, call.ranks.rank))
         prepared.round(grad_sums, dk, dv)
-        return Grads(dq, dk, dv, None, delta)
+        return Grads(dq, dk, dv, None, row_stats)
 
 
 def _finish_own_grads(
@@ -324,6 +324,12 @@ def _finish_own_grads(
                 grad.copy_(x)
 
 
+@lru_cache(maxsize=256)
+def _own_columns(gather: GatherProgram, rank: int) -> IndexMap:
+    """Return the index map of a rank's own keys, the same object for each call of a program."""
+    return partial(_fetched_columns, [fetch for fetch in gather.fetches if fetch.rank == rank])
+
+
 def _fetched_columns(fetches: Sequence[Fetch], source: slice) -> slice:
     """Return the columns at which ``fetches`` put a span of local keys."""
     # Own keys lie in the buffer in the spans in which they were fetched: find the one with this
@@ -338,8 +344,8 @@ def _dq(call: Call, gather: GatherProgram, q: Tensor) -> Tensor:
 
     Every row is in one launch, so dQ is in the inputs' dtype if the kernel rounds it itself.
     """
-    dtype = call.acc_dtype if call.kernel.needs_delta else call.dtype
-    dq = torch.empty(q.shape, dtype=dtype, device=call.device)
+    dtype = call.acc_dtype if call.kernel.needs_delta else None
+    dq = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     return dq if gather.num_rows == q.shape[1] else dq.zero_()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ring_core import GatherProgram, WorkItem
 from ring_core.programs.gather import column_segments
 from ring_torch.buffers import KeyGradBuffer
-from ring_torch.kernels.api import BackwardLaunch, Kernel, OwnSpans
+from ring_torch.kernels.api import BackwardLaunch, Columns, Kernel, OwnSpans
 from ring_torch.kernels.library import ForwardLaunch, ItemBackward
 from ring_torch.records import (
     AttentionState,
@@ -58,11 +58,11 @@ class PreparedForward(NamedTuple):
     rows: tuple[int, ...]
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, sinks: Tensor | None,
+        self, q: Tensor, columns: Columns, state: AttentionState, sinks: Tensor | None,
         wait: Callable[[int], None],
     ) -> None:  # fmt: skip
         """Write ``state``; ``wait`` is called with the fetches that a launch needs."""
-        rows = [*self.rows]
+        rows, q = [*self.rows], q.detach()  # slices of it then need no gradient either
         # One call of torch cuts all slices of a tensor; `split` would go through Python. Padding
         # has a slice, and no launch.
         slices = zip(
@@ -72,9 +72,7 @@ class PreparedForward(NamedTuple):
         for (launch, k_start, k_len, waits_for), q_rows, out, lse in slices:
             # A launch waits for its own fetches; those of later ones go on beside it.
             wait(waits_for)
-            launch(
-                q_rows, k.narrow(1, k_start, k_len), v.narrow(1, k_start, k_len), out, lse, sinks
-            )
+            launch(q_rows, *columns(k_start, k_len), out, lse, sinks)
 
 
 class PreparedBackward(NamedTuple):
@@ -168,9 +166,9 @@ class _ItemByItem(BackwardLaunch):
     sums: KeyGradBuffer
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
+        self, q: Tensor, columns: Columns, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor,
         sums: Tensor,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Write ``dq``, and put dK/dV into the sums."""
         rows = [*self.rows]
         slices = [x.split_with_sizes(rows, 1) for x in (q, dout, out, dq)]
@@ -182,12 +180,9 @@ class _ItemByItem(BackwardLaunch):
         # In reverse, as columns to overwrite are those that no launch before has written. Nothing
         # is in flight: the sums travel home when all launches are queued.
         for launch, item, overwrite, q_n, dout_n, out_n, dq_n, lse_n in reversed([*work]):
-            columns = item.k_start, item.k_stop - item.k_start
-            grads = launch(
-                q_n, k.narrow(1, *columns), v.narrow(1, *columns), dout_n, out_n, lse_n, dq_n
-            )
+            k, v = columns(item.k_start, item.k_stop - item.k_start)
+            grads = launch(q_n, k, v, dout_n, out_n, lse_n, dq_n)
             put_columns(grads, self.sums, sums, self.gather.length, item, overwrite)
-        return None
 
 
 @dataclass(frozen=True)

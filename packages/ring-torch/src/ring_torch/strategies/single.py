@@ -40,7 +40,9 @@ class Single(Strategy):
             sinks = folded(inputs.sinks, torch.float32)
         key = tensors_key(q, k, v, sinks) if self.prepares else None
         if (launches := self.launches.forward.get(key)) is not None:
-            launches.run(q, k, v, state, sinks, lambda _: None)
+            launches.run(
+                q, lambda *span: (k.narrow(1, *span), v.narrow(1, *span)), state, sinks, lambda _: None
+            )  # fmt: skip
             if params.needs_lse:
                 lse = state.lse if fully_written else state.lse.narrow(2, 0, item.q_stop)
                 call.kernel.mark_nonfinite(lse)

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from ring_core import GatherProgram, WorkItem, gather_program
-from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, KVPayload, Shapes
+from ring_torch.buffers import ONE_GROUP, HeadGroups, KeyGradBuffer, Shapes
 from ring_torch.call import Call, Resolution, Saved, Strategy, zero_row_grads
 from ring_torch.launches.cache import keep, tensors_key
 from ring_torch.records import (
@@ -45,14 +45,14 @@ class GatheringStrategy(Strategy):
     prepares: bool = False  # True if launches may be prepared: they need q, k and v alone
     depends_on_kernel = True
 
-    def saved_shapes(self, _call: Call, inputs: Inputs, *, plan_known: bool) -> Shapes:
+    def saved_shapes(self, call: Call, _inputs: Inputs, *, plan_known: bool) -> Shapes:
         """Return the shapes of the gathered K/V, group by group; none if the plan is not known.
 
         Another plan may gather more keys, and then a compiled backward fetches them again.
         """
         if not plan_known or not self.saves:
             return []
-        keys = KVPayload.of(inputs.k, inputs.v, inputs.k_ids, self.groups.forward)
+        keys = call.keys.of_group(self.groups.forward)
         return keys.gathered_shapes(self.gather.length, self.groups.forward)
 
     def gathered(self, session: GatherSession, inputs: Inputs, saved: Saved) -> Saved:
@@ -64,10 +64,10 @@ class GatheringStrategy(Strategy):
                 saved = tuple(arriving.tensors)
         return saved
 
-    def traffic(self, call: Call, inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
+    def traffic(self, call: Call, _inputs: Inputs, *, forward: bool, saved: bool) -> Traffic:
         """Count the bytes of fetched K/V, unless the forward saved them, and of returned dK/dV."""
         return gathered_traffic(
-            self.gather, call.plan, call.ranks.rank, KVPayload.of(inputs.k, inputs.v, inputs.k_ids), call.acc_dtype,
+            self.gather, call.plan, call.ranks.rank, call.keys, call.acc_dtype,
             forward=forward, fetches=forward or not saved,
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ class TwoStageGather(GatheringStrategy):
 
     def forward(self, call: Call, inputs: Inputs) -> tuple[AttentionState, Saved]:
         """Return ``(out, lse)`` in the inputs' dtype or the accumulators', and the gathered K/V."""
-        session = call.open_session(inputs, call.forward_signature, self.gather, groups=1)
+        session = call.open_session(call.forward_signature, self.gather, groups=1)
         # Prepared launches round all rows. With sinks a row is rounded once, after they are added.
         key = tensors_key(*inputs[:3]) if self.prepares and inputs.sinks is None else None
         if (prepared := self.launches.get(key)) is not None:
@@ -159,7 +159,7 @@ class TwoStageGather(GatheringStrategy):
 
     def backward(self, call: Call, inputs: Inputs, upstream: BackwardInputs, saved: Saved) -> Grads:
         """Return the gradients in the inputs' dtype or the accumulators'."""
-        session = call.open_session(inputs, call.backward_signature, self.gather, groups=1)
+        session = call.open_session(call.backward_signature, self.gather, groups=1)
         prepared = self.launches.get(tensors_key(*inputs[:3])) if self.prepares else None
         rows_of_results = upstream.dout, upstream.out
         if (

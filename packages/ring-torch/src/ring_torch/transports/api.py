@@ -174,8 +174,7 @@ class Transport:
     is_short: Callable[[Plan, KVPayload, int], bool] = lambda _plan, _keys, _groups: False
 
 
-@dataclass(frozen=True)
-class PendingKV:
+class PendingKV(NamedTuple):
     """Gathered K/V of one group of heads, whose fetches are in flight."""
 
     tensors: list[torch.Tensor]

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, Self
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ring_core import GatherProgram
+from ring_core import GatherProgram, Plan
 from ring_core.base.arguments import not_none
 from ring_core.programs.gather import Fetch
 from ring_torch.buffers import HeadBuffer, HeadCarrier, KeyGradBuffer, Orders, are_rows, flat
@@ -185,13 +185,12 @@ def _head_programs(device: torch.device) -> int:
 def exchange_state_of(ranks: Ranks) -> ExchangeState:
     """Return the exchange state of a group, with memory of its own, made the first time."""
     group = not_none(ranks.group)
-    if group not in _state_of:
-        _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
-    return _state_of[group]
+    if (state := _state_of.get(group)) is None:
+        state = _state_of[group] = ExchangeState(SymmetricMemory(ranks, _HEADER_BYTES))
+    return state
 
 
-@dataclass(frozen=True)
-class OneKernel:
+class OneKernel(NamedTuple):
     """A :class:`ring_torch.transports.api.GatherSession` for short passes of one group of heads.
 
     A rank's memory holds its K/V, and behind them its dK/dV of the keys that it fetched. A pass is
@@ -338,12 +337,12 @@ class OneKernel:
         index_map: IndexMap,
     ) -> None:
         """Exchange dK/dV: let peers read this rank's, and add theirs for own keys to ``total``."""
-        spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
-        starts = tuple([index_map(span).start for span in spans])
+        starts = _starts(self.spec.plan, self.spec.ranks.rank, gather, index_map)
         key = gather, sums, length, starts
         if (exchange := self.state.prepared(key)) is not None and total.data_ptr() % 16 == 0:
             exchange(self.digest, total)
             return
+        spans = sent_spans(self.spec.plan, self.spec.ranks.rank, like=gather)
         num_peers = max(self.spec.ranks.size - 1, 1)
         table = self.state.table(
             key, 2 + num_peers,
@@ -390,6 +389,15 @@ class OneKernel:
         """Return where a rank's dK/dV of ``length`` fetched keys lie for the keys' owners."""
         packing = flat(sums.numel(length), self.spec.acc_dtype)
         return self.state.memory.views(rank, self.spec.keys.message.size, packing)[0]
+
+
+@lru_cache(maxsize=256)
+def _starts(plan: Plan, rank: int, gather: GatherProgram, index_map: IndexMap) -> tuple[int, ...]:
+    """Return the columns at which spans of own keys begin that peers fetch.
+
+    It is asked once for each index map: repeated calls bring the same one.
+    """
+    return tuple([index_map(span).start for span in sent_spans(plan, rank, like=gather)])
 
 
 @dataclass(frozen=True)

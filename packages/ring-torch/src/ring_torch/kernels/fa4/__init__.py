@@ -240,7 +240,7 @@ class HopperSplitBackward:
             )
             for item, (compiled, sides) in zip(items, functions, strict=True)
         ]  # fmt: skip
-        return partial(split.accumulate_all, launches)
+        return partial(split.accumulate_all, launches, tuple(columns.k.shape))
 
     def prepare_round(
         self, spans: OwnSpans, params: KernelParams

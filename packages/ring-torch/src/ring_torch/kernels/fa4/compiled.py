@@ -345,7 +345,7 @@ def prepare_arguments(
     documents: Documents | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of ``prepare``."""
-    cu_q, _ = _offsets(documents)
+    cu_q = None if documents is None else documents.cu_q
     return out, dout, delta, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, None, None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_torch.kernels.api import OwnSpans
+from ring_torch.kernels.api import Columns, OwnSpans
 from ring_torch.kernels.fa4.compiled import empty_floats, prepare_arguments
 from ring_torch.kernels.fa4.private import Function, calls_of, interface
 from ring_torch.options import Window
@@ -75,13 +75,14 @@ class SplitFunctions(NamedTuple):
 
 
 def accumulate_all(
-    launches: Sequence[SplitLaunch], q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor,
-    lse: Tensor, dq: Tensor, sums: Tensor,
-) -> Tensor:  # fmt: skip
-    """Run all launches of a rank: write ``dq``, add to the sums of dK and dV, and return delta.
+    launches: Sequence[SplitLaunch], k_shape: tuple[int, ...], q: Tensor, columns: Columns,
+    dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, sums: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run all launches of a rank: write ``dq``, add to the sums of dK and dV.
 
-    Delta is ``[B * R, H, L / R]`` for R launches. ``sums`` is one flat buffer, dK of all sequences
-    ``[B, K, columns, D]`` and then dV in the same shape.
+    Return ``(lse, delta)``, ``[B * R, H, L / R]`` for R launches. ``k_shape`` is that of k of all
+    gathered columns, and ``sums`` one flat buffer, dK of all sequences ``[B, K, columns, D]`` and
+    then dV in the same shape.
 
     Each launch has the next ``L / R`` rows of ``q [B, L, H, D]``, with B = 1 if there are
     several. What does not depend on keys runs once for all rows, as a batch of R: ``main``
@@ -98,13 +99,13 @@ def accumulate_all(
     lse = lse.contiguous()
     if runs > 1:
         # Rows of a launch become a batch row of their own, as in the views of q and dout.
-        lse = lse.view(heads, runs, rows).transpose(0, 1).contiguous()
+        lse = lse.as_strided((runs, heads, rows), (rows, length, 1)).contiguous()
     dq = dq.view(shape)
     functions.prepare(
         *prepare_arguments(out.view(shape), dout.view(shape), delta, lse, lse_log2, dq_sums, None)
     )
-    kv_heads, columns, start = k.shape[2], k.shape[1], sums.storage_offset()
-    head_stride, sequence_stride = columns * dim, kv_heads * columns * dim
+    kv_heads, start = k_shape[2], sums.storage_offset()
+    head_stride, sequence_stride = k_shape[1] * dim, kv_heads * k_shape[1] * dim
     strides = sequence_stride, head_stride, 1
     tensors = [x.split_with_sizes([rows] * runs, 1) for x in (q, dout)]
     tensors += [x.split_with_sizes([batch] * runs) for x in (lse_log2, delta, dq_sums)]
@@ -115,15 +116,14 @@ def accumulate_all(
         size = batch, kv_heads, launch.keys * dim
         first = start + launch.k_start * dim
         launch.functions.main(
-            q_n, k.narrow(1, launch.k_start, launch.keys), v.narrow(1, launch.k_start, launch.keys), dout_n,
-            *rows_and_sums,
+            q_n, *columns(launch.k_start, launch.keys), dout_n, *rows_and_sums,
             sums.as_strided(size, strides, first),
             sums.as_strided(size, strides, first + batch * sequence_stride),
             launch.scale, None, None, None, None, *launch.window, *launch.functions.rest,
         )  # fmt: skip
     # dQ is complete when all launches have run: one rounding for all rows.
     functions.round_dq(dq_sums, dq, launches[0].scale, None, None, None, None)
-    return delta.narrow(2, 0, rows)
+    return lse, delta if padded == rows else delta.narrow(2, 0, rows)
 
 
 def round_all(spans: OwnSpans, scale: float, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
