@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
@@ -120,7 +121,7 @@ def _used_gradients(
 
 
 def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parameter]) -> None:
-    """Refuse gradients that are not dense, or that FSDP reduces over ranks of this group.
+    """Refuse gradients without numbers, sparse ones, and those that FSDP reduces over this group.
 
     A ``DTensor`` is allowed if its mesh has no other rank of this group, as with tensor parallelism
     beside context parallelism: its gradients are summed shard by shard.
@@ -129,10 +130,16 @@ def _check_model(ranks: Ranks, model: nn.Module, weights: Mapping[str, nn.Parame
         UnsupportedError: The model has such a gradient.
     """
     for name, weight in weights.items():
-        if weight.grad is not None and weight.grad.is_sparse:
+        gradient = local_shard(weight if weight.grad is None else weight.grad)
+        if gradient.is_sparse:
             raise UnsupportedError(
                 f"reduce_gradients sums dense gradients, and that of {name} {tuple(weight.shape)} is "
                 f"sparse: make the layer with sparse=False"
+            )
+        if isinstance(gradient, FakeTensor):
+            raise UnsupportedError(
+                f"reduce_gradients sums numbers, and {name} {tuple(weight.shape)} or its gradient is a "
+                f"FakeTensor, which has none: leave the call out where models are run with fake tensors"
             )
     if ranks.group is None:
         return

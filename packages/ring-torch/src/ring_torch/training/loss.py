@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # torch has no public name for it
 from torch.distributed.tensor import DTensor
 
 from ring_core import UnsupportedError, checks
@@ -169,7 +170,7 @@ def _refuse_transforms(what: str, instead: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public way
+    if peek_interpreter_stack() is not None:
         raise UnsupportedError(
             f"{what} inside vmap, grad and the other transforms of torch.func. Instead: {instead}; "
             f"or use torch.autograd (backward())"
