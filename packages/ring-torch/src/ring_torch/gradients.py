@@ -10,7 +10,7 @@ and hold no tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -204,6 +204,9 @@ def _each_bucket(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+_unserializable: Callable[[Any], Any] = unserializable_hook  # torch gives it no types
+
+
 class _Sums:
     """Gradients that hold sums over ranks since one call of ``reduce_gradients``.
 
@@ -270,13 +273,13 @@ class _Guard:
         """Return True if this is the gradient that was summed, and it was not zeroed since."""
         return gradient is not None and self.summed is gradient and self._sums.holds(self._key)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
+    @_unserializable
     def before(self, _: Tensor) -> None:
         """Note, before a gradient is accumulated, if the parameter's gradient is a sum."""
         # Asking means waiting for the GPU, which a graph that is being captured cannot.
         self._held = not is_capturing() and self.holds(self.summed)
 
-    @unserializable_hook  # type: ignore[untyped-decorator]  # torch gives it no types
+    @_unserializable
     def after(self, weight: Tensor) -> None:
         """Refuse a gradient that was added to a sum.
 

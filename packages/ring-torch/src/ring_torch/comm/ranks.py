@@ -135,15 +135,11 @@ class Ranks:
                 "Instead: use torch.compile or torch.export"
             )
         # An operation over several processes has no rules for transforms.
-        if peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
             raise UnsupportedError(
-                "calls over several ranks have no rule for vmap, grad, jvp and the other transforms of "
-                "torch.func. Instead: use a batch dimension, and torch.autograd (backward())"
-            )
-        if forward_ad._current_level >= 0:  # noqa: SLF001 - no public way
-            raise UnsupportedError(
-                "calls over several ranks have no forward-mode gradient. Instead: use torch.autograd "
-                "(backward()), outside of torch.autograd.forward_ad.dual_level"
+                "this call has no rule for vmap, grad, jvp and the other transforms of torch.func, nor for "
+                "forward-mode gradients (forward_ad.dual_level). Instead: use a batch dimension, and "
+                "torch.autograd (backward()), outside of them"
             )
         if self.group_ref is None:
             return 0

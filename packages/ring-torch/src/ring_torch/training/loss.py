@@ -155,10 +155,9 @@ def _divisor(
     own = is_kept.sum() if weight is None else weight[labels.where(is_kept, 0)][is_kept].sum()
     # Every rank gathers all counts and adds them up in the same order: all get the same divisor.
     counts = own.reshape(1)
+    check_context(cp).check_group()
     if torch.compiler.is_compiling():
-        cp._sharding.check_group()  # noqa: SLF001 - of the same package
         return unshard_in_graph(cp.group, "contiguous", counts, 0, None, None).sum()
-    cp.cp_size  # noqa: B018 - refuses another group than at the first use
     return Sharding(cp.group, "contiguous").unshard(counts, dim=0).sum()
 
 
